@@ -1,0 +1,149 @@
+"""What can go wrong, and what to do next.
+
+Theory. A caller acts on the *kind* of an error, never on its message. So there are few kinds, split only where a
+caller would do something different, and each kind carries two facts: whether trying again can help (`retry`) and
+which HTTP status says it (`status`). The message is for people and always ends with what to do next. Edges translate
+once, by one table each: `backends/errors.py` (obstore's exceptions to ours), `node/http/native.py` and
+`node/http/s3.py` (ours to HTTP and S3 codes).
+
+Rejected: one class per situation (callers cannot keep up with the list); bare status codes (meaningless off HTTP).
+
+Invariants. (1) `kind` is the class name and is unique. (2) Every error survives `to_wire` then `from_wire`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Retry = Literal["never", "same", "another", "later"]
+
+
+class ErrorOnWire(msgspec.Struct, array_like=True, frozen=True):
+    """An error as it travels between processes."""
+
+    kind: str
+    message: str
+    code: str = ""
+    retry_after_s: float = 0.0
+
+
+class ForebayError(Exception):
+    """Base of every error Forebay raises on purpose. Catch the kinds below, not the messages.
+
+    `code` is an optional finer word for the edges that need one (an S3 error code such as `NoSuchBucket`);
+    `retry_after_s` is how long to wait first when `retry` is `later`.
+    """
+
+    retry: ClassVar[Retry] = "never"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, code: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def to_wire(self) -> ErrorOnWire:
+        return ErrorOnWire(self.kind, self.message, self.code, self.retry_after_s)
+
+
+class NotFound(ForebayError, FileNotFoundError):
+    """The bucket, object or thing named does not exist. Check the name; retrying does not help."""
+
+    status = 404
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Exists(ForebayError):
+    """The thing to be made is there already. Choose another name, or change the one that exists."""
+
+    status = 409
+
+
+class Precondition(ForebayError):
+    """A condition the caller set does not hold. Also: the object changed under an open handle. Read again, decide anew."""
+
+    status = 412
+
+
+class Denied(ForebayError):
+    """The caller may not do this, here or at the backend. Fix credentials or policy."""
+
+    status = 403
+
+
+class Invalid(ForebayError):
+    """The request is malformed or breaks a documented limit. Change the request."""
+
+    status = 400
+
+
+class Busy(ForebayError):
+    """A limit is reached for now. Try again after `retry_after_s`."""
+
+    retry = "later"
+    status = 503
+
+
+class Unavailable(ForebayError):
+    """The backend, a node or a disk does not answer. Try again later, or elsewhere."""
+
+    retry = "another"
+    status = 503
+
+
+class Corrupt(ForebayError):
+    """Bytes do not match their checksum or their declared size, and no good copy was found. Nothing wrong was returned."""
+
+    retry = "another"
+    status = 502
+
+
+class Closed(ForebayError):
+    """The node or client is shutting down. Connect again."""
+
+    retry = "another"
+    status = 503
+
+
+class NotSupported(ForebayError):
+    """Forebay does not do this, and says so rather than pretend. See docs/semantics.md for what is served."""
+
+    status = 501
+
+
+class Bug(ForebayError):
+    """An invariant of Forebay's own is broken. Please report it with the message and the node's log."""
+
+    status = 500
+
+
+KINDS: dict[str, type[ForebayError]] = {
+    kind.__name__: kind
+    for kind in (
+        NotFound,
+        Exists,
+        Precondition,
+        Denied,
+        Invalid,
+        Busy,
+        Unavailable,
+        Corrupt,
+        Closed,
+        NotSupported,
+        Bug,
+    )
+}
+
+
+def from_wire(error: ErrorOnWire) -> ForebayError:
+    """The exception an `ErrorOnWire` stands for; an unknown kind (a newer peer) becomes `Bug`, message kept."""
+    return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)

@@ -1,0 +1,58 @@
+"""Every bound in one place, each with its reason and its relation to the others.
+
+Theory. An input without a limit is an outage waiting for its day, and limits scattered over the code contradict each
+other. So they stand here as plain numbers, the reason beside each, and the relations between them are asserted when
+this module is imported. A module that needs a bound imports it from here; a test may not change one.
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# --- store -----------------------------------------------------------------------------------------------------------
+BLOCK_BYTES = 4 * MIB  # unit of fetch, presence and checksum: one round trip of 20 ms costs 10 % at 200 MB/s
+STRIPE_BYTES = 64 * MIB  # unit of placement over nodes: big enough that a stripe's first byte is amortised
+INLINE_BYTES_MAX = 16 * KIB  # at most this lives in the index record: below it a file costs more than its bytes
+OBJECT_BYTES_MAX = 50 * 1024 * GIB  # S3's limit on one object since 2025: 50 TB; a bitmap of 1.6 MB at 4 MiB blocks
+KEY_BYTES_MAX = 1024  # S3's limit on a key, in UTF-8 bytes
+INDEX_KEY_BYTES_MAX = 511  # LMDB's compiled limit on a key
+BUCKET_NAME_BYTES_MIN = 3  # S3's rule for bucket names
+BUCKET_NAME_BYTES_MAX = 63  # S3's rule; also keeps virtual-host names inside one DNS label
+VOLUMES_MAX = 64  # disks in one node: the largest chassis sold hold about 60 NVMe drives
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------
+REQUEST_LINE_BYTES_MAX = 16 * KIB  # a 1,024-byte key percent-encodes to 3 KiB; presigned queries add 2 KiB; nginx: 8 KiB
+HEADER_BYTES_MAX = 32 * KIB  # all headers of a request together; nginx: 4 x 8 KiB, AWS: 8 KiB of user metadata at most
+HEADERS_MAX = 128  # header count; Node.js: 2000 by default, Apache: 100
+XML_BODY_BYTES_MAX = 2 * MIB  # CompleteMultipartUpload with 10,000 parts is about 1.2 MB
+JSON_BODY_BYTES_MAX = 1 * MIB  # native requests name things; none needs more
+HEADER_TIMEOUT_S = 15.0  # from the first byte of a request to its last header byte: slow-loris ends here
+IDLE_TIMEOUT_S = 75.0  # keep-alive without a request: nginx's keepalive_timeout
+STALL_TIMEOUT_S = 60.0  # a client that reads nothing for this long is gone: nginx's send_timeout
+CONNECTIONS_MAX = 4096  # per front; each costs a descriptor and about 4 KiB of Python
+PIPELINE_MAX = 32  # requests waiting on one connection before reading from it pauses
+LIST_KEYS_MAX = 1000  # S3's page size
+
+# --- node ------------------------------------------------------------------------------------------------------------
+FRAME_BYTES_MAX = 16 * MIB  # one message between engine and front: a listing page of 1,000 keys is under 2 MiB
+FRONT_FILES_OPEN_MAX = 512  # data files a front keeps open between requests
+PASS_BYTES_MAX = 256 * MIB  # memory for bytes in flight that no disk takes (pass-through), over all reads
+READ_WINDOW_BYTES = 64 * MIB  # how far fetching may run ahead of one reader: 0.3 s at 200 MB/s, hides 20 ms latency
+FETCHES_MAX = 64  # backend requests at once per node; S3 clients of the vendor default to 10-50
+FETCHES_PER_READ_MAX = 8  # parallel ranges for one reader: binds when a connection is slower than the link
+TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the engine
+
+# --- backend ---------------------------------------------------------------------------------------------------------
+BACKEND_ATTEMPTS_MAX = 5  # AWS SDK's default is 3 to 5 ("standard" retry mode: 3)
+BACKEND_CONNECT_TIMEOUT_S = 5.0
+BACKEND_STALL_TIMEOUT_S = 30.0  # no byte for this long: the request is retried from where it stopped
+
+assert BLOCK_BYTES % (4 * KIB) == 0, "a punched hole must be page aligned"
+assert STRIPE_BYTES % BLOCK_BYTES == 0
+assert INLINE_BYTES_MAX < BLOCK_BYTES
+assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
+assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
+assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
+assert FETCHES_PER_READ_MAX <= FETCHES_MAX

@@ -1,0 +1,90 @@
+"""The index record: everything a front must know to serve a hit, in one small value.
+
+Theory. A hit is one index lookup, one decode and one send, so whatever can be computed when an object lands is computed
+then: `head` holds the response's static header lines, ready to send. Block checksums are *not* here (a front never
+checks them; they would make a lookup as heavy as the object is large): they live beside, keyed by object id.
+
+Presence. An object is a run of blocks of `block_bytes`; `complete` says that all are present, else `present` is a
+bitmap, least significant bit first. A block is marked present only when it landed whole and its checksum is stored.
+
+Invariants. (1) `inline` is set exactly when the object lives in its record (size <= INLINE_BYTES_MAX); then it is
+complete. (2) `complete` implies `present == b""`. (3) One object id belongs to one (bucket, key, version) for ever.
+"""
+
+from __future__ import annotations
+
+import email.utils
+from enum import IntFlag
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.types import ObjectInfo
+
+
+class State(IntFlag):
+    """What is true of a record beyond its bytes."""
+
+    CLEAN = 0
+    DIRTY = 1  # acknowledged bytes that the backend has not
+    PINNED = 2  # never evicted
+    UNVERIFIED = 4  # rebuilt after an unclean machine stop: each block must be verified before its first use
+
+
+class Record(msgspec.Struct, array_like=True, gc=False):
+    """See the module's header. `checked_s` is when the backend last confirmed the version (Unix time);
+    `used_minute` is the last use in minutes since the epoch, coarse because exact order costs a write per read.
+    `key` is set only where the index key cannot hold it whole."""
+
+    object_id: int
+    size_bytes: int
+    version: str
+    etag: str
+    modified_s: float
+    checked_s: float
+    head: bytes
+    complete: bool
+    state: int = 0
+    used_minute: int = 0
+    inline: bytes | None = None
+    present: bytes = b""
+    key: str = ""
+    block_bytes: int = limits.BLOCK_BYTES
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether every byte of the half-open range is present."""
+        if self.complete:
+            return True
+        present, block_bytes = self.present, self.block_bytes
+        for block in range(start // block_bytes, -(-end // block_bytes)):
+            if block >> 3 >= len(present) or not present[block >> 3] >> (block & 7) & 1:
+                return False
+        return True
+
+
+encode_record = msgspec.msgpack.Encoder().encode
+decode_record = msgspec.msgpack.Decoder(Record).decode
+
+
+def blocks_in(size_bytes: int, block_bytes: int = limits.BLOCK_BYTES) -> int:
+    """How many blocks an object of `size_bytes` has; an empty object has none."""
+    return -(-size_bytes // block_bytes)
+
+
+def build_head(info: ObjectInfo) -> bytes:
+    """The static header lines of a 200 or 206 for `info`: ETag, Last-Modified, Accept-Ranges and the stored headers.
+
+    Control characters cannot pass: a stored header that holds one is dropped, since it could split the response.
+    """
+    lines = [
+        f'ETag: "{info.etag}"' if info.etag else "",
+        f"Last-Modified: {email.utils.formatdate(info.modified_s, usegmt=True)}",
+        "Accept-Ranges: bytes",
+    ]
+    names = {name for name, _ in info.headers}
+    if "content-type" not in names:
+        lines.append("Content-Type: binary/octet-stream")
+    lines += [f"{name.title() if not name.startswith('x-amz-') else name}: {value}" for name, value in info.headers]
+    return b"".join(
+        line.encode("utf-8") + b"\r\n" for line in lines if line and not any(ord(c) < 32 or ord(c) == 127 for c in line)
+    )

@@ -1,0 +1,160 @@
+"""Values that two or more rooms share: frozen, validated, printable.
+
+Theory. A value that can be built can be trusted: constructors that take outside input check it and raise `Invalid`
+with what to do. One struct serves memory and wire (msgspec); unknown fields are ignored and new fields have defaults,
+so versions can mix. A type with a single user lives with its user, not here.
+
+Versions. A *version* pins an object's bytes. It is an opaque string: the backend's ETag (S3, Azure, HTTP),
+`generation` (GCS) or, for files, a token of inode, mtime and size. Two reads that carry the same version return bytes of the same
+object; comparing for equality is all that may be done with it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Invalid
+
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
+_IPV4 = re.compile(r"\d{1,3}(\.\d{1,3}){3}")
+
+Headers = tuple[tuple[str, str], ...]  # lower-case names, in the order to send them
+
+
+def check_bucket_name(name: str) -> str:
+    """`name` if S3 would accept it as a bucket name, else `Invalid` saying which rule it breaks."""
+    if not _BUCKET_NAME.fullmatch(name) or ".." in name or _IPV4.fullmatch(name):
+        raise Invalid(
+            f"bucket name {name!r} is not valid: use 3 to 63 characters of a-z, 0-9, '-' and '.', starting and ending "
+            "with a letter or digit, not shaped like an IP address",
+            code="InvalidBucketName",
+        )
+    return name
+
+
+def check_key(key: str) -> str:
+    """`key` if it is 1 to 1,024 bytes of UTF-8, else `Invalid`. Any character is allowed: a key is a name, not a path."""
+    try:
+        size = len(key.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise Invalid("the key is not valid UTF-8: percent-encode it from UTF-8 bytes", code="InvalidURI") from None
+    if size == 0:
+        raise Invalid("the key is empty: name an object after the bucket", code="InvalidArgument")
+    if size > limits.KEY_BYTES_MAX:
+        raise Invalid(f"the key has {size} bytes; at most {limits.KEY_BYTES_MAX} are allowed", code="KeyTooLongError")
+    return key
+
+
+class RangeSpec(msgspec.Struct, array_like=True, frozen=True):
+    """A range as asked for, before the object's size is known. Exactly one of three forms:
+
+    `RangeSpec(first, last)` bytes first..last inclusive; `RangeSpec(first, None)` from first to the end;
+    `RangeSpec(None, n)` the last n bytes.
+    """
+
+    first: int | None
+    last: int | None
+
+    def resolve(self, size_bytes: int) -> tuple[int, int]:
+        """Half-open `(start, end)` in an object of `size_bytes`, clamped; `Invalid` (code `InvalidRange`) if it lies outside.
+
+        RFC 9110 section 14.1.2: first past the end, or a suffix of zero bytes, is unsatisfiable.
+        """
+        if self.first is None:
+            suffix = self.last or 0
+            start, end = max(0, size_bytes - suffix), size_bytes
+            satisfiable = suffix > 0 and size_bytes > 0
+        else:
+            start = self.first
+            end = size_bytes if self.last is None else min(self.last + 1, size_bytes)
+            satisfiable = start < size_bytes and end > start
+        if not satisfiable:
+            raise Invalid(
+                f"the range is outside the object, which has {size_bytes} bytes: ask within 0..{max(0, size_bytes - 1)}",
+                code="InvalidRange",
+            )
+        return start, end
+
+
+class ObjectInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What a backend says of one version of an object.
+
+    `version` pins the bytes; `etag` is what clients see (opaque, without quotes); `modified_s` is Unix time; `headers`
+    are the stored content headers and user metadata to send back (`content-type`, `cache-control`, `x-amz-meta-…`).
+    """
+
+    key: str
+    size_bytes: int
+    version: str
+    etag: str
+    modified_s: float
+    headers: Headers = ()
+
+
+class ListEntry(NamedTuple):
+    """One object in a listing. `etag` is opaque, without quotes, and may be empty where the backend has none."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+
+
+class ListPage(msgspec.Struct, array_like=True, frozen=True):
+    """One page of a listing, in byte order of UTF-8 keys; entries and prefixes together are at most the limit asked.
+
+    `next_after`: pass it as `start_after` to get the next page; empty on the last page. It may be a key or a common
+    prefix followed by the highest code point, so it is opaque to callers.
+    """
+
+    entries: list[ListEntry]
+    prefixes: list[str]
+    next_after: str = ""
+
+
+Freshness = Annotated[float, msgspec.Meta(ge=0)]  # seconds; FRESH_IMMUTABLE = never ask again, 0 = ask on every open
+FRESH_IMMUTABLE = 1e18
+FRESH_DEFAULT_S = 60.0
+
+
+def parse_freshness(text: str) -> float:
+    """`immutable`, `always`, or a time such as `60s`, `5m`, `2h`, `1d` as seconds; else `Invalid`."""
+    if text == "immutable":
+        return FRESH_IMMUTABLE
+    if text == "always":
+        return 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|d)", text)
+    if not match:
+        raise Invalid(f"freshness {text!r} is not known: use immutable, always, or a time like 60s, 5m, 2h, 1d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def format_freshness(seconds: float) -> str:
+    """The shortest text that `parse_freshness` reads back as `seconds`."""
+    if seconds >= FRESH_IMMUTABLE:
+        return "immutable"
+    return "always" if seconds == 0 else f"{seconds:g}s"
+
+
+class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A bucket and its settings, as kept in the metadata store and pushed to the fronts.
+
+    `url`: where the backend is (`s3://name/prefix`, `gs://`, `az://`, `https://`, `file:///dir`, `memory://`).
+    `options`: backend options (endpoint, region, profile, …); secrets are taken from the environment or a profile, and
+    one given here is kept in the metadata store, readable by the node's user only.
+    `write` is `through`, `back` or `local`; until writing is served it only decides what `stat` shows.
+    `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never evicted.
+    """
+
+    name: str
+    url: str
+    freshness_s: float = FRESH_DEFAULT_S
+    write: str = "through"
+    quota_bytes: int | None = None
+    pinned: tuple[str, ...] = ()
+    options: dict[str, str] = {}
+    created_s: float = 0.0

@@ -1,0 +1,198 @@
+"""Messages between a front and the engine, over a Unix socket of the node's own directory.
+
+Theory. A frame is a 4-byte big-endian length and one msgpack array whose first item is the message's name. The front
+connects, says `Hello`, is answered with `Welcome`, and from then on both sides send whenever they have something to
+say. A *read* is a conversation with a number chosen by the front:
+
+    OpenRead ->            <- Opened  (what the object is, and the range resolved against its size)
+                           <- Landed* (bytes [start, end) may be sent from this file at this offset), in order
+    Consumed* ->           (the client took bytes up to here: lets fetching run on, and memory be freed)
+    CloseRead ->           (done, or the client is gone)          <- Failed at any point ends the read
+
+Small objects come whole inside `Opened`. A *call* is one question and one answer (`Call` -> `Answer` | `Failed`);
+listing and administration are calls. `Touched` reports hits, which otherwise never reach the engine. `Dropped` asks
+fronts to close files of evicted objects. Versions: `Hello.wire_version` must match; both come from one installation.
+
+Rejected: gRPC and HTTP between the two (a hundred times the cost per message, no gain on one host); shared memory
+for progress (a futex per reader to save 200 small messages a second).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Bug, ErrorOnWire
+from forebay.core.record import Record
+from forebay.core.types import Bucket, RangeSpec
+
+WIRE_VERSION = 1
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all messages: the class name is the tag."""
+
+
+# --- front to engine -------------------------------------------------------------------------------------------------
+class Hello(_Message):
+    front: int
+    pid: int
+    wire_version: int = WIRE_VERSION
+
+
+class OpenRead(_Message):
+    """`version`: only this version will do (a later part of one response). `head_only`: metadata, no body.
+    `revalidate`: ask the backend now, whatever the freshness."""
+
+    read: int
+    bucket: str
+    key: str
+    range: RangeSpec | None = None
+    version: str = ""
+    head_only: bool = False
+    revalidate: bool = False
+
+
+class Consumed(_Message):
+    """The client took every byte below `position` (an offset in the object)."""
+
+    read: int
+    position: int
+
+
+class CloseRead(_Message):
+    read: int
+
+
+class Touched(_Message):
+    """Hits since the last report, flat: object id, first block, end block, object id, first block, end block, …"""
+
+    hits: list[int]
+
+
+class Suspect(_Message):
+    """A front met an I/O error or a missing file for a record that said the bytes were present."""
+
+    bucket: str
+    key: str
+    object_id: int
+    reason: str
+
+
+class Call(_Message):
+    """`verb` names an engine call (`node/calls.py` lists them); `body` is msgpack of its arguments."""
+
+    call: int
+    verb: str
+    body: bytes
+
+
+class Reported(_Message):
+    """A front's counters, on `Report`: msgpack of the metrics snapshot (`core/metrics.py`)."""
+
+    report: int
+    front: int
+    body: bytes
+
+
+# --- engine to front -------------------------------------------------------------------------------------------------
+class VolumeAt(msgspec.Struct, array_like=True, frozen=True):
+    volume_id: str
+    path: str
+
+
+class Welcome(_Message):
+    """What a front needs before it serves. Sent again, whole, whenever any of it changes."""
+
+    node_id: str
+    volumes: list[VolumeAt]
+    buckets: list[Bucket]
+    identities: bytes = b""  # msgpack; see node/http/auth.py
+    wire_version: int = WIRE_VERSION
+
+
+class Opened(_Message):
+    """The object and the resolved half-open range. `body` carries the range's bytes when they are few."""
+
+    read: int
+    record: Record
+    start: int
+    end: int
+    hit: bool = False  # every byte was present already (only revalidation or verification was needed)
+    body: bytes | None = None
+
+
+class Landed(_Message):
+    """Bytes [start, end) of the object may be read from `path` at `offset`. Successive messages are contiguous."""
+
+    read: int
+    start: int
+    end: int
+    path: str
+    offset: int
+
+
+class Failed(_Message):
+    """Ends the read or call numbered `number`."""
+
+    number: int
+    error: ErrorOnWire
+
+
+class Answer(_Message):
+    call: int
+    body: bytes
+
+
+class Dropped(_Message):
+    """Objects evicted or replaced: close cached files, so that their space comes back."""
+
+    object_ids: list[int]
+
+
+class Report(_Message):
+    report: int
+
+
+ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Reported
+ToFront = Welcome | Opened | Landed | Failed | Answer | Dropped | Report
+Message = ToEngine | ToFront
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_length = struct.Struct(">I")
+
+
+def encode(message: Message) -> bytes:
+    """One frame, ready to write."""
+    body = _encoder.encode(message)
+    if len(body) > limits.FRAME_BYTES_MAX:
+        raise Bug(f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit: page or split it")
+    return _length.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes in, messages out. Feed what arrived; iterate what is complete. Holds at most one partial frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        buffer = self._buffer
+        buffer += data
+        position = 0
+        try:
+            while len(buffer) - position >= 4:
+                (length,) = _length.unpack_from(buffer, position)
+                if length > limits.FRAME_BYTES_MAX:
+                    raise Bug(f"a frame of {length} bytes was announced: the two sides disagree on the protocol")
+                if len(buffer) - position - 4 < length:
+                    break
+                message = _decoder.decode(bytes(buffer[position + 4 : position + 4 + length]))
+                position += 4 + length
+                yield message
+        finally:
+            del buffer[:position]
