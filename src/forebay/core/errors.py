@@ -69,7 +69,7 @@ class Exists(ForebayError):
 
 
 class Precondition(ForebayError):
-    """A condition the caller set does not hold. Also: the object changed under an open handle. Read again, decide anew."""
+    """A condition the caller set does not hold, or the object changed under an open handle. Read again, decide anew."""
 
     status = 412
 
@@ -101,7 +101,7 @@ class Unavailable(ForebayError):
 
 
 class Corrupt(ForebayError):
-    """Bytes do not match their checksum or their declared size, and no good copy was found. Nothing wrong was returned."""
+    """Bytes do not match their checksum or declared size, and no good copy was found. Nothing wrong was returned."""
 
     retry = "another"
     status = 502

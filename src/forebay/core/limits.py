@@ -23,7 +23,7 @@ BUCKET_NAME_BYTES_MAX = 63  # S3's rule; also keeps virtual-host names inside on
 VOLUMES_MAX = 64  # disks in one node: the largest chassis sold hold about 60 NVMe drives
 
 # --- HTTP ------------------------------------------------------------------------------------------------------------
-REQUEST_LINE_BYTES_MAX = 16 * KIB  # a 1,024-byte key percent-encodes to 3 KiB; presigned queries add 2 KiB; nginx: 8 KiB
+REQUEST_LINE_BYTES_MAX = 16 * KIB  # a 1,024-byte key takes 3 KiB percent-encoded, a presigned query 2 KiB; nginx: 8 KiB
 HEADER_BYTES_MAX = 32 * KIB  # all headers of a request together; nginx: 4 x 8 KiB, AWS: 8 KiB of user metadata at most
 HEADERS_MAX = 128  # header count; Node.js: 2000 by default, Apache: 100
 XML_BODY_BYTES_MAX = 2 * MIB  # CompleteMultipartUpload with 10,000 parts is about 1.2 MB

@@ -5,8 +5,8 @@ with what to do. One struct serves memory and wire (msgspec); unknown fields are
 so versions can mix. A type with a single user lives with its user, not here.
 
 Versions. A *version* pins an object's bytes. It is an opaque string: the backend's ETag (S3, Azure, HTTP),
-`generation` (GCS) or, for files, a token of inode, mtime and size. Two reads that carry the same version return bytes of the same
-object; comparing for equality is all that may be done with it.
+`generation` (GCS) or, for files, a token of inode, mtime and size. Two reads that carry the same version return bytes
+of the same object; comparing for equality is all that may be done with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_bucket_name(name: str) -> str:
 
 
 def check_key(key: str) -> str:
-    """`key` if it is 1 to 1,024 bytes of UTF-8, else `Invalid`. Any character is allowed: a key is a name, not a path."""
+    """`key` if it is 1 to 1,024 bytes of UTF-8, else `Invalid`. Any character may be in it: no path."""
     try:
         size = len(key.encode("utf-8"))
     except UnicodeEncodeError:
@@ -60,7 +60,7 @@ class RangeSpec(msgspec.Struct, array_like=True, frozen=True):
     last: int | None
 
     def resolve(self, size_bytes: int) -> tuple[int, int]:
-        """Half-open `(start, end)` in an object of `size_bytes`, clamped; `Invalid` (code `InvalidRange`) if it lies outside.
+        """Half-open `(start, end)` in an object of `size_bytes`, clamped; `Invalid` (`InvalidRange`) if outside.
 
         RFC 9110 section 14.1.2: first past the end, or a suffix of zero bytes, is unsatisfiable.
         """
@@ -74,7 +74,7 @@ class RangeSpec(msgspec.Struct, array_like=True, frozen=True):
             satisfiable = start < size_bytes and end > start
         if not satisfiable:
             raise Invalid(
-                f"the range is outside the object, which has {size_bytes} bytes: ask within 0..{max(0, size_bytes - 1)}",
+                f"the range is outside the object of {size_bytes} bytes: ask within 0..{max(0, size_bytes - 1)}",
                 code="InvalidRange",
             )
         return start, end

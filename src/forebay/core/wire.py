@@ -32,7 +32,7 @@ from forebay.core.types import Bucket, RangeSpec
 WIRE_VERSION = 1
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class _Message(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages: the class name is the tag."""
 
 
