@@ -49,6 +49,11 @@ BACKEND_ATTEMPTS_MAX = 5  # AWS SDK's default is 3 to 5 ("standard" retry mode: 
 BACKEND_CONNECT_TIMEOUT_S = 5.0
 BACKEND_STALL_TIMEOUT_S = 30.0  # no byte for this long: the request is retried from where it stopped
 
+# --- client ----------------------------------------------------------------------------------------------------------
+CLIENT_CONNECT_TIMEOUT_S = 5.0  # a node is on this host or in this rack: three SYN retransmissions
+CLIENT_STALL_TIMEOUT_S = 180.0  # longer than the node's own patience with its backend, so that the node says why first
+CLIENT_IDLE_CONNECTIONS_MAX = 16  # kept per client for reuse: one per thread that commonly reads at once
+
 assert BLOCK_BYTES % (4 * KIB) == 0, "a punched hole must be page aligned"
 assert STRIPE_BYTES % BLOCK_BYTES == 0
 assert INLINE_BYTES_MAX < BLOCK_BYTES
@@ -56,3 +61,4 @@ assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
 assert FETCHES_PER_READ_MAX <= FETCHES_MAX
+assert CLIENT_STALL_TIMEOUT_S > BACKEND_ATTEMPTS_MAX * BACKEND_STALL_TIMEOUT_S
