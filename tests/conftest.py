@@ -1,0 +1,69 @@
+"""Real servers and free ports for every room's tests.
+
+Each server is started once per session, on first use, and stopped at its end. A program that is absent skips the tests
+that need it on a developer's machine; where `CI=true` it fails them, so that a green run means they ran.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from forebay.bench import servers
+
+ServerT = TypeVar("ServerT", bound=servers.Server)
+
+
+def _serve(make: Callable[[], ServerT]) -> Iterator[ServerT]:
+    try:
+        server = make()
+        server.start()
+    except servers.MissingProgram as missing:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(missing))
+        pytest.skip(str(missing))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[servers.SeaweedFS]:
+    """An S3 server open to anonymous clients. Make your own bucket: `seaweed.create_bucket(name)`."""
+    yield from _serve(servers.SeaweedFS)
+
+
+@pytest.fixture(scope="session")
+def seaweed_keys() -> Iterator[servers.SeaweedFS]:
+    """An S3 server that only its two keys open (`access_key`, `secret_key`)."""
+    yield from _serve(lambda: servers.SeaweedFS("AKIDTESTTESTTESTTEST", "secret/of+tests", anonymous_reads=False))
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[servers.Azurite]:
+    """An Azure Blob server. Make your own container: `azurite.create_container(name)`."""
+    yield from _serve(servers.Azurite)
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[servers.FakeGCS]:
+    """A Google Cloud Storage server for reading; put objects with `gcs.put(bucket, key, data)`."""
+    yield from _serve(servers.FakeGCS)
+
+
+@pytest.fixture(scope="session")
+def http_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Nginx]:
+    """nginx over the directory `http_server.root`, which tests fill (each under a folder of its own)."""
+    root: Path = tmp_path_factory.mktemp("http-root")
+    yield from _serve(lambda: servers.Nginx(root))
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    return servers.free_ports(1)[0]
