@@ -1,0 +1,44 @@
+"""The store: data files and an index on one or more local disks. One process writes, any number read.
+
+Theory. A *volume* is a directory on one disk. It holds one data file per (bucket, key, version), bytes at their natural
+offsets and sparse where blocks are absent, and an index (LMDB) that says which blocks are present. Small objects live
+in their index record. The index alone decides what is served: a file without a record is rubbish to be swept, and a
+block that the index does not list is not read. `docs/disk-format.md` specifies every byte.
+
+Who uses what.
+
+* A front opens `StoreReader(volumes)` and serves hits: `lookup`, then `acquire` for a data file, `scan_entries` for
+  listings. Volumes come from `Welcome`; on each later `Welcome` it calls `refresh(volumes)`; on `Dropped`, `dropped`.
+* The engine opens `Store.open(dirs)`, and lands bytes with `begin` -> `Landing.write` -> `Landing.finish_block`, or
+  `put_inline`. Changes gather in memory and become visible to readers with `flush()` (group commit): the engine calls
+  it every few milliseconds while `store.pending` is not zero, and at once when somebody waits. `Store.lookup` sees
+  pending changes.
+* Evicting is three steps, so that no reader ever meets a hole: `drop_units` (out of the index), `flush` (committed),
+  `reclaim` (unlink, or punch under an exclusive lock). `forget` and replacing go the same way.
+
+Threads. `Landing.write`, `Store.check_blocks`, `Store.reclaim` and `Store.sync` may run in worker threads, since they
+move bytes and release the GIL. Everything else belongs to the thread that opened the store.
+
+Failures. A call that meets a full or broken disk marks the volume `full` or `failed`, tells `on_event`, and raises
+`Unavailable`: pass the bytes through, and send fronts `volumes()` again when it failed. `full` heals by itself.
+
+Invariants. (1) A block is listed present only after it landed whole and its checksum was stored. (2) An object id is
+never used twice. (3) A hole is punched only after its block left the committed index and while no reader holds a lease.
+(4) No state per object is kept in memory: only landings, pending changes and drops not yet reclaimed.
+"""
+
+from forebay.node.store.reader import LeasedFile, StoreReader
+from forebay.node.store.scrub import Scrubber
+from forebay.node.store.writer import Landing, Reclaimed, Store, StoreEvent, Unit, VolumeUsage
+
+__all__ = [
+    "Landing",
+    "LeasedFile",
+    "Reclaimed",
+    "Scrubber",
+    "Store",
+    "StoreEvent",
+    "StoreReader",
+    "Unit",
+    "VolumeUsage",
+]
