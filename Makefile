@@ -1,0 +1,42 @@
+# Every target does its own set-up: on a fresh Debian 12 with Python 3.11 `make demo` or `make test` is all one types.
+# `make help` lists what there is.
+
+SHELL := /bin/bash
+VENV  := .venv
+PY    := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv system test check bench demo sim fix clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+venv: $(READY) ## .venv with the project and its dev extras
+
+$(READY): pyproject.toml scripts/setup
+	@scripts/setup venv
+
+system: $(READY) ## what only Debian and npm have: nginx, wrk, Azurite
+	@scripts/setup system
+
+test: venv system ## everything CI runs: format, lint, types, imports, tests, simulator seeds
+	@scripts/check
+
+check: test ## the same as test
+
+bench: venv system ## every row of the speed table with its peer: make bench [NAME=warm|cold|epoch] [ARGS=--quick]
+	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
+
+demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/
+	@exec $(PY) demo/demo.py $(ARGS)
+
+sim: venv ## one simulated world: make sim SEED=41
+	@$(PY) -m forebay.sim --seed $(or $(SEED),1) $(ARGS)
+
+fix: venv ## format and mend what ruff can mend
+	@$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
+
+clean: ## remove what the targets made, the .venv too
+	rm -rf $(VENV) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
