@@ -1,0 +1,205 @@
+"""Calls from a front to the engine: one question, one answer, each a plain msgpack map.
+
+Theory. `wire.Call` carries a verb and bytes; this table says what those bytes are. Whoever asks uses `encode_call` and
+`decode_answer`, whoever answers uses `decode_call` and `encode_answer`, so the two sides cannot disagree without a type
+error here. Maps, not arrays: these are rare, people read them (the native API shows most of them as JSON unchanged),
+and fields may be added with defaults. A call that fails is answered with `wire.Failed`, never with an answer that means
+failure.
+
+Invariants. (1) Every verb has one argument type and one answer type. (2) An answer fits a frame: listings come in
+pages, jobs report counts and a few samples of what went wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Invalid
+from forebay.core.metrics import Snapshot
+from forebay.core.types import Bucket, ListPage
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """No arguments, or nothing to say beyond that it is done."""
+
+
+class BucketNamed(msgspec.Struct, frozen=True):
+    name: str
+
+
+class ListCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The next page of a bucket as the backend has it now. `limit` counts entries and prefixes together."""
+
+    bucket: str
+    prefix: str = ""
+    delimiter: str = ""
+    start_after: str = ""
+    limit: int = limits.LIST_KEYS_MAX
+
+
+class StatCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`revalidate`: ask the backend now, whatever the freshness."""
+
+    bucket: str
+    key: str
+    revalidate: bool = False
+
+
+class ObjectState(msgspec.Struct, frozen=True):
+    """What the node knows of one object. `fresh_until_s` is Unix time; at or before now means the next open asks."""
+
+    bucket: str
+    key: str
+    size_bytes: int
+    version: str
+    etag: str
+    modified_s: float
+    cached_bytes: int
+    pinned: bool
+    dirty: bool
+    fresh_until_s: float
+    headers: dict[str, str] = {}
+
+
+JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh"]
+
+
+class JobCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which objects of `bucket` to work on: all under `prefix`, or exactly `keys` when given (then `prefix` is "")."""
+
+    bucket: str
+    prefix: str = ""
+    keys: list[str] = []
+    dry_run: bool = False
+
+
+class JobNamed(msgspec.Struct, frozen=True):
+    job: str
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """A job's progress. A total is None until the plan is complete; `errors` holds the first few, for people."""
+
+    job: str
+    verb: str
+    bucket: str
+    prefix: str = ""
+    state: Literal["running", "done", "failed", "cancelled"] = "running"
+    units_done: int = 0
+    units_failed: int = 0
+    units_total: int | None = None
+    bytes_done: int = 0
+    bytes_total: int | None = None
+    started_s: float = 0.0
+    ended_s: float | None = None
+    errors: list[str] = []
+
+
+class VolumeState(msgspec.Struct, frozen=True):
+    """`state`: ok; full (reads pass it by until eviction catches up); failing or out (taken out, `reason` says why)."""
+
+    volume_id: str
+    path: str
+    state: Literal["ok", "full", "failing", "out"] = "ok"
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    objects: int = 0
+    reason: str = ""
+
+
+class FrontState(msgspec.Struct, frozen=True):
+    front: int
+    pid: int
+    connected: bool = True
+
+
+class BucketState(msgspec.Struct, frozen=True):
+    """`error` is the last trouble with the backend ("" when the last request went well)."""
+
+    name: str
+    url: str
+    cached_bytes: int = 0
+    quota_bytes: int | None = None
+    error: str = ""
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    node_id: str
+    version: str
+    engine_pid: int
+    started_s: float
+    endpoint: str = ""
+    fronts: list[FrontState] = []
+    volumes: list[VolumeState] = []
+    buckets: list[BucketState] = []
+    flights: int = 0
+    reads: int = 0
+    jobs_running: int = 0
+    pass_bytes: int = 0
+
+
+class MapNode(msgspec.Struct, frozen=True):
+    node_id: str
+    endpoint: str
+    weight: float = 1.0
+
+
+class NodeMap(msgspec.Struct, frozen=True):
+    """The versioned list of nodes. One node alone is a map of one."""
+
+    epoch: int
+    nodes: list[MapNode]
+
+
+VERBS: dict[str, tuple[Any, Any]] = {
+    "buckets": (Nothing, list[Bucket]),
+    "bucket_put": (Bucket, Bucket),  # create or change; the bucket as kept
+    "bucket_delete": (BucketNamed, Nothing),  # forgets the bucket and evicts what is cached of it, never the backend
+    "list": (ListCall, ListPage),
+    "stat": (StatCall, ObjectState),
+    "prefetch": (JobCall, JobState),
+    "pin": (JobCall, JobState),
+    "unpin": (JobCall, JobState),
+    "evict": (JobCall, JobState),
+    "refresh": (JobCall, JobState),
+    "job": (JobNamed, JobState),
+    "jobs": (Nothing, list[JobState]),  # newest first
+    "job_cancel": (JobNamed, JobState),
+    "status": (Nothing, NodeState),
+    "map": (Nothing, NodeMap),
+    "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
+}
+
+_encode = msgspec.msgpack.Encoder().encode
+_arguments = {verb: msgspec.msgpack.Decoder(types[0]) for verb, types in VERBS.items()}
+_answers = {verb: msgspec.msgpack.Decoder(types[1]) for verb, types in VERBS.items()}
+
+
+def encode_call(verb: str, arguments: Any) -> bytes:
+    """The body of a `wire.Call`. The arguments must be of the verb's type: anything else is a bug here, not there."""
+    assert isinstance(arguments, VERBS[verb][0]), f"{verb} takes {VERBS[verb][0]}, not {type(arguments)}"
+    return _encode(arguments)
+
+
+def decode_call(verb: str, body: bytes) -> Any:
+    """The arguments of a `wire.Call`; `Invalid` for a verb or body that this version does not know."""
+    decoder = _arguments.get(verb)
+    if decoder is None:
+        raise Invalid(f"the engine knows no call {verb!r}: front and engine must come from one installation")
+    try:
+        return decoder.decode(body)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Invalid(f"the arguments of {verb} do not fit: {error}") from None
+
+
+def encode_answer(answer: Any) -> bytes:
+    """The body of a `wire.Answer`."""
+    return _encode(answer)
+
+
+def decode_answer(verb: str, body: bytes) -> Any:
+    """The answer to `verb`, of the type that the table gives."""
+    return _answers[verb].decode(body)
