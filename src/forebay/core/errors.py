@@ -27,30 +27,35 @@ class ErrorOnWire(msgspec.Struct, array_like=True, frozen=True):
     message: str
     code: str = ""
     retry_after_s: float = 0.0
+    size_bytes: int | None = None
 
 
 class ForebayError(Exception):
     """Base of every error Forebay raises on purpose. Catch the kinds below, not the messages.
 
     `code` is an optional finer word for the edges that need one (an S3 error code such as `NoSuchBucket`);
-    `retry_after_s` is how long to wait first when `retry` is `later`.
+    `retry_after_s` is how long to wait first when `retry` is `later`; `size_bytes` is the object's size where the
+    code is `InvalidRange` and the size is known (HTTP says it in Content-Range).
     """
 
     retry: ClassVar[Retry] = "never"
     status: ClassVar[int] = 500
 
-    def __init__(self, message: str, *, code: str = "", retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, code: str = "", retry_after_s: float = 0.0, size_bytes: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.retry_after_s = retry_after_s
+        self.size_bytes = size_bytes
 
     @property
     def kind(self) -> str:
         return type(self).__name__
 
     def to_wire(self) -> ErrorOnWire:
-        return ErrorOnWire(self.kind, self.message, self.code, self.retry_after_s)
+        return ErrorOnWire(self.kind, self.message, self.code, self.retry_after_s, self.size_bytes)
 
 
 class NotFound(ForebayError, FileNotFoundError):
@@ -146,4 +151,6 @@ KINDS: dict[str, type[ForebayError]] = {
 
 def from_wire(error: ErrorOnWire) -> ForebayError:
     """The exception an `ErrorOnWire` stands for; an unknown kind (a newer peer) becomes `Bug`, message kept."""
-    return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)
+    return KINDS.get(error.kind, Bug)(
+        error.message, code=error.code, retry_after_s=error.retry_after_s, size_bytes=error.size_bytes
+    )

@@ -76,6 +76,7 @@ class RangeSpec(msgspec.Struct, array_like=True, frozen=True):
             raise Invalid(
                 f"the range is outside the object of {size_bytes} bytes: ask within 0..{max(0, size_bytes - 1)}",
                 code="InvalidRange",
+                size_bytes=size_bytes,
             )
         return start, end
 
