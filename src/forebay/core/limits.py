@@ -21,6 +21,10 @@ INDEX_KEY_BYTES_MAX = 511  # LMDB's compiled limit on a key
 BUCKET_NAME_BYTES_MIN = 3  # S3's rule for bucket names
 BUCKET_NAME_BYTES_MAX = 63  # S3's rule; also keeps virtual-host names inside one DNS label
 VOLUMES_MAX = 64  # disks in one node: the largest chassis sold hold about 60 NVMe drives
+INDEX_MAP_BYTES = 64 * GIB  # address space of one index, not disk space; grows by itself when full
+INDEX_READERS_MAX = 1024  # read transactions at once on one index: fronts x threads, with room for dead ones
+FILE_HEADER_BYTES_MAX = 3584  # of a data file's header in an xattr: ext4 gives all xattrs of a file 4 KiB less overhead
+RESERVE_BYTES_MAX = 256 * MIB  # left free on a volume's filesystem (1 % of it if that is less): the index must grow
 
 # --- HTTP ------------------------------------------------------------------------------------------------------------
 REQUEST_LINE_BYTES_MAX = 16 * KIB  # a 1,024-byte key takes 3 KiB percent-encoded, a presigned query 2 KiB; nginx: 8 KiB
