@@ -62,6 +62,29 @@ class ObjectState(msgspec.Struct, frozen=True):
     dirty: bool
     fresh_until_s: float
     headers: dict[str, str] = {}
+    volume: str = ""  # the volume's id; "" where nothing of it is on a disk
+    blocks: int = 0
+    cached_blocks: int = 0
+
+
+class CachedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One object that the index knows, whatever of it is present."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+    cached_bytes: int
+    pinned: bool = False
+    dirty: bool = False
+
+
+class CachedPage(msgspec.Struct, frozen=True, array_like=True):
+    """As `ListPage`, from the index alone: the backend is not asked."""
+
+    entries: list[CachedEntry]
+    prefixes: list[str]
+    next_after: str = ""
 
 
 JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh"]
@@ -158,7 +181,9 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "buckets": (Nothing, list[Bucket]),
     "bucket_put": (Bucket, Bucket),  # create or change; the bucket as kept
     "bucket_delete": (BucketNamed, Nothing),  # forgets the bucket and evicts what is cached of it, never the backend
+    "bucket_check": (BucketNamed, Nothing),  # Backend.probe: it answers, or the error says why not
     "list": (ListCall, ListPage),
+    "list_cached": (ListCall, CachedPage),
     "stat": (StatCall, ObjectState),
     "prefetch": (JobCall, JobState),
     "pin": (JobCall, JobState),
