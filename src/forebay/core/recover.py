@@ -1,0 +1,197 @@
+"""What a volume's files and records mean after a stop: keep, rebuild, sweep or set aside.
+
+Theory. There are two stops. After a *process* stop the kernel has every write, so the clean index is right and only
+rubbish is left over: temp files, and files that no record names. After an unclean *machine* stop the clean index may
+say anything, so it is thrown away and rebuilt from the files' own headers, every block UNVERIFIED: its bytes must match
+the sum kept in the file before its first use. The synced (durable) index is right after every stop.
+
+Decisions are made one file or one record at a time, since a volume may hold ten million: the shell streams its listing
+past `judge_file`, applying actions to the index as it goes, then (after a process stop) streams the records past
+`judge_record`. A file is judged against what the index says *now*, so two versions of one key, both with intact
+headers, meet here: the higher object id wins, since ids only grow.
+
+Rejected: trusting the clean index after a machine stop and hoping (LMDB without sync may tear pages); deleting a file
+that a durable record names when it looks wrong (it is evidence, and may be the only copy of an acknowledged write).
+
+Invariants. (1) A block is served only if a record lists it and (after an unclean machine stop) its sum matched. (2) A
+file that a durable record names is never deleted. (3) Judging again what was judged changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a file's header says it is. `blocks` are those whose sums the file holds."""
+
+    bucket: str
+    key: str
+    object_id: int
+    size_bytes: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FileSeen:
+    """One file met in `tmp/` or `data/`. `header` is None when it is missing or its checksum does not match."""
+
+    path: str
+    kind: Literal["temp", "data"]
+    size_bytes: int = 0
+    header: Identity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSeen:
+    """One record of an index that is to be believed. `path` is where its file should be; empty for inline objects."""
+
+    bucket: str
+    key: str
+    object_id: int
+    path: str
+    size_bytes: int
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Nothing to do. `unverified`: mark the record so, its blocks are to be verified before their first use."""
+
+    path: str
+    unverified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a file that nothing needs."""
+
+    path: str
+    reason: Literal["temp", "orphan", "superseded", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Move a file aside, out of use, and tell the operator: it contradicts its record."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Write a clean record, UNVERIFIED, never confirmed (`checked_s` 0), listing `identity.blocks`."""
+
+    path: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class DropRecord:
+    """Remove a record whose bytes are not there. `lost`: it was durable; say so loudly."""
+
+    bucket: str
+    key: str
+    object_id: int
+    lost: bool = False
+
+
+Action = Keep | Delete | Quarantine | Rebuild | DropRecord
+
+
+def judge_file(seen: FileSeen, record: RecordSeen | None, trusted: bool) -> list[Action]:
+    """What to do about one file.
+
+    `record` is what the index says now of the key in the file's header or, where the header is unreadable, of the
+    object id in the file's name. `trusted`: the clean index survived (same boot, or a clean stop).
+    """
+    if seen.kind == "temp":
+        return [Delete(seen.path, "temp")]
+    header = seen.header
+    if record is not None and record.path == seen.path:
+        return _judge_named(seen, record, trusted)
+    if header is None:
+        return [Delete(seen.path, "unreadable" if not trusted else "orphan")]
+    if trusted or (record is not None and (record.durable or record.object_id > header.object_id)):
+        return [Delete(seen.path, "orphan" if record is None else "superseded")]
+    if seen.size_bytes != header.size_bytes or not header.blocks:
+        return [Delete(seen.path, "unreadable")]
+    rebuild: list[Action] = [Rebuild(seen.path, header)]
+    if record is not None and record.path:
+        rebuild.append(Delete(record.path, "superseded"))
+    return rebuild
+
+
+def _judge_named(seen: FileSeen, record: RecordSeen, trusted: bool) -> list[Action]:
+    """The file is where its record says."""
+    header = seen.header
+    fits = seen.size_bytes == record.size_bytes and (
+        header is None or (header.bucket, header.key, header.object_id) == (record.bucket, record.key, record.object_id)
+    )
+    if fits and (header is not None or record.durable):
+        return [Keep(seen.path, unverified=not trusted)]
+    if record.durable:
+        return [
+            Quarantine(seen.path, f"does not fit its record of {record.bucket}/{record.key}"),
+            DropRecord(record.bucket, record.key, record.object_id, lost=True),
+        ]
+    return [DropRecord(record.bucket, record.key, record.object_id), Delete(seen.path, "unreadable")]
+
+
+def judge_record(record: RecordSeen, file_is_there: bool) -> list[Action]:
+    """What to do about one record, once files have been judged."""
+    if file_is_there or not record.path:
+        return []
+    return [DropRecord(record.bucket, record.key, record.object_id, lost=record.durable)]
+
+
+def recover(files: Iterable[FileSeen], records: Iterable[RecordSeen], trusted: bool) -> list[Action]:
+    """The whole decision at once, for volumes small enough to hold: what the streaming shell does, as a value.
+
+    `records` are those of the indexes to be believed: both when `trusted`, else only the durable one's.
+    """
+    by_key: dict[tuple[str, str], RecordSeen] = {}
+    by_path: dict[str, RecordSeen] = {}
+    for record in sorted(records, key=lambda each: each.durable):  # a durable record shadows a clean one
+        by_key[record.bucket, record.key] = by_path[record.path] = record
+    actions: list[Action] = []
+    there: set[str] = set()
+    for seen in sorted(files, key=lambda each: each.path):
+        header = seen.header
+        known = by_path.get(seen.path) or (by_key.get((header.bucket, header.key)) if header else None)
+        decided = judge_file(seen, known, trusted)
+        actions += decided
+        there.add(seen.path)
+        _apply(decided, by_key, there)
+    for record in sorted(by_key.values(), key=lambda each: (each.bucket, each.key)):
+        actions += judge_record(record, record.path in there)
+    return actions
+
+
+def _apply(decided: Iterable[Action], by_key: dict[tuple[str, str], RecordSeen], there: set[str]) -> None:
+    """Keep the view of the index in step with the actions, as the shell does."""
+    for action in decided:
+        match action:
+            case Rebuild(path, identity):
+                by_key[identity.bucket, identity.key] = RecordSeen(
+                    identity.bucket, identity.key, identity.object_id, path, identity.size_bytes
+                )
+            case DropRecord(bucket, key, object_id):
+                if (bucket, key) in by_key and by_key[bucket, key].object_id == object_id:
+                    del by_key[bucket, key]
+            case Delete(path) | Quarantine(path):
+                there.discard(path)
+            case Keep():
+                pass
+
+
+def count_actions(actions: Iterable[Action]) -> Mapping[str, int]:
+    """How many of each, for the log and the event."""
+    counts: dict[str, int] = {}
+    for action in actions:
+        name = type(action).__name__ if not isinstance(action, Delete) else f"Delete {action.reason}"
+        counts[name] = counts.get(name, 0) + 1
+    return counts
