@@ -1,0 +1,83 @@
+"""The front's door check: who sent this request, and may they?
+
+Theory. The engine owns the identities and sends them with every `Welcome`; a front only reads them. Without identities
+the node listens on loopback alone (the supervisor sees to that), and whoever reaches it is `ANYONE`: signatures are
+then not looked at, since clients that sign always need *some* key configured and there is nothing to check it against.
+With identities, every request must prove itself: S3 by signature, native by bearer token.
+
+Answers to "may they?" are kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks the
+same question for every request.
+
+Rejected: anonymous access beside identities (a bucket open by accident; give the reader a key).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forebay.core.access import ANYONE, Identities, Identity, Verb, decode_identities
+from forebay.core.errors import Denied
+from forebay.core.sigv4 import Verifier
+from forebay.node.http.requests import Request
+from forebay.ports import clock
+
+_ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
+
+
+class Auth:
+    """One per front. `wall_s` gives Unix time."""
+
+    def __init__(self, wall_s: Callable[[], float] = clock.wall_s) -> None:
+        self._wall_s = wall_s
+        self._body = b""
+        self.update(b"")
+
+    def update(self, identities: bytes) -> None:
+        """Use the identities of a `Welcome`. Nothing is forgotten when they did not change."""
+        if identities == self._body and hasattr(self, "_identities"):
+            return
+        self._body = identities
+        self._identities = Identities(decode_identities(identities))
+        self._verifier = Verifier(self._identities.secrets)
+        self._answers: dict[tuple[str, str, str], bool] = {}
+        self.open = not self._identities
+
+    def signed(self, request: Request) -> Identity:
+        """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did."""
+        if self.open:
+            return ANYONE
+        verified = self._verifier.verify(
+            self._wall_s(), request.method, request.path, request.query, request.headers, request.body
+        )
+        if verified is None:
+            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
+        return self._identities.by_key_id[verified.key_id]
+
+    def bearer(self, request: Request) -> Identity:
+        """Who holds the bearer token of a native request. `Denied` if nobody known does."""
+        if self.open:
+            return ANYONE
+        scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
+        identity = self._identities.by_token(token.strip()) if scheme.lower() == b"bearer" else None
+        if identity is None:
+            raise Denied(
+                "this node has identities: send 'Authorization: Bearer <token>' with a token it knows",
+                code="AccessDenied",
+            )
+        return identity
+
+    def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
+        """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""
+        if identity is ANYONE:
+            return
+        question = (identity.name, verb, bucket)
+        allowed = self._answers.get(question)
+        if allowed is None:
+            allowed = identity.may(verb, bucket)
+            if len(self._answers) < _ANSWERS_KEPT_MAX:
+                self._answers[question] = allowed
+        if not allowed:
+            raise Denied(
+                f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
+                code="AccessDenied",
+            )
