@@ -286,7 +286,8 @@ class Flight:
             assert reader.start <= reader.took <= reader.end
         assert all(self.is_here(block) and self.needs(block) for block in self.passing), self.passing
         if self.idle:
-            assert not (self.owner or self.passing)
+            assert not self.owner
+            assert not self.passing
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def step(self, now: float, event: Event) -> list[Effect]:

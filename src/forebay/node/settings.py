@@ -1,0 +1,190 @@
+"""What a node is told when it starts: one frozen value, made once, passed to every process of the node.
+
+Theory. Settings are data; nothing reads the environment or a file later. They come from defaults, then a TOML file
+(`--config`), then flags, each replacing the one before; an unknown name in the file is an error, since a setting that
+is silently ignored is worse than none. The supervisor resolves what depends on the machine (how many fronts, which
+port) and hands the result to its children as one line of JSON.
+
+Invariants. (1) A `Settings` that exists is valid. (2) Without identities the address is loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Invalid, NotFound
+
+FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
+PORT_DEFAULT = 9400
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|KIB|MB|MIB|GB|GIB|TB|TIB|K|M|G|T)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """`100GiB`, `1.5TB`, `512M` or plain bytes, as bytes; else `Invalid`."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise Invalid(f"size {text!r} is not known: use a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, `[IPv6]:PORT`, `HOST` or `:PORT` as (host, port); else `Invalid`."""
+    host, colon, port = text.rpartition(":")
+    if text.endswith("]") or not colon:
+        host, port = text, str(PORT_DEFAULT)
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdigit() or int(port) > 65535:
+        raise Invalid(f"--listen {text!r} is not HOST:PORT: the port is a number from 0 (any free one) to 65535")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address that `host` stands for is reachable from this machine only."""
+    try:
+        addresses = [ipaddress.ip_address(host)]
+    except ValueError:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise Invalid(f"--listen: the host {host!r} cannot be resolved ({error}): use an address") from None
+        addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
+    return bool(addresses) and all(address.is_loopback for address in addresses)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See the module's header; `docs/operating.md` explains each field.
+
+    `fronts`: front processes; 0 runs all in one process, None chooses by cores. `capacity_bytes` bounds all volumes
+    together (None: what the filesystems have). `volumes` are directories; none means DIR/volumes/v0. `domain` is the
+    suffix of virtual-host bucket names. `auto_buckets`: an unknown bucket is looked for at s3:// with the environment's
+    credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr.
+    """
+
+    dir: str
+    listen: str = f"127.0.0.1:{PORT_DEFAULT}"
+    fronts: int | None = None
+    capacity_bytes: int | None = None
+    volumes: tuple[str, ...] = ()
+    identities: str = ""
+    domain: str = ""
+    auto_buckets: bool = True
+    scrub_bytes_s: float = 20e6
+    log_to_file: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.dir:
+            raise Invalid("the node needs a directory: give --dir DIR")
+        if self.fronts is not None and not 0 <= self.fronts <= 256:
+            raise Invalid(f"--fronts {self.fronts} is outside 0 to 256: about one for each core is enough")
+        if len(self.volumes) > limits.VOLUMES_MAX:
+            raise Invalid(f"{len(self.volumes)} volumes are more than {limits.VOLUMES_MAX}: put disks together")
+        if self.capacity_bytes is not None and self.capacity_bytes < 2 * limits.BLOCK_BYTES:
+            raise Invalid(f"--capacity {self.capacity_bytes} is less than two blocks: give at least 8MiB")
+        if self.scrub_bytes_s < 0:
+            raise Invalid("scrub_bytes_s is negative: 0 switches scrubbing off")
+        host, _ = parse_listen(self.listen)
+        if not self.identities and not is_loopback(host):
+            raise Invalid(
+                f"the node has no identities, so it listens on loopback only, and {host} is not loopback: make a key "
+                "with `forebay key create` and give --identities FILE, or listen on 127.0.0.1"
+            )
+
+    @property
+    def host(self) -> str:
+        return parse_listen(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        return parse_listen(self.listen)[1]
+
+    @property
+    def endpoint(self) -> str:
+        """The URL that clients use."""
+        host = self.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def fronts_resolved(self) -> int:
+        if self.fronts is not None:
+            return self.fronts
+        return max(1, min(len(os.sched_getaffinity(0)), FRONTS_DEFAULT_MAX))
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.dir) / "run"
+
+    @property
+    def engine_socket(self) -> Path:
+        return self.run_dir / "engine.sock"
+
+    @property
+    def lock_file(self) -> Path:
+        return Path(self.dir) / "node.lock"
+
+    @property
+    def meta_file(self) -> Path:
+        return Path(self.dir) / "meta.sqlite"
+
+    @property
+    def node_file(self) -> Path:
+        return self.run_dir / "node.json"
+
+    @property
+    def log_file(self) -> Path:
+        return Path(self.dir) / "log" / "node.log"
+
+    @property
+    def volume_dirs(self) -> list[Path]:
+        return [Path(volume) for volume in self.volumes] or [Path(self.dir) / "volumes" / "v0"]
+
+    def to_json(self) -> bytes:
+        """One line, for a child process."""
+        return msgspec.json.encode(self)
+
+
+def from_json(line: bytes) -> Settings:
+    """The settings that `to_json` wrote."""
+    return msgspec.json.decode(line, type=Settings)
+
+
+_FILE_NAMES = {"capacity": "capacity_bytes"}  # what people write -> the field
+
+
+def load(config: str | Path | None = None, **flags: Any) -> Settings:
+    """Settings from a TOML file and flags; a flag of None leaves the file's value. Sizes may be text such as `100GiB`.
+
+    Field names are those of `Settings`, and `capacity` for `capacity_bytes`. `Invalid` for anything unknown.
+    """
+    values: dict[str, Any] = {}
+    if config is not None:
+        try:
+            values = tomllib.loads(Path(config).read_text("utf-8"))
+        except FileNotFoundError:
+            raise NotFound(f"there is no configuration file {config}: check --config") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise Invalid(f"the configuration file {config} cannot be read: {error}") from None
+    values |= {name: value for name, value in flags.items() if value is not None and value != ()}
+    named = {_FILE_NAMES.get(name, name).replace("-", "_"): value for name, value in values.items()}
+    if isinstance(named.get("capacity_bytes"), str):
+        named["capacity_bytes"] = parse_size(named["capacity_bytes"])
+    for name in ("dir", "identities"):
+        if named.get(name):
+            named[name] = str(Path(named[name]).expanduser().resolve())
+    named["volumes"] = [str(Path(path).expanduser().resolve()) for path in named.get("volumes", ())]
+    try:
+        return msgspec.convert(named, Settings)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"the settings do not fit: {error}; see docs/operating.md") from None
