@@ -1,0 +1,291 @@
+"""One connection to a node: send a request, read its answer straight into where it should lie.
+
+Theory. The socket blocks, and the kernel keeps the time (`SO_RCVTIMEO`): a Python-level timeout would put a `poll`
+before each `recv`. The first `recv` takes the head and whatever body came with it; the rest of a body with a known
+length is received by `recv_into` directly into the sink's buffer. (`MSG_WAITALL` saves most of those calls and gains
+nothing that can be measured, but would hide progress on a slow link.)
+
+Errors. What fails before the first byte of an answer on a connection that has served before is `Stale`: the node has
+closed it meanwhile, and the request may be sent again on a fresh one if it is safe to repeat. Anything later is an
+error of the request: half an answer is never mixed with another.
+
+Invariants. (1) After an error the connection is closed. (2) It is reusable only if the last body was read to its end
+and nothing follows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from forebay.client.http1 import Chunks, Head, Request, Response, Sink, build_request, parse_head
+from forebay.core import limits
+from forebay.core.errors import Corrupt, Invalid, Unavailable
+
+_FIRST_BYTES = 16 * limits.KIB  # of the first recv: a head, and the whole body of a small object
+_COLLECT_BYTES = 256 * limits.KIB  # room for a body of unknown length that is collected in memory
+_NOW = getattr(socket, "MSG_DONTWAIT", 0)
+
+
+class Stale(Exception):
+    """A kept connection turned out closed before it answered anything."""
+
+
+class Place(NamedTuple):
+    """Where a node listens. `base` is a path in front of every target ('' or '/x'), for nodes behind a proxy."""
+
+    scheme: str
+    host: str
+    port: int
+    base: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.base}"
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_url(url: str) -> Place:
+    """The place `url` names: `http://host:port`, `https://…`, or plain `host:port`. `Invalid` says what is wrong."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise Invalid(f"the node's URL {url!r} is not valid ({error}): write it like http://127.0.0.1:9400") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
+        raise Invalid(f"the node's URL {url!r} is not valid: write it like http://127.0.0.1:9400")
+    return Place(
+        parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 9400), parts.path.rstrip("/")
+    )
+
+
+class Connection:
+    """A socket to one node, one request at a time. Not safe to share between threads; the pool sees to that."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.pid = os.getpid()
+        self.served = 0  # requests answered whole
+        self.reusable = False
+        self._sock = _open(place)
+        self._tls = place.scheme == "https"
+
+    def close(self) -> None:
+        self.reusable = False
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def is_quiet(self) -> bool:
+        """Whether a kept connection looks alive: nothing to read, and not closed by the other side."""
+        if self._tls or not _NOW:
+            return True
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | _NOW)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # end of file, or bytes that nobody asked for
+
+    def exchange(self, request: Request, more: tuple[tuple[str, str], ...] = ()) -> Response:
+        """Send `request` and read its whole answer. `Stale`, or `Unavailable`/`Corrupt` saying what happened."""
+        self.reusable = False
+        try:
+            return self._exchange(request, more)
+        except BaseException:
+            self.close()
+            raise
+
+    def _exchange(self, request: Request, more: tuple[tuple[str, str], ...]) -> Response:
+        try:
+            self._sock.sendall(build_request(request, self.place.authority, more))
+            data = self._receive()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._gone(error) from error
+        if not data:
+            raise self._gone(None)
+        head, data = self._head(data, request.method)
+        response = Response(head.status, head.headers)
+        if request.sink is not None and response.ok:
+            request.sink.begin(response)
+            size = self._pour(head, data, request.sink)
+            body = b""
+        else:
+            body = self._collect(head, data)
+            size = len(body)
+        self.served += 1
+        self.reusable = self.reusable and head.keep_alive
+        return Response(head.status, head.headers, body, size)
+
+    def _gone(self, error: OSError | None) -> Exception:
+        if self.served:
+            return Stale()
+        why = f" ({error.strerror})" if error and error.strerror else ""
+        return Unavailable(
+            f"the node at {self.place.url} closed the connection without an answer{why}: see its log, or run "
+            "`forebay doctor`"
+        )
+
+    def _head(self, data: bytes, method: str) -> tuple[Head, bytes]:
+        """The final head (1xx skipped) and what came after it."""
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > limits.HEADER_BYTES_MAX:
+                    raise Corrupt(f"the head of the answer is over {limits.HEADER_BYTES_MAX} bytes: check the URL")
+                more = self._receive()
+                if not more:
+                    raise Unavailable(f"the node at {self.place.url} stopped in the middle of an answer: try again")
+                data += more
+                continue
+            head, data = parse_head(data[: end + 2], method), data[end + 4 :]
+            if head.status >= 200:
+                return head, data
+
+    def _receive(self, size_bytes: int = _FIRST_BYTES) -> bytes:
+        try:
+            return self._sock.recv(size_bytes)
+        except (BlockingIOError, TimeoutError):
+            raise self._silent() from None
+
+    def _receive_into(self, view: memoryview) -> int:
+        try:
+            return self._sock.recv_into(view)
+        except (BlockingIOError, TimeoutError):
+            raise self._silent() from None
+        except ConnectionError:
+            return 0
+
+    def _silent(self) -> Unavailable:
+        return Unavailable(
+            f"the node at {self.place.url} sent nothing for {limits.CLIENT_STALL_TIMEOUT_S:g} s: "
+            "check it with `forebay status`, then try again"
+        )
+
+    def _pour(self, head: Head, data: bytes, sink: Sink) -> int:
+        """The body into `sink`; its size."""
+        if head.chunked:
+            return self._pour_chunks(data, sink)
+        length = head.length
+        if length is not None and len(data) > length:
+            raise Corrupt("the answer is longer than its Content-Length says: check what listens at this URL")
+        done = _copy(data, sink)
+        while length is None or done < length:
+            view = sink.buffer()
+            if length is not None and len(view) > length - done:
+                view = view[: length - done]
+            size = self._receive_into(view)
+            if not size:
+                if length is None:
+                    return done
+                raise Unavailable(
+                    f"the answer was cut after {done} of {length} bytes: see the node's log (a fetch that fails midway "
+                    "ends like this), then try again"
+                )
+            sink.wrote(size)
+            done += size
+        self.reusable = True
+        return done
+
+    def _pour_chunks(self, data: bytes, sink: Sink) -> int:
+        chunks, done = Chunks(), 0
+        while True:
+            done += _copy(chunks.feed(data), sink)
+            if chunks.done:
+                self.reusable = not chunks.rest
+                return done
+            data = self._receive(_COLLECT_BYTES)
+            if not data:
+                raise Unavailable(f"the answer was cut after {done} bytes: see the node's log, then try again")
+
+    def _collect(self, head: Head, data: bytes) -> bytes:
+        if head.length is not None and not head.chunked and len(data) == head.length:
+            self.reusable = True
+            return data
+        sink = Collected(head.length)
+        self._pour(head, data, sink)
+        return sink.value()
+
+
+class Collected:
+    """A sink that keeps the body in memory, in rooms that never move (a view of one may still be held)."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self._rooms = [bytearray(length or _COLLECT_BYTES)]
+        self._size = 0  # bytes in the last room
+
+    def begin(self, response: Response) -> None:
+        """Any answer is welcome."""
+
+    def buffer(self) -> memoryview:
+        if self._size == len(self._rooms[-1]):
+            self._rooms.append(bytearray(_COLLECT_BYTES))
+            self._size = 0
+        return memoryview(self._rooms[-1])[self._size :]
+
+    def wrote(self, size_bytes: int) -> None:
+        self._size += size_bytes
+
+    def value(self) -> bytes:
+        last = memoryview(self._rooms[-1])[: self._size]
+        return b"".join((*self._rooms[:-1], last))
+
+
+def _copy(data: bytes, sink: Sink) -> int:
+    position = 0
+    while position < len(data):
+        view = sink.buffer()
+        size = min(len(view), len(data) - position)
+        view[:size] = data[position : position + size]
+        view.release()
+        sink.wrote(size)
+        position += size
+    return position
+
+
+def _open(place: Place) -> socket.socket:
+    try:
+        sock = socket.create_connection((place.host, place.port), limits.CLIENT_CONNECT_TIMEOUT_S)
+    except ConnectionRefusedError:
+        raise Unavailable(
+            f"no node answers at {place.url}: start one with `forebay up`, or name another with --url or FOREBAY_URL",
+            code="NoNode",
+        ) from None
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Unavailable(
+            f"cannot reach a node at {place.url} ({why}): check --url or FOREBAY_URL, and the network", code="NoNode"
+        ) from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if place.scheme == "https":
+        return _wrap(sock, place)
+    sock.settimeout(None)
+    patience = struct.pack("ll", int(limits.CLIENT_STALL_TIMEOUT_S), 0)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+    except OSError:  # a platform with another timeval: Python keeps the time, at the price of a poll
+        sock.settimeout(limits.CLIENT_STALL_TIMEOUT_S)
+    return sock
+
+
+def _wrap(sock: socket.socket, place: Place) -> socket.socket:
+    import ssl  # 20 ms to import, and most nodes are on loopback
+
+    try:
+        sock.settimeout(limits.CLIENT_STALL_TIMEOUT_S)
+        return ssl.create_default_context().wrap_socket(sock, server_hostname=place.host)
+    except (OSError, ssl.SSLError) as error:
+        sock.close()
+        raise Unavailable(
+            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate", code="NoNode"
+        ) from error

@@ -1,0 +1,258 @@
+"""What each operation asks a node and makes of the answers: generators that yield requests and are sent responses.
+
+Theory. A flow knows the native API (docs/protocol.md) and nothing of sockets; a driver (`sync.py`, an asyncio one to
+come) sends what it yields and sends back what arrived: `flow.send(send(request))`. So the two drivers cannot differ in
+meaning, and a flow is tested with a list of responses.
+
+Errors. An answer that is not a success carries an error of `core.errors` as JSON and is raised as that kind, by one
+function (`raised`); an answer without one (a proxy's page) becomes the kind its status stands for.
+
+Invariants. (1) A flow does not repeat a request: retrying at the backend is the node's, and nobody else's. (2) A
+download that resumes asks for exactly the version its first bytes came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from forebay.client.http1 import Request, Response, Sink, encode_path, with_query
+from forebay.core.calls import CachedPage, JobCall, JobState, JobVerb, NodeMap, NodeState, ObjectState
+from forebay.core.errors import (
+    KINDS,
+    Bug,
+    Busy,
+    Corrupt,
+    Denied,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
+from forebay.core.types import Bucket, ListPage, RangeSpec
+
+T = TypeVar("T")
+Flow = Generator[Request, Response, T]
+
+_BY_STATUS: dict[int, type[ForebayError]] = {
+    400: Invalid,
+    401: Denied,
+    403: Denied,
+    404: NotFound,
+    412: Precondition,
+    416: Invalid,
+    501: NotSupported,
+    502: Unavailable,
+    503: Unavailable,
+    504: Unavailable,
+}
+
+
+class Got(NamedTuple):
+    """What a GET or HEAD said of an object: `start` is the offset of the first byte of the body in the object.
+    `etag` is without quotes; empty where the backend has none."""
+
+    size_bytes: int
+    start: int
+    body_bytes: int
+    etag: str
+    headers: dict[str, str]
+
+
+def raised(response: Response, what: str) -> ForebayError:
+    """The error that an answer other than 2xx stands for; `what` names the thing asked for, if it says nothing."""
+    retry_after_s = _number(response.headers.get("retry-after", ""))
+    try:
+        body = msgspec.json.decode(response.body, type=_ErrorBody)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        kind = _BY_STATUS.get(response.status, Busy if response.status == 429 else Bug)
+        return kind(
+            f"{what}: the node answered status {response.status} without saying why: see its log",
+            retry_after_s=retry_after_s,
+        )
+    error = body.error
+    return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)
+
+
+class _ErrorSaid(msgspec.Struct):
+    kind: str
+    message: str
+    code: str = ""
+    retry_after_s: float = 0.0
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorSaid
+
+
+def _number(text: str) -> float:
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+def _ask(request: Request, what: str) -> Flow[Response]:
+    response = yield request
+    if not response.ok:
+        raise raised(response, what)
+    return response
+
+
+def _ask_json(request: Request, what: str, type_: Any) -> Flow[Any]:
+    response = yield from _ask(request, what)
+    try:
+        return msgspec.json.decode(response.body, type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Corrupt(
+            f"{what}: the answer does not have the expected shape ({error}): check that client and node are of "
+            "one version, and that a Forebay node answers at this URL"
+        ) from None
+
+
+def _post(path: str, body: Any, method: str = "POST") -> Request:
+    return Request(method, path, (("Content-Type", "application/json"),), msgspec.json.encode(body))
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+def object_target(bucket: str, key: str) -> str:
+    """The target of an object's bytes."""
+    return encode_path("-/v1/objects", bucket, key)
+
+
+def get(
+    bucket: str, key: str, *, sink: Sink | None = None, range: RangeSpec | None = None, etag: str = ""
+) -> Flow[tuple[Got, bytes]]:
+    """The object, or a range of it, into `sink`, else returned. With `etag` only that version will do."""
+    headers = []
+    if range is not None:
+        first = "" if range.first is None else str(range.first)
+        headers.append(("Range", f"bytes={first}-{'' if range.last is None else range.last}"))
+    if etag:
+        headers.append(("If-Match", f'"{etag}"'))
+    request = Request("GET", object_target(bucket, key), tuple(headers), sink=sink)
+    response = yield from _ask(request, f"{bucket}/{key}")
+    return got(response), response.body
+
+
+def head(bucket: str, key: str) -> Flow[Got]:
+    """What a GET would say, without the body."""
+    response = yield Request("HEAD", object_target(bucket, key))
+    if not response.ok:  # an answer to HEAD has no body, so it cannot say more than its status
+        raise raised(response, f"{bucket}/{key}")
+    return got(response)
+
+
+def got(response: Response) -> Got:
+    """The facts in the head of a 200 or 206."""
+    headers = response.headers
+    length = int(headers.get("content-length", response.size_bytes))
+    size, start = length, 0
+    if response.status == 206:
+        try:
+            unit, _, rest = headers["content-range"].partition(" ")
+            span, _, whole = rest.partition("/")
+            start, size = int(span.partition("-")[0]), int(whole)
+            if unit != "bytes":
+                raise ValueError
+        except (KeyError, ValueError):
+            raise Corrupt(
+                f"the answer's Content-Range is {headers.get('content-range', 'missing')!r}: check what listens there"
+            ) from None
+    return Got(size, start, length, headers.get("etag", "").strip('"'), headers)
+
+
+def stat(bucket: str, key: str, *, revalidate: bool = False) -> Flow[ObjectState]:
+    """What the node knows of an object."""
+    target = with_query(encode_path("-/v1/stat", bucket, key), (("revalidate", "1" if revalidate else ""),))
+    state: ObjectState = yield from _ask_json(Request("GET", target), f"{bucket}/{key}", ObjectState)
+    return state
+
+
+def list_page(bucket: str, prefix: str, delimiter: str, start_after: str, limit: int) -> Flow[ListPage]:
+    """One page of a listing, in byte order."""
+    target = with_query(
+        encode_path("-/v1/list", bucket),
+        (("prefix", prefix), ("delimiter", delimiter), ("start_after", start_after), ("limit", str(limit))),
+    )
+    page: ListPage = yield from _ask_json(Request("GET", target), f"listing {bucket}/{prefix}", ListPage)
+    return page
+
+
+def cached_page(bucket: str, prefix: str, delimiter: str, start_after: str, limit: int) -> Flow[CachedPage]:
+    """One page of what the node's index knows of a bucket; the backend is not asked."""
+    pairs = (("prefix", prefix), ("delimiter", delimiter), ("start_after", start_after), ("limit", str(limit)))
+    target = with_query(encode_path("-/v1/list", bucket), (*pairs, ("cached", "1")))
+    page: CachedPage = yield from _ask_json(Request("GET", target), f"listing {bucket}/{prefix}", CachedPage)
+    return page
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+def buckets() -> Flow[list[Bucket]]:
+    """All buckets of the node, by name."""
+    found: list[Bucket] = yield from _ask_json(Request("GET", "/-/v1/buckets"), "the buckets", list[Bucket])
+    return sorted(found, key=lambda bucket: bucket.name)
+
+
+def bucket_put(bucket: Bucket, *, check: bool) -> Flow[Bucket]:
+    """Create or change a bucket; with `check` the node first asks the backend whether it answers."""
+    target = with_query(encode_path("-/v1/buckets", bucket.name), (("check", "1" if check else "0"),))
+    kept: Bucket = yield from _ask_json(_post(target, bucket, "PUT"), f"bucket {bucket.name}", Bucket)
+    return kept
+
+
+def bucket_delete(name: str) -> Flow[None]:
+    """Forget a bucket and evict what is cached of it; the backend is not touched."""
+    yield from _ask(Request("DELETE", encode_path("-/v1/buckets", name)), f"bucket {name}")
+
+
+def bucket_check(name: str) -> Flow[None]:
+    """Ask the node to ask the bucket's backend whether it answers."""
+    yield from _ask(Request("GET", encode_path("-/v1/buckets", name) + "/check"), f"bucket {name}")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+def start_job(verb: JobVerb, bucket: str, prefix: str, keys: Iterable[str], dry_run: bool) -> Flow[JobState]:
+    """Start a job and return its first state."""
+    call = JobCall(bucket, prefix, list(keys), dry_run)
+    state: JobState = yield from _ask_json(_post(f"/-/v1/{verb}", call), f"{verb} {bucket}/{prefix}", JobState)
+    return state
+
+
+def job(name: str) -> Flow[JobState]:
+    state: JobState = yield from _ask_json(Request("GET", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
+    return state
+
+
+def jobs() -> Flow[list[JobState]]:
+    """All jobs the node remembers, newest first."""
+    found: list[JobState] = yield from _ask_json(Request("GET", "/-/v1/jobs"), "the jobs", list[JobState])
+    return found
+
+
+def job_cancel(name: str) -> Flow[JobState]:
+    state: JobState = yield from _ask_json(Request("DELETE", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
+    return state
+
+
+# --- node ------------------------------------------------------------------------------------------------------------
+def status() -> Flow[NodeState]:
+    state: NodeState = yield from _ask_json(Request("GET", "/-/v1/status"), "the node's status", NodeState)
+    return state
+
+
+def node_map() -> Flow[NodeMap]:
+    found: NodeMap = yield from _ask_json(Request("GET", "/-/v1/map"), "the map", NodeMap)
+    return found
+
+
+def metrics_text() -> Flow[str]:
+    response = yield from _ask(Request("GET", "/-/metrics"), "the metrics")
+    return response.body.decode("utf-8", "replace")
+
+
+def ready() -> Flow[Response]:
+    """The answer of `/-/readyz`, whatever it is."""
+    response = yield Request("GET", "/-/readyz")
+    return response

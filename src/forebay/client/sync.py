@@ -1,0 +1,276 @@
+"""The blocking client: drives the flows over a small pool of connections.
+
+Theory. A flow yields a request; the client takes an idle connection or opens one, sends, and hands the answer back.
+Nothing is opened before the first request. Connections belong to the process that opened them: after a fork the child
+finds another pid, forgets the parent's sockets and opens its own, so a client made before a `DataLoader` forks its
+workers works in each of them.
+
+Retry. Only what cannot have been heard is sent again, once: a kept connection that is found closed before any byte of
+an answer came (`Stale`), and only for requests that are safe to repeat. For the others a kept connection is tested
+before its use.
+
+Invariants. (1) A connection is in the pool or used by one thread, never both. (2) A connection whose answer was not
+read to its end never returns to the pool.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from forebay.client import exposition, flows
+from forebay.client.connection import Connection, Stale, parse_url
+from forebay.client.download import Downloaded, download
+from forebay.client.http1 import Request, Response
+from forebay.client.sinks import IntoBuffer, IntoFd
+from forebay.core import limits
+from forebay.core.calls import CachedPage, JobState, JobVerb, NodeMap, NodeState, ObjectState
+from forebay.core.errors import Bug, Closed, ForebayError, Invalid, Unavailable
+from forebay.core.metrics import Snapshot
+from forebay.core.types import Bucket, ListPage, RangeSpec
+
+T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:9400"
+
+
+def connect(url: str | None = None, *, token: str | None = None) -> Client:
+    """A client of the node at `url`, or at `FOREBAY_URL`, or on this host's default port. Opens nothing yet.
+
+    `token` (or `FOREBAY_TOKEN`) is the bearer token, for nodes with identities. `Invalid` if the URL is malformed.
+    """
+    return Client(url, token=token)
+
+
+class Client:
+    """A node as blocking calls. Safe to share between threads and across fork; close it, or use it with `with`.
+
+    Every method raises `core.errors` kinds; `Unavailable` with code `NoNode` when nothing answers at the URL.
+    """
+
+    def __init__(self, url: str | None = None, *, token: str | None = None) -> None:
+        self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
+        token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
+        more = [("User-Agent", "forebay"), ("Accept", "*/*")]
+        if token:
+            more.append(("Authorization", f"Bearer {token}"))
+        self._more = tuple(more)
+        self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return self.place.url
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client {self.url}, {len(self._idle)} idle>"
+
+    def close(self) -> None:
+        """Close kept connections; later calls raise `Closed`. May be called twice."""
+        self._closed = True
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close kept connections and stay usable."""
+        while self._idle:
+            self._idle.pop().close()
+
+    # --- the driver --------------------------------------------------------------------------------------------------
+    def run(self, flow: flows.Flow[T]) -> T:
+        """Drive `flow` to its end and return its result. A failed request is raised inside the flow, and from here."""
+        try:
+            request = next(flow)
+            while True:
+                try:
+                    response = self.send(request)
+                except ForebayError as error:
+                    request = flow.throw(error)
+                else:
+                    request = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def send(self, request: Request) -> Response:
+        """One request, one answer."""
+        if self.place.base:
+            request = request._replace(target=self.place.base + request.target)
+        kept = self._take(request)
+        if kept is not None:
+            try:
+                return self._exchange(kept, request)
+            except Stale:
+                if not request.safe_to_repeat:
+                    raise Unavailable(
+                        f"the node at {self.url} closed the connection before it answered: look whether the request "
+                        "took effect (`forebay job ls`), then repeat it"
+                    ) from None
+        try:
+            return self._exchange(Connection(self.place), request)
+        except Stale:
+            raise Bug("a fresh connection cannot be stale: please report this") from None
+
+    def _exchange(self, connection: Connection, request: Request) -> Response:
+        response = connection.exchange(request, self._more)
+        if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return response
+
+    def _take(self, request: Request) -> Connection | None:
+        if self._closed:
+            raise Closed("the client is closed: make another with connect()")
+        if self._pid != os.getpid():  # a forked child: the sockets are the parent's
+            inherited, self._idle, self._pid = self._idle, [], os.getpid()
+            for connection in inherited:
+                connection.close()  # closes the child's descriptor only
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if request.safe_to_repeat or connection.is_quiet():
+                return connection
+            connection.close()
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+    def get(self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "") -> bytes:
+        """The bytes of the object, or of a range of it. With `etag`, `Precondition` if it is another version now."""
+        return self.run(flows.get(bucket, key, range=range, etag=etag))[1]
+
+    def get_into(
+        self, bucket: str, key: str, buffer: bytearray | memoryview, *, range: RangeSpec | None = None, etag: str = ""
+    ) -> flows.Got:
+        """The bytes into `buffer`, from its start; `Invalid` if it is too small, with nothing read."""
+        return self.run(flows.get(bucket, key, sink=IntoBuffer(buffer), range=range, etag=etag))[0]
+
+    def get_to_fd(
+        self,
+        bucket: str,
+        key: str,
+        fd: int,
+        *,
+        range: RangeSpec | None = None,
+        etag: str = "",
+        progress: Callable[[int], None] | None = None,
+    ) -> flows.Got:
+        """The bytes written to `fd` in order; `progress` is called with the size of each piece written."""
+        return self.run(flows.get(bucket, key, sink=IntoFd(fd, progress), range=range, etag=etag))[0]
+
+    def download(
+        self, bucket: str, key: str, path: str, *, progress: Callable[[int, int], None] | None = None
+    ) -> Downloaded:
+        """The whole object to the file `path`, atomically; a download cut short is resumed (see `download.py`)."""
+        return download(self.run, bucket, key, path, progress)
+
+    def head(self, bucket: str, key: str) -> flows.Got:
+        """What a read would say of the object, without its bytes."""
+        return self.run(flows.head(bucket, key))
+
+    def stat(self, bucket: str, key: str, *, revalidate: bool = False) -> ObjectState:
+        """What the node knows of the object; with `revalidate` it asks the backend first."""
+        return self.run(flows.stat(bucket, key, revalidate=revalidate))
+
+    def list_page(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        limit: int = limits.LIST_KEYS_MAX,
+    ) -> ListPage:
+        """One page of a listing in byte order; go on with `start_after=page.next_after` until that is empty."""
+        return self.run(flows.list_page(bucket, prefix, delimiter, start_after, limit))
+
+    def list_pages(self, bucket: str, prefix: str = "", *, delimiter: str = "") -> Iterator[ListPage]:
+        """All pages of a listing, each fetched when it is asked for."""
+        after = ""
+        while True:
+            page = self.list_page(bucket, prefix, delimiter=delimiter, start_after=after)
+            yield page
+            if not page.next_after:
+                return
+            if page.next_after <= after:
+                raise Bug(f"the listing of {bucket}/{prefix} does not move past {after!r}: please report this")
+            after = page.next_after
+
+    def cached_page(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        limit: int = limits.LIST_KEYS_MAX,
+    ) -> CachedPage:
+        """As `list_page`, of what the node's index knows; the backend is not asked."""
+        return self.run(flows.cached_page(bucket, prefix, delimiter, start_after, limit))
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    def buckets(self) -> list[Bucket]:
+        """All buckets, by name."""
+        return self.run(flows.buckets())
+
+    def bucket_put(self, bucket: Bucket, *, check: bool = True) -> Bucket:
+        """Create or change a bucket; with `check` only if its backend answers."""
+        return self.run(flows.bucket_put(bucket, check=check))
+
+    def bucket_delete(self, name: str) -> None:
+        """Forget a bucket and evict what is cached of it; the backend keeps everything."""
+        self.run(flows.bucket_delete(name))
+
+    def bucket_check(self, name: str) -> None:
+        """Return if the bucket's backend answers the node with its credentials, else raise the kind that says why."""
+        self.run(flows.bucket_check(name))
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+    def start_job(
+        self, verb: JobVerb, bucket: str, prefix: str = "", keys: tuple[str, ...] = (), *, dry_run: bool = False
+    ) -> JobState:
+        """Start a job on all under `prefix`, or on exactly `keys`; it runs on in the node, whoever watches."""
+        if prefix and keys:
+            raise Invalid("a job takes a prefix or keys, not both")
+        return self.run(flows.start_job(verb, bucket, prefix, keys, dry_run))
+
+    def job(self, name: str) -> JobState:
+        """How far a job is."""
+        return self.run(flows.job(name))
+
+    def jobs(self) -> list[JobState]:
+        """The jobs the node remembers, newest first."""
+        return self.run(flows.jobs())
+
+    def job_cancel(self, name: str) -> JobState:
+        """Stop a job; what it has done stays done."""
+        return self.run(flows.job_cancel(name))
+
+    # --- node --------------------------------------------------------------------------------------------------------
+    def status(self) -> NodeState:
+        """The node's processes, volumes and buckets."""
+        return self.run(flows.status())
+
+    def node_map(self) -> NodeMap:
+        """The versioned list of nodes."""
+        return self.run(flows.node_map())
+
+    def metrics_text(self) -> str:
+        """The metrics as the node prints them."""
+        return self.run(flows.metrics_text())
+
+    def metrics(self) -> Snapshot:
+        """The metrics as values; see `exposition.since` for rates."""
+        return exposition.parse(self.metrics_text())
+
+    def ready(self) -> bool:
+        """Whether the node answers and says it is ready."""
+        return self.run(flows.ready()).ok

@@ -1,0 +1,355 @@
+"""A node that is not one: the native API over real sockets, objects in memory, faults on request.
+
+The command line's and the client's tests talk to it wherever a real node would only make them slow, or cannot be made
+to misbehave. It says what docs/protocol.md says, with the same structs.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+
+from forebay.core import calls
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.metrics import Snapshot, render
+from forebay.core.types import Bucket, ListEntry, ListPage
+
+STARTED_S = 1_760_000_000.0
+MODIFIED_S = 1_750_000_000.0
+
+
+class FakeNode:
+    """Start with `with FakeNode() as node`; `node.url`. Change `objects`, `cut_after`, … between requests."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, bytes]] = {"corpus": {}}
+        self.settings: dict[str, Bucket] = {"corpus": Bucket("corpus", "s3://corpus", created_s=STARTED_S)}
+        self.cached: dict[tuple[str, str], int] = {}
+        self.pinned: set[tuple[str, str]] = set()
+        self.jobs: dict[str, calls.JobState] = {}
+        self.job_steps: dict[str, list[calls.JobState]] = {}  # what successive looks at a job see
+        self.unreachable: dict[str, ForebayError] = {}
+        self.volumes: list[calls.VolumeState] = [
+            calls.VolumeState("v0", "/var/lib/forebay/v0", "ok", 1 << 40, 3 << 30, 12)
+        ]
+        self.snapshots: list[Snapshot] = [Snapshot()]
+        self.cut_after: int | None = None  # close the connection after so many bytes of a body
+        self.on_body: Callable[[str, int], None] = lambda _key, _done: None
+        self.answer_raw: bytes | None = None  # instead of anything HTTP
+        self.fail_next: list[ForebayError] = []
+        self.page_limit = 1000
+        self.no_etag = False
+        self.seen: list[tuple[str, str, dict[str, str]]] = []
+        self.connections = 0
+
+    def __enter__(self) -> FakeNode:
+        node = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.node = node
+        self.server = _Server(("127.0.0.1", 0), Handler)
+        self.server.node = node
+        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.close_kept()
+        self.server.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def etag(self, bucket: str, key: str) -> str:
+        return hashlib.md5(self.objects[bucket][key]).hexdigest()
+
+    def requests(self, method: str, part: str = "") -> list[str]:
+        return [target for verb, target, _ in self.seen if verb == method and part in target]
+
+    def drop_connections(self) -> None:
+        """Close every kept connection, as a node that restarts does."""
+        self.server.close_kept()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    node: FakeNode
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kept: set[socket.socket] = set()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        sock, address = super().get_request()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._kept.add(sock)
+        self.node.connections += 1
+        return sock, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self._kept.discard(request)
+        super().shutdown_request(request)
+
+    def close_kept(self) -> None:
+        for sock in list(self._kept):
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that vanish are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    node: FakeNode
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _serve(self) -> None:
+        length = int(self.headers.get("content-length", "0"))
+        body = self.rfile.read(length) if length else b""
+        node = self.node
+        node.seen.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+        if node.answer_raw is not None:
+            self.wfile.write(node.answer_raw)
+            self.close_connection = True
+            return
+        path, _, query = self.path.partition("?")
+        try:
+            if node.fail_next:
+                raise node.fail_next.pop(0)
+            self._route(path, dict(parse_qsl(query, keep_blank_values=True)), body)
+        except ForebayError as error:
+            said = {"kind": error.kind, "message": error.message, "code": error.code}
+            self._answer(error.status, msgspec.json.encode({"error": said}))
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
+
+    def _answer(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, length: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {"Content-Type": "application/json"}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _json(self, value: Any) -> None:
+        self._answer(200, msgspec.json.encode(value))
+
+    def _route(self, path: str, query: dict[str, str], body: bytes) -> None:
+        node = self.node
+        if path in ("/-/readyz", "/-/healthz"):
+            return self._answer(200, b"ok\n", {"Content-Type": "text/plain"})
+        if path == "/-/metrics":
+            snapshot = node.snapshots.pop(0) if len(node.snapshots) > 1 else node.snapshots[0]
+            return self._answer(200, render(snapshot).encode(), {"Content-Type": "text/plain"})
+        parts = path.removeprefix("/-/v1/").split("/", 2)
+        name = unquote(parts[1]) if len(parts) > 1 else ""
+        key = unquote(parts[2]) if len(parts) > 2 else ""
+        match parts[0]:
+            case "objects":
+                return self._object(name, key)
+            case "stat":
+                return self._json(self._stat(name, key))
+            case "list":
+                return self._json(self._list(name, query))
+            case "buckets":
+                return self._buckets(name, key, query, body)
+            case "jobs":
+                return self._json(self._jobs(name))
+            case "prefetch" | "pin" | "unpin" | "evict" | "refresh":
+                return self._json(self._start(parts[0], msgspec.json.decode(body, type=calls.JobCall)))
+            case "status":
+                return self._json(self._status())
+            case "map":
+                return self._json(calls.NodeMap(1, [calls.MapNode("n1", node.url)]))
+        raise NotFound(f"no such path {path}: see docs/protocol.md")
+
+    def _bucket(self, name: str) -> dict[str, bytes]:
+        if name not in self.node.settings:
+            raise NotFound(f"bucket {name!r} is not known here: see `forebay bucket ls`", code="NoSuchBucket")
+        return self.node.objects.setdefault(name, {})
+
+    def _object(self, bucket: str, key: str) -> None:
+        node = self.node
+        data = self._bucket(bucket).get(key)
+        if data is None:
+            raise NotFound(f"{bucket}/{key} does not exist", code="NoSuchKey")
+        etag = node.etag(bucket, key)
+        wanted = self.headers.get("if-match")
+        if wanted and wanted.strip('"') != etag:
+            raise Precondition(f"{bucket}/{key} has changed", code="PreconditionFailed")
+        start, end, status = 0, len(data), 200
+        span = self.headers.get("range")
+        if span:
+            first, _, last = span.removeprefix("bytes=").partition("-")
+            if first:
+                start, end = int(first), min(len(data), int(last) + 1) if last else len(data)
+            else:
+                start = max(0, len(data) - int(last))
+            if start >= end:
+                raise Invalid(f"the range is outside the object of {len(data)} bytes", code="InvalidRange")
+            status = 206
+        headers = {
+            "ETag": f'"{etag}"',
+            "Last-Modified": email.utils.formatdate(MODIFIED_S, usegmt=True),
+            "Content-Type": "binary/octet-stream",
+        }
+        if node.no_etag:
+            del headers["ETag"]
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        body = data[start:end]
+        if self.command == "GET":
+            node.cached[bucket, key] = len(data)
+        if node.cut_after is not None and self.command == "GET":
+            self._answer(status, body[: node.cut_after], headers, len(body))
+            self.wfile.flush()
+            node.on_body(key, node.cut_after)
+            self.close_connection = True
+            return
+        self._answer(status, body, headers)
+
+    def _stat(self, bucket: str, key: str) -> calls.ObjectState:
+        node = self.node
+        data = self._bucket(bucket).get(key)
+        if data is None:
+            raise NotFound(f"{bucket}/{key} does not exist", code="NoSuchKey")
+        etag = node.etag(bucket, key)
+        return calls.ObjectState(
+            bucket, key, len(data), etag, etag, MODIFIED_S, node.cached.get((bucket, key), 0),
+            (bucket, key) in node.pinned, False, STARTED_S + 60, {"content-type": "binary/octet-stream"},
+        )  # fmt: skip
+
+    def _list(self, bucket: str, query: dict[str, str]) -> Any:
+        node, objects = self.node, self._bucket(bucket)
+        prefix, delimiter, after = query.get("prefix", ""), query.get("delimiter", ""), query.get("start_after", "")
+        limit = min(int(query.get("limit", "1000")), node.page_limit)
+        cached = query.get("cached", "") in ("1", "true")
+        entries: list[Any] = []
+        prefixes: list[str] = []
+        last = ""
+        for key in sorted(objects, key=lambda key: key.encode()):
+            have = node.cached.get((bucket, key), 0)
+            if not key.startswith(prefix) or (cached and not have):
+                continue
+            cut = key.find(delimiter, len(prefix)) if delimiter else -1
+            common = key[: cut + len(delimiter)] if cut >= 0 else ""
+            if (common or key) <= after or (common and common in prefixes) or (common and after.startswith(common)):
+                continue
+            if len(entries) + len(prefixes) == limit:
+                return self._page(cached, entries, prefixes, last)
+            last = common + "\U0010ffff" if common else key
+            if common:
+                prefixes.append(common)
+            elif cached:
+                pinned = (bucket, key) in node.pinned
+                etag = node.etag(bucket, key)
+                entries.append(calls.CachedEntry(key, len(objects[key]), etag, MODIFIED_S, have, pinned))
+            else:
+                entries.append(ListEntry(key, len(objects[key]), node.etag(bucket, key), MODIFIED_S))
+        return self._page(cached, entries, prefixes, "")
+
+    @staticmethod
+    def _page(cached: bool, entries: list[Any], prefixes: list[str], after: str) -> Any:
+        return calls.CachedPage(entries, prefixes, after) if cached else ListPage(entries, prefixes, after)
+
+    def _buckets(self, name: str, tail: str, query: dict[str, str], body: bytes) -> None:
+        node = self.node
+        if not name:
+            return self._json(list(node.settings.values()))
+        if tail == "check":
+            self._bucket(name)
+            if name in node.unreachable:
+                raise node.unreachable[name]
+            return self._json({})
+        if self.command == "PUT":
+            bucket = msgspec.json.decode(body, type=Bucket)
+            if query.get("check") != "0" and name in node.unreachable:
+                raise node.unreachable[name]
+            node.settings[name] = bucket
+        elif self.command == "DELETE":
+            self._bucket(name)
+            del node.settings[name]
+            return self._json({})
+        self._bucket(name)
+        return self._json(node.settings[name])
+
+    def _start(self, verb: str, call: calls.JobCall) -> calls.JobState:
+        node = self.node
+        objects = self._bucket(call.bucket)
+        keys = call.keys or [key for key in sorted(objects) if key.startswith(call.prefix)]
+        if verb == "evict":
+            keys = [key for key in keys if node.cached.get((call.bucket, key))]
+        sizes = [len(objects.get(key, b"")) for key in keys]
+        if not call.dry_run:
+            for key, size in zip(keys, sizes, strict=True):
+                self._do(verb, call.bucket, key, size)
+        name = f"{verb}-{len(node.jobs) + 1}"
+        done = calls.JobState(
+            name, verb, call.bucket, call.prefix, "done", len(keys), 0, len(keys), sum(sizes), sum(sizes),
+            STARTED_S, STARTED_S + 2,
+        )  # fmt: skip
+        steps = node.job_steps.pop(verb, [])
+        node.jobs[name] = done
+        if steps:
+            node.job_steps[name] = [msgspec.structs.replace(step, job=name) for step in steps]
+            node.jobs[name] = node.job_steps[name].pop(0)
+        return node.jobs[name]
+
+    def _do(self, verb: str, bucket: str, key: str, size: int) -> None:
+        node = self.node
+        if verb == "evict":
+            node.cached.pop((bucket, key), None)
+        elif verb == "unpin":
+            node.pinned.discard((bucket, key))
+        elif verb in ("prefetch", "pin"):
+            node.cached[bucket, key] = size
+            if verb == "pin":
+                node.pinned.add((bucket, key))
+
+    def _jobs(self, name: str) -> Any:
+        node = self.node
+        if not name:
+            return list(reversed(node.jobs.values()))
+        if name not in node.jobs:
+            raise NotFound(f"job {name!r} is not known: see `forebay job ls`")
+        if self.command == "DELETE":
+            node.job_steps.pop(name, None)
+            node.jobs[name] = msgspec.structs.replace(node.jobs[name], state="cancelled", ended_s=STARTED_S + 3)
+        elif node.job_steps.get(name):
+            node.jobs[name] = node.job_steps[name].pop(0)
+        return node.jobs[name]
+
+    def _status(self) -> calls.NodeState:
+        node = self.node
+        buckets = [
+            calls.BucketState(
+                name, bucket.url, sum(size for (at, _), size in node.cached.items() if at == name), bucket.quota_bytes,
+                node.unreachable[name].message if name in node.unreachable else "",
+            )
+            for name, bucket in node.settings.items()
+        ]  # fmt: skip
+        return calls.NodeState(
+            "n1", "0.1.0", 4242, STARTED_S, node.url, [calls.FrontState(0, 4243), calls.FrontState(1, 4244)],
+            node.volumes, buckets, flights=2, reads=3, jobs_running=0, pass_bytes=0,
+        )  # fmt: skip
