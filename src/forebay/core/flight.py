@@ -32,160 +32,34 @@ from dataclasses import dataclass, field
 
 from forebay.core import limits
 from forebay.core.errors import ErrorOnWire
+from forebay.core.flight_events import (
+    Arrived,
+    Cut,
+    Drop,
+    Effect,
+    Ended,
+    Event,
+    Fail,
+    Failed,
+    Fetch,
+    Finish,
+    GaveUp,
+    Gone,
+    Join,
+    Land,
+    Leave,
+    Lost,
+    Narrow,
+    Progress,
+    Took,
+    Verified,
+    Verify,
+)
 from forebay.core.ranges import Run, absent_runs, blocks_touched, next_absent
 
 RUN_BLOCKS_MAX = 2  # 8 MiB a request: at 50 MB/s a connection, 20 ms of latency cost an eighth, hidden by parallel runs
 PARALLEL_AT_FIRST = 4  # grows by one with each run that ends, to FETCHES_PER_READ_MAX
 VERIFY_PARALLEL_MAX = 4  # checks of doubted blocks at work at once: they read the disk and fill a core
-
-
-# --- events ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A reader wants bytes [start, end); blocks up to byte `ahead_to` are fetched as well, for whoever comes next."""
-
-    reader: int
-    start: int
-    end: int
-    ahead_to: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Took:
-    """The reader's client took every byte below `position`."""
-
-    reader: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The reader is done or gone. May come after `Fail` and for readers long forgotten."""
-
-    reader: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Of `run`, every byte below `upto` (an offset in the object) may be read."""
-
-    run: int
-    upto: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A block of `run` is whole. `kept`: on disk, and indexed; otherwise it is only passing through."""
-
-    run: int
-    block: int
-    kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The run is over: all its blocks have arrived, or it was cut."""
-
-    run: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The run is over before its end; the blocks that did not arrive are absent again."""
-
-    run: int
-    error: ErrorOnWire
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The backend has another version now, or none: what is not here will never come."""
-
-    error: ErrorOnWire
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Blocks that were here are not (evicted, or found bad)."""
-
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A doubted block has been compared with its checksum."""
-
-    block: int
-    good: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Narrow:
-    """From now on at most so many bytes ahead of each reader (memory instead of disk: fetch what is needed)."""
-
-    window_bytes: int
-
-
-Event = Join | Took | Leave | Progress | Arrived | Ended | Failed | Gone | Lost | Verified | Narrow
-
-
-# --- effects ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Fetch blocks [first, end) by one request; answer with Progress, Arrived for each block, then Ended or Failed."""
-
-    run: int
-    first: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """End `run` before block `end`; at `end == first` block of the run, at once. Answer with Ended."""
-
-    run: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Compare a block on disk with its checksum; answer with Verified."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Land:
-    """Tell the reader that bytes [start, end) may be read."""
-
-    reader: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The reader has been told of its last byte. It stays until it leaves."""
-
-    reader: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The reader cannot be served further. It is forgotten."""
-
-    reader: int
-    error: ErrorOnWire
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Nobody needs this passing block any more: free its memory."""
-
-    block: int
-
-
-Effect = Fetch | Cut | Verify | Land | Finish | Fail | Drop
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -209,14 +83,14 @@ class _AtWork:
 
 @dataclass(slots=True)
 class Flight:
-    """See the module's header. `present` is the record's bitmap; `doubted` says that its blocks are unverified.
+    """See the module's header. `present` is the record's bitmap; of it, the `doubted` blocks must be verified.
 
     `adopted` is a run that is under way already (the request that found out what the object is); it has number 0.
     """
 
     size_bytes: int
     present: bytes = b""
-    doubted_at_first: bool = False
+    doubted: set[int] = field(default_factory=set)
     adopted: Run | None = None
     block_bytes: int = limits.BLOCK_BYTES
     window_bytes: int = limits.READ_WINDOW_BYTES
@@ -226,7 +100,6 @@ class Flight:
     runs: dict[int, _AtWork] = field(default_factory=dict)
     owner: dict[int, int] = field(default_factory=dict)  # block in flight -> its run
     passing: set[int] = field(default_factory=set)
-    doubted: set[int] = field(default_factory=set)
     verifying: set[int] = field(default_factory=set)
     ahead: set[int] = field(default_factory=set)  # wanted by no reader, to be fetched once
     gone: ErrorOnWire | None = None
@@ -241,9 +114,8 @@ class Flight:
         self.here = bytearray(-(-self.blocks // 8))
         self.here[: len(self.present)] = self.present[: len(self.here)]
         self.parallel = min(self.parallel, self.parallel_max)
-        if self.doubted_at_first:
-            self.doubted = {block for block in range(self.blocks) if self.is_here(block)}
-            self.here = bytearray(len(self.here))
+        for block in self.doubted:
+            self._set_absent(block)
         if self.adopted is not None:
             self._start(0, self.adopted.first, self.adopted.end)
 
@@ -310,6 +182,8 @@ class Flight:
                 lost = self._end(number)
                 assert not lost, f"run {number} ended, but blocks {lost} have not arrived"
                 self.parallel = min(self.parallel + 1, self.parallel_max)
+            case GaveUp(number):
+                self._end(number)
             case Failed(number, error):
                 effects += self._failed(number, error)
             case Gone(error):
@@ -371,12 +245,15 @@ class Flight:
 
     def _lost(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
-            self.here[block >> 3] &= ~(1 << (block & 7)) & 0xFF
+            self._set_absent(block)
             self.passing.discard(block)
             self.doubted.discard(block)
 
     def _set_here(self, block: int) -> None:
         self.here[block >> 3] |= 1 << (block & 7)
+
+    def _set_absent(self, block: int) -> None:
+        self.here[block >> 3] &= ~(1 << (block & 7)) & 0xFF
 
     def _start(self, number: int, first: int, end: int) -> None:
         assert all(block not in self.owner for block in range(first, end)), "one fetch per block"
@@ -539,5 +416,5 @@ class Flight:
         for block in sorted(self.passing):
             if not self.needs(block):
                 self.passing.discard(block)
-                self.here[block >> 3] &= ~(1 << (block & 7)) & 0xFF
+                self._set_absent(block)
                 yield Drop(block)
