@@ -1,9 +1,9 @@
 """Which bucket and key a request names: path style and virtual-host style.
 
 Theory. A key is bytes, not a path: it is what stands after the bucket's `/`, percent-decoded exactly once and read as
-UTF-8. Nothing is normalised, so `a//b`, `../x` and `./` are keys like any other, `%2F` and `/` mean the same, and `+` is a
-plus sign (only queries of forms mean a space by it). The bucket comes from the host name when that ends with one of the
-node's base domains (`corpus.localhost`), else from the first piece of the path.
+UTF-8. Nothing is normalised, so `a//b`, `../x` and `./` are keys like any other, `%2F` and `/` mean the same, and `+`
+is a plus sign (only queries of forms mean a space by it). The bucket comes from the host name when that ends with one
+of the node's base domains (`corpus.localhost`), else from the first piece of the path.
 
 Rejected: guessing virtual-host style from any dotted host (a node reached as `gpu1.example.com` would lose its first
 label); mapping `+` to a space as some S3 servers do (a key with a plus could not be asked for unescaped).

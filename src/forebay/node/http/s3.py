@@ -1,0 +1,279 @@
+"""The S3 API, reading side: which operation a request is, and what it answers.
+
+Theory. Nearly every request is a plain GET of an object, and its whole budget is ten microseconds: name, identity,
+bucket, and on to `Reads`. So `handle` takes that path first; conditions, ranges, overrides and everything else branch
+off it. What remains undecided until the object is known (does If-Match hold? is the range inside?) is a `decide`
+function given to `Reads`, which calls it once with the record, whether that came from the index or from the backend.
+
+A GET with a *subresource* in its query (`?acl`, `?tagging`) is another operation, so it must never be answered with the
+object: those not served are listed and refused with NotImplemented. Parameters that are no subresource (SDKs add
+`x-id`) are ignored, as S3 does.
+
+Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
+on it would act on an invention. Exception: GetBucketVersioning says "never enabled", which is what we serve.
+
+Invariants. (1) Every answer has an `x-amz-request-id`. (2) No answer for an object is sent before the caller was found
+to be allowed to read its bucket. (3) A response header taken from the query has passed `header_line`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from forebay.core import limits
+from forebay.core.access import Identity
+from forebay.core.calls import Nothing
+from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.httpsem import Conditions, parse_range, range_applies
+from forebay.core.record import Record
+from forebay.core.s3names import Addressing
+from forebay.core.types import Bucket, RangeSpec, check_bucket_name
+from forebay.node.http import s3_errors, s3_listing
+from forebay.node.http.auth import Auth
+from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
+from forebay.node.http.requests import (
+    BodySink,
+    BoundedBody,
+    Call,
+    Exchange,
+    Request,
+    Response,
+    decode_query,
+    header_line,
+)
+from forebay.node.http.s3_xml import CONTENT_TYPE, document
+
+REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
+
+_CONDITION_NAMES: Final = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
+_CONDITIONAL: Final = frozenset(_CONDITION_NAMES)
+_SPECIAL: Final = frozenset(
+    (
+        *_CONDITION_NAMES,
+        b"range",
+        b"x-amz-server-side-encryption-customer-algorithm",
+        b"x-amz-expected-bucket-owner",
+    )
+)
+_OVERRIDES: Final = {
+    "response-content-type": b"Content-Type",
+    "response-content-language": b"Content-Language",
+    "response-expires": b"Expires",
+    "response-cache-control": b"Cache-Control",
+    "response-content-disposition": b"Content-Disposition",
+    "response-content-encoding": b"Content-Encoding",
+}
+# fmt: off
+_OBJECT_SUBRESOURCES: Final = frozenset(
+    (
+        "acl", "annotation", "attributes", "legal-hold", "retention", "restore", "select", "tagging", "torrent",
+        "uploadId", "uploads",
+    )
+)
+_BUCKET_SUBRESOURCES: Final = frozenset(
+    (
+        "abac", "accelerate", "acl", "analytics", "cors", "delete", "encryption", "intelligent-tiering", "inventory",
+        "lifecycle", "logging", "metadataConfiguration", "metadataTable", "metrics", "notification", "object-lock",
+        "ownershipControls", "policy", "policyStatus", "publicAccessBlock", "replication", "requestPayment",
+        "session", "tagging", "uploads", "versions", "website",
+    )
+)
+# fmt: on
+_MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
+_KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
+
+
+class S3:
+    """The S3 handler of one front: see `requests.Handler`.
+
+    `call` asks the engine; `node_id` is shown as HostId; `base_domains` make virtual-host style names.
+    """
+
+    def __init__(
+        self, reads: Reads, call: Call, auth: Auth, node_id: str = "forebay", base_domains: tuple[str, ...] = ()
+    ) -> None:
+        self._reads = reads
+        self._call = call
+        self._auth = auth
+        self._node_id = node_id
+        self._addressing = Addressing((*base_domains, "localhost", "s3.localhost"))
+        self._ids = s3_errors.RequestIds()
+
+    # --- the handler's three methods ---------------------------------------------------------------------------------
+    def handle(self, request: Request, exchange: Exchange) -> None:
+        """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
+        headers = request.headers
+        name, key = self._addressing.split(request.path, headers.get(b"host", b""))
+        method = request.method
+        if key and (method == b"GET" or method == b"HEAD"):
+            identity = self._auth.signed(request)
+            bucket = self._bucket(name)
+            self._auth.require(identity, "read", name)
+            if request.query or not _SPECIAL.isdisjoint(headers):
+                self._read(request, exchange, bucket, key)
+            else:
+                self._reads.serve(exchange, bucket, key, None, None, self._ids.line())
+            return
+        if method == b"OPTIONS":
+            raise Denied(
+                "CORS is not enabled for this bucket: call from a server, not from a browser page",
+                code="AccessForbidden",
+            )
+        identity = self._auth.signed(request)
+        if method not in (b"GET", b"HEAD"):
+            if method in (b"PUT", b"POST", b"DELETE"):
+                raise _no_writes()
+            raise Invalid(
+                "The specified method is not allowed against this resource: use GET or HEAD", code="MethodNotAllowed"
+            )
+        if name:
+            self._bucket_operation(request, exchange, identity, name)
+        elif method == b"HEAD":
+            raise Invalid("there is no HEAD of the service itself: use GET for ListBuckets", code="MethodNotAllowed")
+        else:
+            exchange.spawn(self._list_buckets(request, exchange, identity))
+
+    def take_body(self, request: Request) -> BodySink:
+        """Bodies belong to writes, which are refused before the client sends one; a GET's body is read and ignored."""
+        if request.method in (b"PUT", b"POST", b"DELETE"):
+            raise _no_writes()
+        return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+
+    def render_error(self, error: ForebayError, request: Request | None) -> Response:
+        """The S3 error document."""
+        return s3_errors.render(error, request, self._ids.line(), self._node_id)
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+    def _bucket(self, name: str) -> Bucket:
+        try:
+            return self._reads.bucket(name)
+        except NotFound:
+            check_bucket_name(name)
+            raise
+
+    def _read(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        """GET or HEAD of an object with anything beyond its name."""
+        query = decode_query(request.query) if request.query else {}
+        _refuse_unserved(request, query, _OBJECT_SUBRESOURCES)
+        if query.get("versionId", "null") != "null":
+            raise NotSupported("versions are not served: leave versionId out to read the current object")
+        asked = parse_range(request.header(b"range")) if b"range" in request.headers else None
+        overrides = b""
+        replaced = []
+        for name, header in _OVERRIDES.items():
+            if name in query:
+                overrides += header_line(header, query[name])
+                replaced.append(header.lower() + b":")
+        part = query.get("partNumber")
+        if part is not None:
+            if b"range" in request.headers:
+                raise Invalid("Cannot specify both Range header and partNumber query parameter", code="InvalidRequest")
+            if not part.isascii() or not part.isdigit() or not 1 <= int(part[:6]) <= 10_000:
+                raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
+        decide = _decider(request, asked, int(part) if part else None, tuple(replaced), overrides + self._ids.line())
+        self._reads.serve(exchange, bucket, key, asked, decide)
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    def _bucket_operation(self, request: Request, exchange: Exchange, identity: Identity, name: str) -> None:
+        self._bucket(name)
+        self._auth.require(identity, "read", name)
+        query = decode_query(request.query)
+        if request.method == b"HEAD":
+            exchange.respond(
+                200, self._ids.line() + CONTENT_TYPE + b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b""
+            )
+            return
+        _refuse_unserved(request, query, _BUCKET_SUBRESOURCES)
+        if "location" in query:
+            self._answer_xml(exchange, document("LocationConstraint", ""))  # S3's way to say us-east-1
+        elif "versioning" in query:
+            self._answer_xml(exchange, document("VersioningConfiguration", ""))  # S3's way to say never enabled
+        else:
+            exchange.spawn(self._list_objects(exchange, name, s3_listing.parse_list(query)))
+
+    async def _list_objects(self, exchange: Exchange, bucket: str, asked: s3_listing.ListRequest) -> None:
+        page = await s3_listing.fetch_page(self._call, bucket, asked)
+        self._answer_xml(exchange, s3_listing.render_list(bucket, asked, page))
+
+    async def _list_buckets(self, request: Request, exchange: Exchange, identity: Identity) -> None:
+        buckets = await self._call("buckets", Nothing())
+        allowed = [bucket for bucket in buckets if identity.may("read", bucket.name)]
+        self._answer_xml(exchange, s3_listing.render_buckets(allowed, decode_query(request.query)))
+
+    def _answer_xml(self, exchange: Exchange, body: bytes) -> None:
+        exchange.respond(200, self._ids.line() + CONTENT_TYPE, body)
+
+
+def _no_writes() -> NotSupported:
+    return NotSupported(
+        "this node serves reading only: write to the bucket itself, reads here follow within its freshness"
+    )
+
+
+def _refuse_unserved(request: Request, query: dict[str, str], unserved: frozenset[str]) -> None:
+    """`NotSupported` for an operation or a header whose meaning we would have to drop."""
+    found = sorted(unserved.intersection(query))
+    if found:
+        raise NotSupported(f"?{found[0]} is not served: ask the bucket itself (docs/s3.md lists what is served)")
+    for header in (b"x-amz-server-side-encryption-customer-algorithm", b"x-amz-expected-bucket-owner"):
+        if header in request.headers:
+            raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
+
+
+def _decider(
+    request: Request, asked: RangeSpec | None, part: int | None, replaced: tuple[bytes, ...], extra: bytes
+) -> Decide:
+    """What to answer once the object is known: conditions first, then the part or range, then overrides."""
+    headers = request.headers
+    conditions = _conditions(headers)
+    if_range = request.header(b"if-range") if b"if-range" in headers else None
+    checksums = headers.get(b"x-amz-checksum-mode", b"").upper() == b"ENABLED"
+
+    def decide(record: Record) -> Plan:
+        if conditions is not None:
+            verdict = conditions.judge(record.etag, record.modified_s)
+            if verdict == 412:
+                raise Precondition(
+                    "At least one of the pre-conditions you specified did not hold: read the object's current state",
+                    code="PreconditionFailed",
+                )
+            if verdict == 304:
+                return Plan(304, _only(record.head, _KEPT_BY_304) + extra, 0, 0)
+        wanted = asked
+        if part is not None:
+            wanted = _range_of_part(part, record)
+        elif asked is not None and not range_applies(if_range, record.etag, record.modified_s):
+            wanted = None
+        status, head, start, end = plan_plain(record, wanted, extra)
+        if replaced:
+            head = _without(record.head, replaced) + head[len(record.head) :]
+        if b"x-amz-checksum-" in head and (status != 200 or not checksums):
+            head = _without(head, (b"x-amz-checksum-",))  # a checksum of the whole says nothing about a range
+        return Plan(status, head, start, end)
+
+    return decide
+
+
+def _conditions(headers: dict[bytes, bytes]) -> Conditions | None:
+    if _CONDITIONAL.isdisjoint(headers):
+        return None
+    texts = [headers[name].decode("latin-1") if name in headers else None for name in _CONDITION_NAMES]
+    return Conditions(*texts)
+
+
+def _range_of_part(part: int, record: Record) -> RangeSpec | None:
+    """The whole object as its only part. Sizes of a multipart upload's parts are known to the backend alone."""
+    if _MULTIPART_ETAG.fullmatch(record.etag):
+        raise NotSupported("parts of a multipart object are not known here: read ranges of it instead")
+    if part > 1:
+        raise Invalid("The requested partnumber is not satisfiable: the object has one part", code="InvalidPartNumber")
+    return RangeSpec(0, None) if record.size_bytes else None
+
+
+def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
+    return b"".join(line for line in head.splitlines(keepends=True) if line.lower().startswith(prefixes))
+
+
+def _without(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
+    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(prefixes))
