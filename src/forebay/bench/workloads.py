@@ -1,0 +1,267 @@
+"""What is measured, as values: every row of the speed table, its load and the goal it is held to.
+
+Theory. A benchmark is honest when its load can be read in one place, before the code that runs it. So a row here says
+the objects, the connections, the link, and the goal as a ratio to the peer or limit measured *in the same run*; the
+modules beside this one only carry it out. Absolute numbers are printed and never judged: they belong to the machine.
+
+Scale. The data are sized so that all rows together take minutes: each size says what it stands for. What a row proves
+does not depend on it, since every ratio is taken against a peer that had the same bytes.
+
+Words. `ours` is what Forebay did, `theirs` what the peer did or the limit allows; a *round* measures both, one after
+the other, and gives one ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MB = 1_000_000
+
+Op = Literal[">=", "<=", "report"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a ratio or number. `report` is printed without a verdict."""
+
+    op: Op
+    bound: float = 0.0
+    text: str = ""  # how the issue states it, when it is more than the bound
+
+    def met(self, value: float) -> bool | None:
+        if self.op == "report":
+            return None
+        return value >= self.bound if self.op == ">=" else value <= self.bound
+
+    def __str__(self) -> str:
+        if self.text:
+            return self.text
+        return "reported" if self.op == "report" else f"{'≥' if self.op == '>=' else '≤'} {self.bound:g}"
+
+
+def at_least(bound: float, text: str = "") -> Goal:
+    return Goal(">=", bound, text)
+
+
+def at_most(bound: float, text: str = "") -> Goal:
+    return Goal("<=", bound, text)
+
+
+REPORTED = Goal("report")
+
+
+@dataclass(frozen=True)
+class Objects:
+    """`count` objects of `size_bytes` of random bytes, keys `name/00000`…"""
+
+    name: str
+    size_bytes: int
+    count: int
+
+    @property
+    def bytes_total(self) -> int:
+        return self.size_bytes * self.count
+
+    def key(self, index: int) -> str:
+        return f"{self.name}/{index:05d}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """The road to the bucket. `rate_bytes_s` is shared by all connections, `connection_bytes_s` binds each; zero is
+    unlimited."""
+
+    rate_bytes_s: float = 0.0
+    latency_s: float = 0.0
+    connection_bytes_s: float = 0.0
+
+    def __str__(self) -> str:
+        said = [f"{self.rate_bytes_s / MB:g} MB/s" if self.rate_bytes_s else "unlimited"]
+        said += [f"{self.latency_s * 1000:g} ms"] if self.latency_s else []
+        said += [f"{self.connection_bytes_s / MB:g} MB/s a connection"] if self.connection_bytes_s else []
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
+
+    name: str
+    group: Literal["warm", "cold", "epoch", "scale"]
+    what: str
+    run: str  # module:function under forebay.bench that carries it out
+    objects: tuple[Objects, ...] = ()
+    quick: tuple[Objects, ...] = ()  # what --quick uses instead
+    link: Link = Link()
+    goals: dict[str, Goal] = field(default_factory=dict)
+    rounds: int = 5
+    seconds: float = 3.0  # of load per side and round, where load is timed
+    connections: int = 8
+    range_bytes: int = 0
+    peer: Literal["nginx", "seaweedfs", "direct", "limit"] = "direct"
+    signed: bool = False
+    epochs: int = 0
+    demand: float = 0.0  # trainer's demand as a multiple of the link's rate
+    cache_bytes: int = 0
+    quick_cache_bytes: int = 0
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+TINY = Objects("tiny", KIB, 1000)
+SMALL = Objects("small", 100 * KIB, 200)
+MEDIUM = Objects("medium", MIB, 64)
+LARGE = Objects("large", 10 * MIB, 16)
+HUGE = Objects("huge", GIB, 1)
+HUGE_QUICK = Objects("huge", 64 * MIB, 1)
+COLD_MEDIUM = Objects("medium", MIB, 48)  # per round and side: what was read once is no longer cold
+COLD_LARGE = Objects("large", 10 * MIB, 10)
+SHARDS = Objects("shard", MIB, 256)  # stands for a data set: 256 MB at 40 MB/s is as 1.3 TB at 200 GB/h
+SHARDS_QUICK = Objects("shard", MIB, 24)
+
+WAN = Link(200 * MB, 0.020)
+LAN = Link(200 * MB)
+
+
+def _warm(
+    name: str, objects: Objects, what: str, peer: Literal["nginx", "seaweedfs"], goal: Goal, **more: object
+) -> Row:
+    goals = {"rate": goal}
+    return Row(name, "warm", what, "warm:throughput", (objects,), (objects,), goals=goals, peer=peer, **more)  # type: ignore[arg-type]
+
+
+def _cold(name: str, objects: Objects, link: Link, what: str, rate: Goal, first: Goal) -> Row:
+    quick = Objects(objects.name, objects.size_bytes, 4)
+    goals = {"rate": rate, "first byte": first}
+    return Row(name, "cold", what, "cold:sequential", (objects,), (quick,), link, goals)
+
+
+_SOON = at_most(1.0, "≤ 1.1× + 2 ms")  # measured as (ours - 2 ms) / (1.1 × theirs)
+
+ROWS: tuple[Row, ...] = (
+    _warm("warm-1k", TINY, "warm GET 1 KiB", "nginx", at_least(0.70)),
+    _warm("warm-100k", SMALL, "warm GET 100 KiB", "nginx", at_least(0.95)),
+    _warm("warm-1m", MEDIUM, "warm GET 1 MiB", "nginx", at_least(0.95)),
+    _warm("warm-10m", LARGE, "warm GET 10 MiB", "nginx", at_least(0.95)),
+    Row(
+        "warm-range",
+        "warm",
+        "warm 1 MiB ranges of a 1 GiB object",
+        "warm:throughput",
+        (HUGE,),
+        (HUGE_QUICK,),
+        goals={"rate": at_least(0.95)},
+        range_bytes=MIB,
+        peer="nginx",
+    ),
+    _warm("weed-1k", TINY, "warm GET 1 KiB", "seaweedfs", at_least(8)),
+    _warm("weed-10m", LARGE, "warm GET 10 MiB", "seaweedfs", at_least(1.5)),
+    _warm("signed-1k", TINY, "warm GET 1 KiB, SigV4 checked, each signed anew", "nginx", at_least(0.12), signed=True),
+    _cold("cold-1m", COLD_MEDIUM, LAN, "cold GET 1 MiB, 200 MB/s", at_least(0.97), _SOON),
+    _cold("cold-10m", COLD_LARGE, LAN, "cold GET 10 MiB, 200 MB/s", at_least(0.97), _SOON),
+    _cold("cold-1m-wan", COLD_MEDIUM, WAN, "cold GET 1 MiB, 200 MB/s, 20 ms", at_least(0.97), _SOON),
+    _cold("cold-10m-wan", COLD_LARGE, WAN, "cold GET 10 MiB, 200 MB/s, 20 ms", at_least(0.97), _SOON),
+    Row(
+        "cold-1g",
+        "cold",
+        "cold GET 1 GiB, 20 ms, 50 MB/s a connection",
+        "cold:sequential",
+        (Objects("huge", GIB, 1),),
+        (Objects("huge", 64 * MIB, 1),),
+        Link(0, 0.020, 50 * MB),
+        {"rate": at_least(2.0)},
+    ),
+    Row(
+        "cold-unlimited",
+        "cold",
+        "cold GET 10 MiB, backend unlimited",
+        "cold:sequential",
+        (COLD_LARGE,),
+        (Objects("large", 10 * MIB, 4),),
+        Link(),
+        {"rate": at_least(0.5), "first byte": REPORTED},
+    ),
+    Row(
+        "cold-range",
+        "cold",
+        "1 MiB range of a cold 1 GiB object: backend bytes",
+        "cold:ranged",
+        (HUGE,),
+        (HUGE_QUICK,),
+        goals={"backend MiB": at_most(8)},
+        range_bytes=MIB,
+        peer="limit",
+    ),
+    Row(
+        "cold-crowd",
+        "cold",
+        "32 readers of one cold 64 MiB object, 200 MB/s",
+        "cold:crowd",
+        (Objects("crowd", 64 * MIB, 1),),
+        (Objects("crowd", 16 * MIB, 1),),
+        LAN,
+        {"slowest / single": at_most(1.5), "backend bytes / object": at_most(1.01, "each block once")},
+        connections=32,
+    ),
+    Row(
+        "epochs",
+        "epoch",
+        "10 epochs, trainer demand 2.1× the remote rate",
+        "epoch:training",
+        (SHARDS,),
+        (SHARDS_QUICK,),
+        Link(40 * MB, 0.010),
+        {
+            "speed-up": at_least(1.8),
+            "first epoch": at_least(0.95),
+            "backend bytes / data": at_most(1.02),
+        },
+        rounds=1,
+        connections=8,
+        epochs=10,
+        demand=2.1,
+    ),
+    Row(
+        "epochs-half",
+        "epoch",
+        "random epochs, cache holds half the data",
+        "epoch:half",
+        (Objects("shard", MIB, 512),),
+        (Objects("shard", MIB, 64),),
+        goals={"hit ratio / (cache/data)": at_least(0.95)},
+        rounds=1,
+        connections=4,
+        epochs=8,
+        cache_bytes=256 * MIB,
+        quick_cache_bytes=32 * MIB,
+        peer="limit",
+    ),
+    Row(
+        "list-1m",
+        "scale",
+        "list cached keys by prefix pages, from the index",
+        "scale:listing",
+        (Objects("listed", 64, 1_000_000),),
+        (Objects("listed", 64, 50_000),),
+        goals={"keys/s": at_least(200_000, "≥ 200 k/s")},
+        peer="limit",
+    ),
+    Row(
+        "rss-20g",
+        "scale",
+        "RSS of engine + 2 fronts while 20 GiB stream through",
+        "scale:resident",
+        (Objects("stream", 128 * MIB, 16),),
+        (Objects("stream", 64 * MIB, 4),),
+        goals={"MiB": at_most(400), "growth over the last three quarters": at_most(1.10, "flat")},
+        rounds=1,
+        epochs=10,
+        cache_bytes=GIB,
+        quick_cache_bytes=128 * MIB,
+        peer="limit",
+    ),
+)
+
+BY_NAME = {row.name: row for row in ROWS}
+GROUPS = ("warm", "cold", "epoch", "scale")

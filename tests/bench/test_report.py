@@ -1,0 +1,122 @@
+"""How rounds become a line of the table, and what a reader of the table is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forebay.bench import main, report
+from forebay.bench.report import Result
+from forebay.bench.stats import bounded, compared
+from forebay.bench.workloads import BY_NAME, GROUPS, REPORTED, ROWS, Goal, Link, at_least, at_most
+
+
+def test_the_median_of_the_rounds_is_judged_and_the_spread_is_kept():
+    # One disturbed round of five must not decide.
+    measure = compared("rate", "req/s", at_least(0.9), [95, 96, 10, 97, 98], [100, 100, 100, 100, 100])
+    assert measure.value == 0.96
+    assert measure.spread == (0.10, 0.98)
+    assert measure.verdict == "reached"
+
+
+def test_a_round_is_compared_with_its_own_peer_not_with_the_average():
+    # The machine slowed down by half in the second round, for both: the ratio must not move.
+    measure = compared("rate", "", at_least(0.8), [80, 40, 80], [100, 50, 100])
+    assert measure.ratios == (0.8, 0.8, 0.8)
+
+
+@pytest.mark.parametrize(
+    "goal, value, verdict",
+    [
+        (at_least(0.7), 0.70, "reached"),
+        (at_least(0.7), 0.69, "MISSED"),
+        (at_most(8), 8, "reached"),
+        (at_most(8), 8.01, "MISSED"),
+        (REPORTED, 0.01, "reported"),
+    ],
+)
+def test_a_verdict_says_whether_the_goal_is_met(goal: Goal, value: float, verdict: str):
+    assert bounded("x", "", goal, [value]).verdict == verdict
+
+
+def test_uneven_rounds_are_a_mistake():
+    with pytest.raises(AssertionError, match="pairs"):
+        compared("rate", "", REPORTED, [1, 2], [1])
+    with pytest.raises(AssertionError, match="without a round"):
+        bounded("rate", "", REPORTED, [])
+
+
+def results() -> list[Result]:
+    won = compared("rate", "req/s", at_least(0.7), [132_400, 130_000], [165_700, 165_000])
+    lost = bounded("backend MiB", "MiB", at_most(8), [9.0])
+    return [
+        Result(BY_NAME["warm-1k"], (won,), 12.0),
+        Result(BY_NAME["cold-range"], (lost,)),
+        Result(BY_NAME["list-1m"], error="MissingProgram: no such thing"),
+    ]
+
+
+def test_the_table_shows_wins_losses_and_what_could_not_run():
+    lines = report.table(results()).splitlines()
+    assert len({len(line) for line in lines}) == 1, "columns are aligned"
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|"), "it is a Markdown table"
+    assert "131 200 req/s" in lines[2]
+    assert "nginx 165 350 req/s" in lines[2]
+    assert "reached" in lines[2]
+    assert "MISSED" in lines[3]
+    assert "≤ 8" in lines[3]
+    assert "FAILED: MissingProgram" in lines[4]
+    assert report.summary(results()) == "1 reached, 1 missed, 0 reported, 1 could not run"
+
+
+def test_the_json_holds_every_round_and_the_machine():
+    document = json.loads(report.as_json(results(), quick=False, wall_s=1.8e9))
+    first = document["rows"][0]["measures"][0]
+    assert first["ours"] == [132_400, 130_000]
+    assert first["verdict"] == "reached"
+    assert document["rows"][2]["error"]
+    assert document["machine"]["cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0, "0"), (0.123456, "0.123"), (1.234, "1.23"), (999.9, "999.90"), (165_350.4, "165 350")]
+)
+def test_numbers_are_short(value: float, text: str):
+    assert report.number(value) == text
+
+
+@pytest.mark.parametrize(
+    "value, unit, text",
+    [(6.8e9, "B/s", "6.80 GB/s"), (40e6, "B/s", "40.0 MB/s"), (0.0213, "s", "21.3 ms"), (70.0, "s", "70.0 s")],
+)
+def test_quantities_carry_their_unit(value: float, unit: str, text: str):
+    assert report.quantity(value, unit) == text
+
+
+def test_every_row_can_be_run_shrunk_and_judged():
+    for row in ROWS:
+        assert row.group in GROUPS
+        assert row.goals, f"{row.name} is judged by nothing"
+        assert len(row.objects) == len(row.quick) == 1
+        assert row.quick[0].bytes_total <= row.objects[0].bytes_total
+        assert row.rounds >= 5 or row.epochs, f"{row.name}: medians of at least five"
+        module, _, function = row.run.partition(":")
+        assert module, function
+    assert len(BY_NAME) == len(ROWS), "a name belongs to one row"
+
+
+def test_a_link_says_what_binds():
+    assert str(Link()) == "unlimited"
+    assert str(Link(200e6, 0.02)) == "200 MB/s, 20 ms"
+    assert str(Link(0, 0.02, 50e6)) == "unlimited, 20 ms, 50 MB/s a connection"
+
+
+def test_the_command_line_lists_rows_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]):
+    assert main.main(["cold", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [row.name for row in ROWS if row.group == "cold"]
+    with pytest.raises(SystemExit) as refused:
+        main.main(["--row", "no-such-row"])
+    assert refused.value.code == 2
+    assert "warm-1k" in capsys.readouterr().err
