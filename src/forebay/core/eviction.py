@@ -1,0 +1,526 @@
+"""Which units leave the node's volumes, and when.
+
+Theory. A *unit* is a block of a data file or a whole inline object, `object_id << 24 | block`. Every byte that misses
+lands first and competes afterwards; what to keep is decided when room is needed. Training reads everything once per
+epoch in random order: all units are equally good, so the best answer without hints is to keep what is in (a cache of C
+over data D then hits C/D; whatever replaces a resident before its turn loses a certain hit). So a newcomer takes a
+resident's place only with *clearly better evidence*, of two kinds:
+
+* It comes back faster. T is a unit's mean interval between uses, in bytes used meanwhile. A newcomer whose T, measured
+  over two intervals or more, is MARGIN times shorter than the resident's (or than the time the resident has been idle)
+  wins. In random epochs k intervals average at least (k-1)/k of D, and no resident idles for 2 D, so luck hardly wins.
+  A single interval may be luck (the end of one epoch and the start of the next), so it has to be MARGIN_ONE shorter.
+* The resident is dead: idle for longer than DEAD_FACTOR times the longest interval that residents show. That is how a
+  changed dataset is followed: the old one stops being used, and one and a third of its longest interval on it is dead.
+
+Newcomers wait in a small *probation* queue (2 %); when room is needed its oldest meets the weakest of a few residents
+(the *main* clock: a hand over the slots) and one of the two goes. What goes leaves its T and last use in the *ghost*, a
+table of bounded size, so a unit that comes back finds its record again. Uses closer together than the probation queue
+is long count once: a reader that takes a block in four pieces has used it once.
+
+A bucket with a quota is a *pool* with its own probation, hand and longest interval, and gives up its own units when it
+is above the quota. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
+
+Memory: one dict entry and parallel arrays, about 130 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
+nothing of a random epoch), S3-FIFO and CLOCK as they are (every second-time newcomer replaces a resident), TinyLFU's
+counting sketch (halving leaves differences of two between equals, and collisions pass for evidence), random admission
+(hits C/D, never learns a hot set). Measured against these: docs/design/0002-eviction.md.
+
+Invariants. (1) Pinned and held units are never victims. (2) `victims` frees what is asked or says `stuck`. (3) Books
+balance: bytes per bucket, pool and in all equal the sum over units. (4) Same events, same victims.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from forebay.core.errors import Invalid
+from forebay.core.ghost import Ghost
+from forebay.core.pool import PROBATION_SHARE, Pool
+
+BLOCK_BITS = 24
+TICKS = 4096  # of the clock per capacity
+LOW_MARK = 0.99  # once above capacity (the high mark), evict down to this share of it
+MARGIN = 2.5
+MARGIN_ONE = 16.0
+SAMPLE = 12  # residents looked at per contest
+POOLS_MAX = 250
+
+_FREE, _APART = 0, 255  # states of a slot; 1..254: an evictable resident of that pool; _APART: probation, pinned
+_PROBATION, _PINNED = 1, 2  # flags
+_EVICTABLE = re.compile(rb"[\x01-\xfe]")
+
+
+def unit_of(object_id: int, block: int) -> int:
+    """The unit of a block (0 for an inline object)."""
+    return object_id << BLOCK_BITS | block
+
+
+def split_unit(unit: int) -> tuple[int, int]:
+    """(object id, block) of a unit."""
+    return unit >> BLOCK_BITS, unit & (1 << BLOCK_BITS) - 1
+
+
+class Evicted(NamedTuple):
+    """What to drop. The machine has forgotten these units already: the caller must drop them from the store.
+
+    `stuck`: less than asked, because all else is pinned or held. Pass reads through until something changes.
+    """
+
+    units: list[int]
+    freed_bytes: int
+    stuck: bool
+
+
+class Eviction:
+    """The cache policy of one node. Not thread-safe. A call takes a few microseconds, `victims` that per unit."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._slots: dict[int, int] = {}
+        self._free: array[int] = array("I")
+        # one entry per slot
+        self._units = array("Q")
+        self._sizes = array("I")
+        self._last = array("I")
+        self._means = array("f")
+        self._intervals = bytearray()
+        self._buckets = array("H")
+        self._state = bytearray()
+        self._flags = bytearray()
+        self._held: dict[int, int] = {}
+        self._bucket_ids: dict[str, int] = {}
+        self._bucket_names: list[str] = []
+        self._bucket_bytes: list[int] = []
+        self._pool_of: list[Pool] = []  # by bucket id
+        self._open = Pool(1, capacity_bytes)  # buckets without a quota
+        self._pools: dict[int, Pool] = {1: self._open}
+        self._ghost = Ghost(256)
+        self._now = 0
+        self._carry_bytes = 0
+        self._tick_bytes = max(1, capacity_bytes // TICKS)
+        self.used_bytes = 0
+        self.capacity_bytes = 0
+        self._burst_ticks = 1
+        self._hand = 0
+        self.set_capacity(capacity_bytes)
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """How much may be kept: the high mark. Cheap; may be called whenever the disks' free space changes."""
+        assert capacity_bytes >= 0
+        self.capacity_bytes = self._open.limit_bytes = capacity_bytes
+        self._burst_ticks = max(1, int(capacity_bytes * PROBATION_SHARE) // self._tick_bytes)
+
+    def set_quota(self, bucket: str, quota_bytes: int | None) -> None:
+        """Bound a bucket's share; None: no bound. Looks at every unit. `Invalid` when too many buckets have one."""
+        bucket_id = self._bucket_id(bucket)
+        pool = self._pool_of[bucket_id]
+        if quota_bytes is not None and pool is not self._open:
+            pool.limit_bytes = quota_bytes
+        elif quota_bytes is not None:
+            code = next((code for code in range(2, POOLS_MAX + 2) if code not in self._pools), None)
+            if code is None:
+                raise Invalid(f"{POOLS_MAX} buckets have a quota already: remove one first, or leave this one without")
+            self._pools[code] = Pool(code, quota_bytes)
+            self._move(bucket_id, pool, self._pools[code])
+        elif pool is not self._open:
+            self._move(bucket_id, pool, self._open)
+            del self._pools[pool.code]
+
+    def _move(self, bucket_id: int, old: Pool, new: Pool) -> None:
+        self._pool_of[bucket_id] = new
+        new.observe(int(old.longest), self._now)
+        for unit, slot in self._slots.items():
+            if self._buckets[slot] != bucket_id:
+                continue
+            if self._flags[slot] & _PROBATION:
+                old.probation_bytes -= self._sizes[slot]
+                new.probation_bytes += self._sizes[slot]
+                new.probation.append(unit)
+            else:
+                old.main_bytes -= self._sizes[slot]
+                new.main_bytes += self._sizes[slot]
+                if self._state[slot] != _APART:
+                    self._state[slot] = new.code
+        self._compact(old)
+
+    def _bucket_id(self, bucket: str) -> int:
+        found = self._bucket_ids.get(bucket)
+        if found is None:
+            found = self._bucket_ids[bucket] = len(self._bucket_names)
+            self._bucket_names.append(bucket)
+            self._bucket_bytes.append(0)
+            self._pool_of.append(self._open)
+        return found
+
+    # --- events ------------------------------------------------------------------------------------------------------
+    def landed(self, unit: int, size_bytes: int, bucket: str) -> None:
+        """A unit came into the store: a block landed whole, an inline object was put. Then look at `excess_bytes`."""
+        slot = self._slots.get(unit)
+        if slot is not None:
+            if self._sizes[slot] == size_bytes:
+                self.touched(unit)
+                return
+            self.removed(unit)
+        slot = self._add(unit, size_bytes, self._bucket_id(bucket))
+        pool = self._pool_of[self._buckets[slot]]
+        self._use(size_bytes)
+        self._last[slot] = self._now
+        past = self._ghost.recall(unit)
+        if past is not None:
+            last, mean, intervals = past
+            self._means[slot], self._intervals[slot] = mean, intervals
+            self._came_back(slot, self._now - last, pool)
+        self._state[slot], self._flags[slot] = _APART, _PROBATION
+        pool.probation.append(unit)
+        pool.probation_bytes += size_bytes
+        while pool.overflow_bytes > 0 and self._promote_into_room(pool):
+            pass
+
+    def touched(self, unit: int) -> bool:
+        """A present unit was read. False if it is not known (evicted meanwhile): nothing happens then."""
+        slot = self._slots.get(unit)
+        if slot is None:
+            return False
+        interval = self._now - self._last[slot]
+        if interval >= self._burst_ticks:
+            self._use(self._sizes[slot])
+            self._last[slot] = self._now
+            self._came_back(slot, interval, self._pool_of[self._buckets[slot]])
+        return True
+
+    def touched_blocks(self, object_id: int, first: int, end: int) -> None:
+        """Blocks [first, end) of an object were read (`wire.Touched`)."""
+        base = object_id << BLOCK_BITS
+        for unit in range(base + first, base + end):
+            self.touched(unit)
+
+    def removed(self, unit: int) -> bool:
+        """A unit left the store by another way than `victims`. False if it is not known."""
+        slot = self._slots.get(unit)
+        if slot is None:
+            return False
+        self._remove(slot)
+        return True
+
+    def pin(self, unit: int) -> bool:
+        """Never evict it until `unpin`. False if it is not known."""
+        slot = self._slots.get(unit)
+        if slot is None:
+            return False
+        if self._flags[slot] & _PROBATION:
+            self._promote(slot)
+        self._flags[slot] |= _PINNED
+        self._state[slot] = _APART
+        return True
+
+    def unpin(self, unit: int) -> bool:
+        """Undo `pin`. False if it is not known."""
+        slot = self._slots.get(unit)
+        if slot is None:
+            return False
+        if self._flags[slot] & _PINNED:
+            self._flags[slot] &= ~_PINNED
+            self._state[slot] = self._pool_of[self._buckets[slot]].code
+        return True
+
+    def hold(self, unit: int) -> None:
+        """Not while somebody is reading it from a flight: no victim until `release` was called as often. Any unit."""
+        self._held[unit] = self._held.get(unit, 0) + 1
+
+    def release(self, unit: int) -> None:
+        """Undo one `hold`."""
+        count = self._held[unit] - 1
+        if count:
+            self._held[unit] = count
+        else:
+            del self._held[unit]
+
+    def restore(self, units: Iterable[tuple[int, int, str, int, bool]]) -> None:
+        """After a start: (unit, size_bytes, bucket, used_minute, pinned) of everything in the store, in any order.
+
+        Only the minute of last use was kept: a day without use counts as one capacity's worth of uses.
+        """
+        assert not self._slots, "restore comes first"
+        newest = 0
+        for unit, size_bytes, bucket, used_minute, pinned in units:
+            if unit in self._slots:
+                continue
+            slot = self._add(unit, size_bytes, self._bucket_id(bucket))
+            pool = self._pool_of[self._buckets[slot]]
+            pool.main_bytes += size_bytes
+            self._state[slot], self._flags[slot] = (_APART, _PINNED) if pinned else (pool.code, 0)
+            self._last[slot] = used_minute
+            newest = max(newest, used_minute)
+        self._now = 16 * TICKS
+        for slot, minute in enumerate(self._last):
+            self._last[slot] = max(0, self._now - (newest - minute) * TICKS // 1440)
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._slots
+
+    def bucket_bytes(self, bucket: str) -> int:
+        """What units of this bucket take."""
+        bucket_id = self._bucket_ids.get(bucket)
+        return 0 if bucket_id is None else self._bucket_bytes[bucket_id]
+
+    @property
+    def excess_bytes(self) -> int:
+        """How much to ask of `victims` now: 0 below every high mark, else what brings all under their low marks."""
+        over = 0
+        if len(self._pools) > 1:
+            for pool in self._pools.values():
+                if pool is not self._open and pool.used_bytes > pool.limit_bytes:
+                    over += pool.used_bytes - int(pool.limit_bytes * LOW_MARK)
+        if self.used_bytes > self.capacity_bytes:
+            over = max(over, self.used_bytes - int(self.capacity_bytes * LOW_MARK))
+        return over
+
+    def victims(self, excess_bytes: int) -> Evicted:
+        """Choose units of at least `excess_bytes` and forget them. Buckets above their quota give first."""
+        units: list[int] = []
+        freed = 0
+        stuck = False
+        for code in sorted(self._pools):
+            pool = self._pools[code]
+            if pool is not self._open and pool.used_bytes > pool.limit_bytes:
+                freed += self._drain(pool, pool.used_bytes - int(pool.limit_bytes * LOW_MARK), units)
+                stuck |= pool.used_bytes > pool.limit_bytes
+        if freed < excess_bytes:
+            freed += self._drain(None, excess_bytes - freed, units)
+        return Evicted(units, freed, stuck or freed < excess_bytes)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+    def _drain(self, pool: Pool | None, need_bytes: int, units: list[int]) -> int:
+        """Forget units of `pool` (None: of all) until `need_bytes` are free or nothing is left to choose."""
+        freed = 0
+        while freed < need_bytes:
+            slot = self._choose(pool)
+            if slot < 0:
+                break
+            unit = self._units[slot]
+            units.append(unit)
+            freed += self._sizes[slot]
+            self._ghost_for(len(self._slots)).remember(unit, self._last[slot], self._means[slot], self._intervals[slot])
+            self._remove(slot)
+        return freed
+
+    def _choose(self, pool: Pool | None) -> int:
+        """The slot to give up next, or -1."""
+        source = pool or max(self._pools.values(), key=lambda each: (each.overflow_bytes, each.code))
+        while source.overflow_bytes > 0:
+            candidate = self._oldest(source)
+            if candidate < 0:
+                break
+            if self._has_room(source, self._sizes[candidate]):
+                self._promote(candidate)
+                continue
+            resident = self._weakest(pool)
+            if resident < 0 or not self._wins(candidate, resident):
+                return candidate
+            self._promote(candidate)
+            return resident
+        resident = self._weakest(pool)
+        if resident >= 0:
+            return resident
+        for each in [pool] if pool else list(self._pools.values()):
+            candidate = self._oldest(each)
+            if candidate >= 0:
+                return candidate
+        return -1
+
+    def _wins(self, candidate: int, resident: int) -> bool:
+        """Whether the evidence for the candidate is clearly better."""
+        idle = self._now - self._last[resident]
+        if self._pool_of[self._buckets[resident]].is_dead(idle, self._now):
+            return True
+        intervals = self._intervals[candidate]
+        if not intervals:
+            return False
+        margin = MARGIN if intervals > 1 else MARGIN_ONE
+        return max(self._means[resident], idle) > margin * self._means[candidate]
+
+    def _weakest(self, pool: Pool | None) -> int:
+        """The slot with the longest interval or idle time among the next few residents under the hand, or -1."""
+        best, best_score = -1, -1.0
+        now, last, means, held, units = self._now, self._last, self._means, self._held, self._units
+        hand = pool.hand if pool else self._hand
+        for _ in range(SAMPLE):
+            slot = self._next_resident(pool, hand)
+            if slot < 0:
+                return -1
+            hand = slot + 1
+            score = max(means[slot], now - last[slot])
+            if score > best_score and not (held and units[slot] in held):
+                best, best_score = slot, score
+        if pool:
+            pool.hand = hand
+        else:
+            self._hand = hand
+        return best if best >= 0 else self._any_resident(pool)
+
+    def _next_resident(self, pool: Pool | None, hand: int) -> int:
+        """The first evictable slot at or after `hand`, going round; -1 if there is none."""
+        state = self._state
+        if pool or len(self._pools) == 1:
+            code = pool.code if pool else 1
+            slot = state.find(code, hand)
+            return slot if slot >= 0 or not hand else state.find(code)
+        match = _EVICTABLE.search(state, hand) or _EVICTABLE.search(state)
+        return match.start() if match else -1
+
+    def _any_resident(self, pool: Pool | None) -> int:
+        """Some resident that is not held, looking at all."""
+        hand = 0
+        while (slot := self._next_resident(pool, hand)) >= hand:
+            if self._units[slot] not in self._held:
+                return slot
+            hand = slot + 1
+        return -1
+
+    def _oldest(self, pool: Pool) -> int:
+        """The slot at the head of probation, skipping held ones (they go to the back); -1 if there is none."""
+        queue = pool.probation
+        for _ in range(len(queue)):
+            unit = queue[0]
+            slot = self._slots.get(unit, -1)
+            if slot < 0 or not self._flags[slot] & _PROBATION or self._pool_of[self._buckets[slot]] is not pool:
+                queue.popleft()
+            elif unit in self._held:
+                queue.rotate(-1)
+            else:
+                return slot
+        return -1
+
+    # --- books -------------------------------------------------------------------------------------------------------
+    def _use(self, size_bytes: int) -> None:
+        """Move the clock by a use of so many bytes."""
+        carry = self._carry_bytes + size_bytes
+        if carry >= self._tick_bytes:
+            self._now += carry // self._tick_bytes
+            carry %= self._tick_bytes
+            if self._now >> 31:
+                self._rebase()
+        self._carry_bytes = carry
+
+    def _rebase(self) -> None:
+        """Keep the clock within 32 bits: half a million capacities from now, once."""
+        shift = self._now - (1 << 24)
+        for slot, last in enumerate(self._last):
+            self._last[slot] = max(0, last - shift)
+        self._ghost = Ghost(len(self._ghost))
+        for pool in self._pools.values():
+            pool.longest_at = max(0, pool.longest_at - shift)
+        self._now -= shift
+
+    def _came_back(self, slot: int, interval: int, pool: Pool) -> None:
+        count = self._intervals[slot]
+        mean = self._means[slot] if count else 0.0
+        self._means[slot] = mean + (interval - mean) / (count + 1)
+        if count < 3:
+            self._intervals[slot] = count + 1
+        pool.observe(interval, self._now)
+
+    def _has_room(self, pool: Pool, size_bytes: int) -> bool:
+        """Whether a unit may become a resident without another leaving."""
+        share = LOW_MARK - PROBATION_SHARE
+        if pool.main_bytes + size_bytes > pool.limit_bytes * share:
+            return False
+        main_bytes = sum(each.main_bytes for each in self._pools.values())
+        return main_bytes + size_bytes <= self.capacity_bytes * share
+
+    def _promote_into_room(self, pool: Pool) -> bool:
+        slot = self._oldest(pool)
+        if slot < 0 or not self._has_room(pool, self._sizes[slot]):
+            return False
+        self._promote(slot)
+        return True
+
+    def _promote(self, slot: int) -> None:
+        """From probation to the residents. Its place in the queue is dropped when it is met."""
+        pool = self._pool_of[self._buckets[slot]]
+        pool.probation_bytes -= self._sizes[slot]
+        pool.main_bytes += self._sizes[slot]
+        self._flags[slot] &= ~_PROBATION
+        self._state[slot] = pool.code
+
+    def _add(self, unit: int, size_bytes: int, bucket_id: int) -> int:
+        assert 0 <= size_bytes < 1 << 32, size_bytes
+        if self._free:
+            slot = self._free.pop()
+            self._units[slot], self._sizes[slot], self._buckets[slot] = unit, size_bytes, bucket_id
+            self._means[slot] = self._intervals[slot] = 0
+        else:
+            slot = len(self._units)
+            self._units.append(unit)
+            self._sizes.append(size_bytes)
+            self._last.append(0)
+            self._means.append(0.0)
+            self._intervals.append(0)
+            self._buckets.append(bucket_id)
+            self._state.append(_FREE)
+            self._flags.append(0)
+        self._slots[unit] = slot
+        self.used_bytes += size_bytes
+        self._bucket_bytes[bucket_id] += size_bytes
+        return slot
+
+    def _remove(self, slot: int) -> None:
+        unit, size_bytes, bucket_id = self._units[slot], self._sizes[slot], self._buckets[slot]
+        pool = self._pool_of[bucket_id]
+        del self._slots[unit]
+        if self._flags[slot] & _PROBATION:
+            pool.probation_bytes -= size_bytes
+            if len(pool.probation) > 2 * len(self._slots) + 64:
+                self._compact(pool)
+        else:
+            pool.main_bytes -= size_bytes
+        self.used_bytes -= size_bytes
+        self._bucket_bytes[bucket_id] -= size_bytes
+        self._state[slot], self._flags[slot] = _FREE, 0
+        self._free.append(slot)
+
+    def _compact(self, pool: Pool) -> None:
+        """Drop places in the probation queue whose units are elsewhere."""
+        kept = dict.fromkeys(pool.probation)
+        pool.probation = deque(
+            unit
+            for unit in kept
+            if (slot := self._slots.get(unit, -1)) >= 0
+            and self._flags[slot] & _PROBATION
+            and self._pool_of[self._buckets[slot]] is pool
+        )
+
+    def _ghost_for(self, units: int) -> Ghost:
+        """The ghost, made anew when it is small for so many units (it forgets; that happens while a cache fills)."""
+        if len(self._ghost) < 2 * units:
+            self._ghost = Ghost(4 * units)
+        return self._ghost
+
+    def check(self) -> None:
+        """Assert the books against a count from nothing. Slow: for tests and the simulator."""
+        main: dict[int, int] = dict.fromkeys(self._pools, 0)
+        probation: dict[int, int] = dict.fromkeys(self._pools, 0)
+        buckets = [0] * len(self._bucket_names)
+        for unit, slot in self._slots.items():
+            assert self._units[slot] == unit
+            pool, flags = self._pool_of[self._buckets[slot]], self._flags[slot]
+            (probation if flags & _PROBATION else main)[pool.code] += self._sizes[slot]
+            buckets[self._buckets[slot]] += self._sizes[slot]
+            assert self._state[slot] == (_APART if flags else pool.code), (unit, flags)
+            assert not flags & _PROBATION or unit in pool.probation, unit
+        assert buckets == self._bucket_bytes
+        assert sum(buckets) == self.used_bytes
+        for code, pool in self._pools.items():
+            assert (pool.main_bytes, pool.probation_bytes) == (main[code], probation[code]), code
+        assert len(self._slots) + len(self._free) == len(self._units)
+        assert self._state.count(_FREE) == len(self._free)
+        assert all(count > 0 for count in self._held.values())

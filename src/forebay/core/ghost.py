@@ -1,0 +1,59 @@
+"""What is remembered of units that left: when they were last used, and how often they come back.
+
+Theory. A unit that returns after it was evicted should find its record, but a machine that remembers every unit it ever
+saw grows without bound. So the memory is a table of fixed size with four places per set and a 16-bit tag per place: 11
+bytes each, no object per unit. A full set forgets its oldest. A tag may be another unit's by accident (once in 16,000
+look-ups); the record is evidence for a decision that may be wrong now and then, not a fact.
+
+Invariant. A look-up takes the record out: it is either here or with the resident.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+
+class Ghost:
+    """Last use and mean interval of units that left: a four-way table with tags. Full sets forget their oldest."""
+
+    __slots__ = ("intervals", "last", "means", "shift", "tags")
+
+    def __init__(self, entries: int) -> None:
+        bits = max(6, (entries - 1).bit_length())
+        self.shift = 64 - (bits - 2)
+        self.tags = array("H", bytes(2 << bits))
+        self.last = array("I", bytes(4 << bits))
+        self.means = array("f", bytes(4 << bits))
+        self.intervals = bytearray(1 << bits)
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def _find(self, unit: int) -> tuple[int, int]:
+        mixed = unit * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+        mixed = mixed * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        return mixed >> self.shift << 2, (mixed & 0xFFFF) or 1
+
+    def remember(self, unit: int, last: int, mean: float, intervals: int) -> None:
+        """Keep when `unit` was last used, its mean interval and over how many it was taken."""
+        start, tag = self._find(unit)
+        chosen = start
+        for at in range(start, start + 4):
+            if self.tags[at] == tag:
+                chosen = at
+                break
+            if self.last[at] < self.last[chosen]:
+                chosen = at
+        self.tags[chosen], self.last[chosen] = tag, last
+        self.means[chosen], self.intervals[chosen] = mean, intervals
+
+    def recall(self, unit: int) -> tuple[int, float, int] | None:
+        """(last use, mean interval, intervals), taken out."""
+        start, tag = self._find(unit)
+        for at in range(start, start + 4):
+            if self.tags[at] == tag:
+                found = self.last[at], self.means[at], self.intervals[at]
+                self.tags[at] = self.last[at] = 0
+                return found
+        return None
