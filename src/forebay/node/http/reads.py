@@ -1,13 +1,37 @@
-"""Reading one object: is it a hit, and how does a miss become a response? The one place that knows, for every API."""
+"""Reading one object: is it a hit, and how does a miss become a response? The one place that knows, for every API.
+
+Theory. The APIs differ in how they name an object and word an error; what a read *is* stands here once. A record makes
+a hit if it is fresh, verified, and has every byte that is asked for; then the answer is made and sent before `serve`
+returns. Everything else is a conversation with the engine: it says what the object is, the API decides what to answer
+(conditions, range), and the bytes are sent from the file they land in, as they land.
+
+A hit whose file cannot be read is told to the engine (`Suspect`) and read through it like a miss; if the head was sent
+already, the rest of the same version follows from there. If that version is gone, the connection is cut: a client sees
+a short body, never a mixed one.
+
+Invariants. (1) One response holds bytes of one version. (2) A file's bytes are sent only under a lease, and only if the
+record that was read *after* the lease was taken has them. (3) A read given to the engine is closed.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from forebay.core.record import Record
-from forebay.core.types import Bucket, RangeSpec
+from forebay.core.errors import Bug, NotFound, Unavailable
+from forebay.core.freshness import is_fresh
+from forebay.core.record import Record, State
+from forebay.core.types import Bucket, RangeSpec, check_bucket_name
+from forebay.core.wire import Opened, Welcome
+from forebay.node.http.counting import FrontCounts
 from forebay.node.http.requests import Exchange
+from forebay.node.link import Link, Read
+from forebay.node.store.reader import LeasedFile, StoreReader
+from forebay.ports import clock as clocks
+
+PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
+_UNVERIFIED = int(State.UNVERIFIED)
 
 
 class Plan(NamedTuple):
@@ -23,10 +47,50 @@ class Plan(NamedTuple):
 Decide = Callable[[Record], Plan]  # may raise ForebayError (Precondition, Invalid InvalidRange, …)
 
 
-class Reads(Protocol):
+def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"") -> Plan:
+    """The plan of an unconditional GET. `Invalid` (`InvalidRange`) for a range outside the object."""
+    if range is None:
+        return Plan(200, record.head + extra, 0, record.size_bytes)
+    start, end = range.resolve(record.size_bytes)
+    line = b"Content-Range: bytes %d-%d/%d\r\n" % (start, end - 1, record.size_bytes)
+    return Plan(206, record.head + line + extra, start, end)
+
+
+class Reads:
+    """See the module's header. One for each front."""
+
+    def __init__(
+        self,
+        store: StoreReader,
+        link: Link,
+        counts: FrontCounts,
+        *,
+        auto_buckets: bool = False,
+        clock: clocks.Clock = clocks.system,
+    ) -> None:
+        self.buckets: dict[str, Bucket] = {}
+        self._store = store
+        self._link = link
+        self._counts = counts
+        self._clock = clock
+        self._auto_buckets = auto_buckets
+
+    def follow(self, welcome: Welcome) -> None:
+        """Take the buckets and volumes that the engine says there are."""
+        self.buckets = {bucket.name: bucket for bucket in welcome.buckets}
+        self._store.refresh(welcome.volumes)
+
     def bucket(self, name: str) -> Bucket:
-        """The bucket's settings; `NotFound` (`NoSuchBucket`)."""
-        ...
+        """The bucket's settings; `NotFound` (`NoSuchBucket`). With `auto_buckets`, a bucket not known yet is the
+        engine's to find: it comes without a URL, and nothing of it is fresh."""
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            if self._auto_buckets:
+                return Bucket(check_bucket_name(name), url="", freshness_s=0.0)
+            raise NotFound(
+                f"there is no bucket {name!r} here: add it with `forebay bucket add {name} URL`", code="NoSuchBucket"
+            )
+        return bucket
 
     def serve(
         self,
@@ -41,15 +105,180 @@ class Reads(Protocol):
 
         Without `decide`: 200 with everything, or 206 with `range`; `extra` header lines are added. With it, what it
         returns is answered (conditions, overrides); `range` is then only what a miss should ask for first. HEAD
-        requests are told from GET by the exchange's request and fetch no body.
+        requests are told from GET by the exchange's request and fetch no body. Call it from `Handler.handle`, not from
+        a spawned task. Raises what `decide` or a range outside the object raises, when it is a hit.
         """
-        ...
+        name = bucket.name
+        record = self._store.lookup(name, key)
+        if (
+            record is not None
+            and not record.state & _UNVERIFIED
+            and is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s())
+        ):
+            plan = plan_plain(record, range, extra) if decide is None else decide(record)
+            if self._hit(exchange, name, key, record, plan):
+                return
+        exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
 
+    # --- hits --------------------------------------------------------------------------------------------------------
+    def _hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:
+        """Answer from here; False if that cannot be, and then nothing was sent."""
+        status, head, start, end = plan
+        counts = self._counts
+        size = end - start
+        request = exchange.request
+        if not size or request.method == b"HEAD":
+            exchange.respond(status, head, size_bytes=size)
+        elif (inline := record.inline) is not None:
+            self._link.touch(record.object_id, 0, 1)
+            exchange.respond(status, head, inline if size == len(inline) else inline[start:end])
+        else:
+            if not record.has(start, end):
+                return False
+            file = self._store.acquire(bucket, key, record)
+            if file is None:
+                return False
+            if file.record.object_id != record.object_id or not file.record.has(start, end):
+                file.release()
+                return False
+            if size > PREAD_BYTES_MAX:
+                self._send_file(exchange, bucket, key, file, plan)
+                counts.hits += 1
+                counts.hit_bytes += size
+                return True
+            body = self._pread(bucket, key, file, start, size)
+            if body is None:
+                return False
+            block_bytes = record.block_bytes
+            self._link.touch(record.object_id, start // block_bytes, (end - 1) // block_bytes + 1)
+            exchange.respond(status, head, body)
+        counts.hits += 1
+        counts.hit_bytes += size
+        counts.hit_seconds.add(self._clock.monotonic_s() - request.started_s)
+        return True
 
-def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"") -> Plan:
-    """The plan of an unconditional GET. `Invalid` (`InvalidRange`) for a range outside the object."""
-    if range is None:
-        return Plan(200, record.head + extra, 0, record.size_bytes)
-    start, end = range.resolve(record.size_bytes)
-    line = b"Content-Range: bytes %d-%d/%d\r\n" % (start, end - 1, record.size_bytes)
-    return Plan(206, record.head + line + extra, start, end)
+    def _pread(self, bucket: str, key: str, file: LeasedFile, start: int, size: int) -> bytes | None:
+        """A small range of a file; None if it cannot be had whole, and then the engine knows."""
+        reason = "the file ends before the object does"
+        try:
+            body = os.pread(file.fd, size, start)
+        except OSError as error:
+            body, reason = b"", str(error)
+        object_id = file.object_id
+        file.release()
+        if len(body) == size:
+            return body
+        self._suspect(bucket, key, object_id, reason)
+        return None
+
+    def _send_file(self, exchange: Exchange, bucket: str, key: str, file: LeasedFile, plan: Plan) -> None:
+        status, head, start, end = plan
+        record = file.record
+
+        def fault(sent_bytes: int) -> None:
+            self._suspect(bucket, key, record.object_id, "the file failed or ended while it was sent")
+            exchange.spawn(self._rest(exchange, bucket, key, record.version, start + sent_bytes, end))
+
+        block_bytes = record.block_bytes
+        self._link.touch(record.object_id, start // block_bytes, (end - 1) // block_bytes + 1)
+        exchange.send_file(status, head, file, start, end - start, fault, self._counts.hit_seconds)
+
+    def _suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        self._counts.suspects += 1
+        self._store.dropped([object_id])
+        self._link.suspect(bucket, key, object_id, reason)
+
+    # --- misses ------------------------------------------------------------------------------------------------------
+    async def _miss(
+        self,
+        exchange: Exchange,
+        bucket: str,
+        key: str,
+        range: RangeSpec | None,
+        decide: Decide | None,
+        extra: bytes,
+    ) -> None:
+        counts = self._counts
+        counts.reads_waiting += 1
+        read: Read | None = None
+        head_only = exchange.request.method == b"HEAD"
+        try:
+            read = await self._link.open_read(bucket, key, range, head_only=head_only)
+            opened = await read.opened()
+            plan = plan_plain(opened.record, range, extra) if decide is None else decide(opened.record)
+            size = plan.end - plan.start
+            if opened.hit:
+                counts.hits += 1
+                counts.hit_bytes += size
+            else:
+                counts.misses += 1
+                counts.miss_bytes += size
+            if head_only or not size:
+                exchange.respond(plan.status, plan.head, size_bytes=size)
+                return
+            if (plan.start, plan.end) != (opened.start, opened.end):
+                read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
+                read, opened = await self._reopen(bucket, key, opened.record.version, plan.start, plan.end)
+            exchange.start(plan.status, plan.head, size)
+            await self._stream(exchange, read, opened, plan.start, plan.end)
+            await exchange.end()
+        except Exception:
+            counts.read_errors += 1
+            raise
+        finally:
+            counts.reads_waiting -= 1
+            if read is not None:
+                read.close()
+
+    async def _rest(self, exchange: Exchange, bucket: str, key: str, version: str, start: int, end: int) -> None:
+        """The rest of a response whose head and first bytes are sent: the same version, or nothing."""
+        read, opened = await self._reopen(bucket, key, version, start, end)
+        try:
+            await self._stream(exchange, read, opened, start, end)
+            await exchange.end()
+        finally:
+            read.close()
+
+    async def _reopen(self, bucket: str, key: str, version: str, start: int, end: int) -> tuple[Read, Opened]:
+        read = await self._link.open_read(bucket, key, RangeSpec(start, end - 1), version=version)
+        try:
+            opened = await read.opened()
+            if opened.record.version != version or (opened.start, opened.end) != (start, end):
+                raise Bug("the engine opened another version or range than was asked for: please report it")
+        except BaseException:
+            read.close()
+            raise
+        return read, opened
+
+    async def _stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
+        """Send [start, end) as it lands."""
+        if opened.body is not None:
+            if len(opened.body) != end - start:
+                raise Bug("the engine sent a body of another size than it said: please report it")
+            self._first_byte(exchange)
+            await exchange.write(opened.body)
+            return
+        position, path = start, ""
+        file: LeasedFile | None = None
+        try:
+            while position < end:
+                landed = await read.landed()
+                if landed.start != position or not position < landed.end <= end:
+                    raise Bug(f"bytes landed at {landed.start}..{landed.end} where {position} was next")
+                if landed.path != path or path.startswith("/proc/"):  # a number there may name another memory by now
+                    if file is not None:
+                        file.release()
+                    file, path = self._store.open_landing(landed.path), landed.path
+                if file is None:
+                    raise Unavailable("the file that the bytes landed in is gone: read again")
+                if position == start:
+                    self._first_byte(exchange)
+                await exchange.write_file(file.fd, landed.offset, landed.end - position)
+                position = landed.end
+                read.consumed(position)
+        finally:
+            if file is not None:
+                file.release()
+
+    def _first_byte(self, exchange: Exchange) -> None:
+        self._counts.miss_first_byte_seconds.add(self._clock.monotonic_s() - exchange.request.started_s)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
 from forebay.core.errors import ForebayError, Invalid
+from forebay.core.metrics import Histogram
 
 
 class Request:
@@ -83,8 +84,9 @@ class Exchange(Protocol):
 
     request: Request
 
-    def respond(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
-        """Answer with a whole response. `head` as in `Response`."""
+    def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
+        """Answer with a whole response. `head` as in `Response`. `size_bytes`: what Content-Length says instead of the
+        length of `body`, for HEAD."""
         ...
 
     def fail(self, error: ForebayError) -> None:
@@ -95,12 +97,26 @@ class Exchange(Protocol):
         """Run `work` for this request. What it raises is answered by `fail`; it is cancelled when the client goes."""
         ...
 
-    def send_file(self, status: int, head: bytes, file: File, offset: int, size_bytes: int) -> None:
-        """Answer with `size_bytes` from `file`, which is released when they are sent or the client is gone."""
+    def send_file(
+        self,
+        status: int,
+        head: bytes,
+        file: File,
+        offset: int,
+        size_bytes: int,
+        fault: Callable[[int], None],
+        latency: Histogram | None = None,
+    ) -> None:
+        """Answer with `size_bytes` from `file`, which is released when they are sent or the client is gone.
+
+        If the file errs or ends early, it is released and `fault` is called with how many bytes of the body went out;
+        the exchange is then as `start` leaves it, with the rest of the body owed. `latency` gets the time taken.
+        """
         ...
 
-    async def start(self, status: int, head: bytes, size_bytes: int | None = None) -> None:
-        """Begin a body that comes in pieces. Without a size it is chunked (HTTP/1.0: ended by closing)."""
+    def start(self, status: int, head: bytes, size_bytes: int | None = None) -> None:
+        """Begin a body that comes in pieces; the head leaves with the first piece, so until then `fail` still answers.
+        Without a size the body is chunked (HTTP/1.0: ended by closing)."""
         ...
 
     async def write(self, data: bytes) -> None:
@@ -112,7 +128,7 @@ class Exchange(Protocol):
         `fd` open until then. `Unavailable` if the file ends early."""
         ...
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """The body begun by `start` is complete."""
         ...
 

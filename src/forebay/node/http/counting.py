@@ -1,0 +1,89 @@
+"""What a front counts: plain integers, bumped where things happen, put into words only when asked.
+
+Invariant. `snapshot` uses only series that `core/metrics.py` documents (it checks).
+"""
+
+from __future__ import annotations
+
+from forebay.core.metrics import Histogram, Snapshot, series
+
+VERBS = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
+VERB_AT = {verb.encode(): index * 6 for index, verb in enumerate(VERBS[:-1])}
+VERB_OTHER = 5 * 6
+CUT_REASONS = ("client", "stall", "error", "header-timeout", "idle")
+
+
+class FrontCounts:
+    """Counters of one front. `requests` is indexed by `VERB_AT[method] + status // 100`."""
+
+    __slots__ = (
+        "connections",
+        "connections_refused",
+        "connections_total",
+        "cuts",
+        "engine_connects",
+        "hit_bytes",
+        "hit_seconds",
+        "hits",
+        "miss_bytes",
+        "miss_first_byte_seconds",
+        "misses",
+        "read_errors",
+        "reads_waiting",
+        "requests",
+        "requests_refused",
+        "sent_bytes",
+        "suspects",
+    )
+
+    def __init__(self) -> None:
+        self.requests = [0] * (len(VERBS) * 6)
+        self.requests_refused = 0
+        self.hits = 0
+        self.hit_bytes = 0
+        self.misses = 0
+        self.miss_bytes = 0
+        self.read_errors = 0
+        self.reads_waiting = 0
+        self.suspects = 0
+        self.sent_bytes = 0
+        self.connections = 0
+        self.connections_total = 0
+        self.connections_refused = 0
+        self.engine_connects = 0
+        self.cuts = dict.fromkeys(CUT_REASONS, 0)
+        self.hit_seconds = Histogram()
+        self.miss_first_byte_seconds = Histogram()
+
+    def snapshot(self) -> Snapshot:
+        """Everything counted so far, as a value that merges with other processes' snapshots."""
+        values: dict[str, float] = {
+            series("forebay_reads_total", result="hit"): self.hits,
+            series("forebay_reads_total", result="miss"): self.misses,
+            series("forebay_reads_total", result="error"): self.read_errors,
+            series("forebay_read_bytes_total", result="hit"): self.hit_bytes,
+            series("forebay_read_bytes_total", result="miss"): self.miss_bytes,
+            "forebay_sent_bytes_total": self.sent_bytes,
+            "forebay_connections": self.connections,
+            "forebay_connections_total": self.connections_total,
+            "forebay_connections_refused_total": self.connections_refused,
+            "forebay_requests_refused_total": self.requests_refused,
+            "forebay_reads_waiting": self.reads_waiting,
+            "forebay_suspects_total": self.suspects,
+            "forebay_engine_connects_total": self.engine_connects,
+        }
+        for reason, count in self.cuts.items():
+            values[series("forebay_connections_cut_total", reason=reason)] = count
+        for index, count in enumerate(self.requests):
+            if count:
+                verb, status = VERBS[index // 6], f"{index % 6}xx"
+                values[series("forebay_requests_total", verb=verb, status=status)] = count
+        snapshot = Snapshot(
+            values,
+            {
+                "forebay_hit_seconds": self.hit_seconds.value(),
+                "forebay_miss_first_byte_seconds": self.miss_first_byte_seconds.value(),
+            },
+        )
+        snapshot.check()
+        return snapshot

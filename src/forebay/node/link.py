@@ -1,0 +1,354 @@
+"""The front's end of the socket to the engine: reads, calls, reports.
+
+Theory. One connection carries everything (core/wire.py). When it breaks, the engine died or is being restarted: all
+that waited for it fails at once with `Unavailable`, and a loop connects again, soon at first and then less often.
+Hits need no engine, so a front keeps serving; a miss waits up to `grace_s` for the engine to come back before it fails,
+which hides an ordinary restart from clients.
+
+Hits are gathered in a dictionary, so that an object read a thousand times in a fifth of a second is one entry: the
+engine needs to know that it was used, not how often within that time.
+
+Rejected: a connection for each read (a descriptor and a handshake for each miss); asking again after the engine died
+(only one layer retries, and that is the engine's).
+
+Invariants. (1) Every read and call that was sent ends: with an answer, with `Failed`, or with the connection.
+(2) Numbers are never used twice on one connection, so a late message for a closed read finds nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from forebay.core import calls, limits, wire
+from forebay.core.errors import Bug, ForebayError, Unavailable, from_wire
+from forebay.core.metrics import Snapshot, encode_snapshot
+from forebay.core.types import RangeSpec
+
+log = logging.getLogger("forebay.link")
+
+GRACE_S = 3.0  # an engine restart takes about one second
+BACKOFF_MIN_S = 0.05
+BACKOFF_MAX_S = 1.0
+TOUCH_INTERVAL_S = 0.2
+BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this long loses reports of hits, not reads
+
+
+class Read:
+    """One conversation about one object. Close it, whatever happened."""
+
+    __slots__ = ("_error", "_landed", "_link", "_opened", "_waiter", "closed", "number")
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.number = number
+        self.closed = False
+        self._link = link
+        self._opened: wire.Opened | None = None
+        self._landed: deque[wire.Landed] = deque()
+        self._error: ForebayError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def opened(self) -> wire.Opened:
+        """What the object is. Raises what the engine says is wrong, `Unavailable` if it goes away."""
+        while self._opened is None:
+            await self._wait()
+        return self._opened
+
+    async def landed(self) -> wire.Landed:
+        """The next piece. What landed before a failure is still given, in order."""
+        while not self._landed:
+            await self._wait()
+        return self._landed.popleft()
+
+    def consumed(self, position: int) -> None:
+        """The client has every byte below `position`."""
+        if not self.closed and self._error is None:
+            self._link.post(wire.Consumed(self.number, position))
+
+    def close(self) -> None:
+        """No more is wanted. Twice is fine."""
+        if not self.closed:
+            self.closed = True
+            self._link.forget(self)
+            if self._error is None:
+                self._link.post(wire.CloseRead(self.number))
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.closed:
+            raise Bug("a closed read was waited for")
+        assert self._waiter is None, "two wait for one read"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def take(self, message: wire.Opened | wire.Landed | ForebayError) -> None:
+        if isinstance(message, wire.Opened):
+            self._opened = message
+        elif isinstance(message, wire.Landed):
+            self._landed.append(message)
+        else:
+            self._error = message
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Wire(asyncio.Protocol):
+    """The bytes of one connection."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._frames = wire.Frames()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self._link.take(self, message)
+        except Exception:
+            log.exception("the engine sent what cannot be understood; connecting again")
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._link.lost(self)
+
+
+class Link:
+    """See the module's header. `welcome` and `dropped` are called with what the engine says, `report` for counts."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        front: int,
+        *,
+        welcome: Callable[[wire.Welcome], None],
+        dropped: Callable[[list[int]], None],
+        report: Callable[[], Snapshot],
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.front = front
+        self.touched: dict[tuple[int, int, int], None] = {}  # object id, first block, end block
+        self.connects = 0
+        self._welcome = welcome
+        self._dropped = dropped
+        self._report = report
+        self._grace_s = grace_s
+        self._wire: _Wire | None = None  # set once welcomed
+        self._number = 0
+        self._reads: dict[int, Read] = {}
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._ready = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the engine has welcomed us and is there."""
+        return self._wire is not None
+
+    @property
+    def waiting(self) -> int:
+        """Reads that are not closed."""
+        return len(self._reads)
+
+    def start(self) -> None:
+        """Begin to connect; `wait` says when it is done."""
+        self._connecting = asyncio.get_running_loop().create_task(self._keep_connected())
+        self._flush_later()
+
+    async def stop(self) -> None:
+        """Fail what waits, and disconnect. Twice is fine."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._flush()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+            self._connecting = None
+        current = self._wire
+        if current is not None:
+            self.lost(current)
+            current.transport.close()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return once connected; `Unavailable` after `timeout_s` (default: the grace time)."""
+        if self._wire is not None:
+            return
+        try:
+            async with asyncio.timeout(self._grace_s if timeout_s is None else timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise _gone() from None
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+    async def open_read(
+        self,
+        bucket: str,
+        key: str,
+        range: RangeSpec | None = None,
+        *,
+        version: str = "",
+        head_only: bool = False,
+        revalidate: bool = False,
+    ) -> Read:
+        """Start a read. `Unavailable` if there is no engine within the grace time."""
+        await self.wait()
+        self._number += 1
+        read = Read(self, self._number)
+        self._reads[read.number] = read
+        self.post(wire.OpenRead(read.number, bucket, key, range, version, head_only, revalidate))
+        return read
+
+    async def call(self, verb: str, arguments: Any = None) -> Any:
+        """Ask the engine and return its answer, typed as core/calls.py says. Raises what the engine raised;
+        `Unavailable` if there is no engine, or it goes away (what was asked may have been done all the same)."""
+        body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
+        await self.wait()
+        self._number += 1
+        number = self._number
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            self.post(wire.Call(number, verb, body))
+            return calls.decode_answer(verb, await future)
+        finally:
+            self._calls.pop(number, None)
+
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        """The record says the bytes are here, and they are not."""
+        self.post(wire.Suspect(bucket, key, object_id, reason))
+
+    def touch(self, object_id: int, first_block: int, end_block: int) -> None:
+        """Remember a hit for the next report."""
+        touched = self.touched
+        touched[object_id, first_block, end_block] = None
+        if len(touched) >= limits.TOUCHES_MAX:
+            self._flush()
+
+    def post(self, message: wire.Message) -> None:
+        """Send if connected; what cannot be sent concerns a connection that is gone, and so do those who wait."""
+        if self._wire is not None:
+            self._wire.transport.write(wire.encode(message))
+
+    # --- the connection ----------------------------------------------------------------------------------------------
+    def take(self, source: _Wire, message: wire.Message) -> None:
+        """One message from the engine."""
+        if isinstance(message, wire.Opened | wire.Landed):
+            read = self._reads.get(message.read)
+            if read is not None:
+                read.take(message)
+        elif isinstance(message, wire.Failed):
+            self._take_failed(message)
+        elif isinstance(message, wire.Answer):
+            future = self._calls.get(message.call)
+            if future is not None and not future.done():
+                future.set_result(message.body)
+        elif isinstance(message, wire.Dropped):
+            self._dropped(message.object_ids)
+        elif isinstance(message, wire.Report):
+            self.post(wire.Reported(message.report, self.front, encode_snapshot(self._report())))
+        elif isinstance(message, wire.Welcome):
+            self._take_welcome(source, message)
+        else:
+            raise Bug(f"the engine sent {type(message).__name__}, which only a front sends")
+
+    def _take_failed(self, message: wire.Failed) -> None:
+        error = from_wire(message.error)
+        read = self._reads.get(message.number)
+        if read is not None:
+            read.take(error)
+        future = self._calls.get(message.number)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _take_welcome(self, source: _Wire, message: wire.Welcome) -> None:
+        if message.wire_version != wire.WIRE_VERSION:
+            raise Bug(
+                f"the engine speaks version {message.wire_version} and this front {wire.WIRE_VERSION}: restart the node"
+            )
+        self._welcome(message)
+        if self._wire is None:
+            self.connects += 1
+            self._wire = source
+            self._ready.set()
+
+    def lost(self, source: _Wire) -> None:
+        """A connection ended. If it was the current one, everybody who waits learns of it now."""
+        self._broken.set()
+        if self._wire is not source:
+            return
+        self._wire = None
+        self._ready.clear()
+        error = _gone()
+        for read in list(self._reads.values()):
+            read.take(error)
+        self._reads.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        if not self._stopped:
+            log.warning("the engine is gone: hits are served, misses wait for it")
+
+    def forget(self, read: Read) -> None:
+        self._reads.pop(read.number, None)
+
+    async def _keep_connected(self) -> None:
+        backoff_s = BACKOFF_MIN_S
+        loop = asyncio.get_running_loop()
+        while True:
+            self._broken.clear()
+            protocol: _Wire | None = None
+            try:
+                async with asyncio.timeout(BACKOFF_MAX_S * 5):
+                    _, protocol = await loop.create_unix_connection(lambda: _Wire(self), self.path)
+                    protocol.transport.write(wire.encode(wire.Hello(self.front, os.getpid())))
+                    await self._either_ready_or_broken()
+            except (OSError, TimeoutError):
+                if protocol is not None:
+                    protocol.transport.abort()
+            if self._wire is protocol and protocol is not None:
+                backoff_s = BACKOFF_MIN_S
+                await self._broken.wait()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    async def _either_ready_or_broken(self) -> None:
+        waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._broken.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    # --- hits --------------------------------------------------------------------------------------------------------
+    def _flush(self) -> None:
+        touched, current = self.touched, self._wire
+        if not touched:
+            return
+        if current is not None and current.transport.get_write_buffer_size() < BUFFERED_BYTES_MAX:
+            self.post(wire.Touched([number for hit in touched for number in hit]))
+        touched.clear()
+
+    def _flush_later(self) -> None:
+        self._flush()
+        self._timer = asyncio.get_running_loop().call_later(TOUCH_INTERVAL_S, self._flush_later)
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the node's engine does not answer: try again in a moment", retry_after_s=1.0)
