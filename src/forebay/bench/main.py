@@ -65,7 +65,7 @@ def run_rows(rows: Sequence[Row], *, quick: bool, say: Callable[[str], None]) ->
 
 def run_row(lab: Lab, row: Row) -> Result:
     module, _, function = row.run.partition(":")
-    run: Callable[[Lab, Row], Result] = getattr(importlib.import_module(f"forebay.bench.{module}"), function)
+    run: Callable[[Lab, Row], Result] = getattr(importlib.import_module(module), function)
     try:
         return run(lab, row)
     except (LoadFailed, ServerFailed, MissingProgram, ForebayError, OSError) as error:

@@ -91,7 +91,7 @@ class Row:
     name: str
     group: Literal["warm", "cold", "epoch", "scale"]
     what: str
-    run: str  # module:function under forebay.bench that carries it out
+    run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
     quick: tuple[Objects, ...] = ()  # what --quick uses instead
     link: Link = Link()
@@ -128,13 +128,13 @@ def _warm(
     name: str, objects: Objects, what: str, peer: Literal["nginx", "seaweedfs"], goal: Goal, **more: object
 ) -> Row:
     goals = {"rate": goal}
-    return Row(name, "warm", what, "warm:throughput", (objects,), (objects,), goals=goals, peer=peer, **more)  # type: ignore[arg-type]
+    return Row(name, "warm", what, "forebay.bench.warm:throughput", (objects,), (objects,), goals=goals, peer=peer, **more)  # type: ignore[arg-type]
 
 
 def _cold(name: str, objects: Objects, link: Link, what: str, rate: Goal, first: Goal) -> Row:
     quick = Objects(objects.name, objects.size_bytes, 4)
     goals = {"rate": rate, "first byte": first}
-    return Row(name, "cold", what, "cold:sequential", (objects,), (quick,), link, goals)
+    return Row(name, "cold", what, "forebay.bench.cold:sequential", (objects,), (quick,), link, goals)
 
 
 _SOON = at_most(1.0, "≤ 1.1× + 2 ms")  # measured as (ours - 2 ms) / (1.1 × theirs)
@@ -148,7 +148,7 @@ ROWS: tuple[Row, ...] = (
         "warm-range",
         "warm",
         "warm 1 MiB ranges of a 1 GiB object",
-        "warm:throughput",
+        "forebay.bench.warm:throughput",
         (HUGE,),
         (HUGE_QUICK,),
         goals={"rate": at_least(0.95)},
@@ -166,7 +166,7 @@ ROWS: tuple[Row, ...] = (
         "cold-1g",
         "cold",
         "cold GET 1 GiB, 20 ms, 50 MB/s a connection",
-        "cold:sequential",
+        "forebay.bench.cold:sequential",
         (Objects("huge", GIB, 1),),
         (Objects("huge", 64 * MIB, 1),),
         Link(0, 0.020, 50 * MB),
@@ -176,7 +176,7 @@ ROWS: tuple[Row, ...] = (
         "cold-unlimited",
         "cold",
         "cold GET 10 MiB, backend unlimited",
-        "cold:sequential",
+        "forebay.bench.cold:sequential",
         (COLD_LARGE,),
         (Objects("large", 10 * MIB, 4),),
         Link(),
@@ -186,7 +186,7 @@ ROWS: tuple[Row, ...] = (
         "cold-range",
         "cold",
         "1 MiB range of a cold 1 GiB object: backend bytes",
-        "cold:ranged",
+        "forebay.bench.cold:ranged",
         (HUGE,),
         (HUGE_QUICK,),
         goals={"backend MiB": at_most(8)},
@@ -197,7 +197,7 @@ ROWS: tuple[Row, ...] = (
         "cold-crowd",
         "cold",
         "32 readers of one cold 64 MiB object, 200 MB/s",
-        "cold:crowd",
+        "forebay.bench.cold:crowd",
         (Objects("crowd", 64 * MIB, 1),),
         (Objects("crowd", 16 * MIB, 1),),
         LAN,
@@ -208,7 +208,7 @@ ROWS: tuple[Row, ...] = (
         "epochs",
         "epoch",
         "10 epochs, trainer demand 2.1× the remote rate",
-        "epoch:training",
+        "forebay.bench.epoch:training",
         (SHARDS,),
         (SHARDS_QUICK,),
         Link(40 * MB, 0.010),
@@ -226,7 +226,7 @@ ROWS: tuple[Row, ...] = (
         "epochs-half",
         "epoch",
         "random epochs, cache holds half the data",
-        "epoch:half",
+        "forebay.bench.epoch:half",
         (Objects("shard", MIB, 512),),
         (Objects("shard", MIB, 64),),
         goals={"hit ratio / (cache/data)": at_least(0.95)},
@@ -241,7 +241,7 @@ ROWS: tuple[Row, ...] = (
         "list-1m",
         "scale",
         "list cached keys by prefix pages, from the index",
-        "scale:listing",
+        "forebay.bench.scale:listing",
         (Objects("listed", 64, 1_000_000),),
         (Objects("listed", 64, 50_000),),
         goals={"keys/s": at_least(200_000, "≥ 200 k/s")},
@@ -251,7 +251,7 @@ ROWS: tuple[Row, ...] = (
         "rss-20g",
         "scale",
         "RSS of engine + 2 fronts while 20 GiB stream through",
-        "scale:resident",
+        "forebay.bench.scale:resident",
         (Objects("stream", 128 * MIB, 16),),
         (Objects("stream", 64 * MIB, 4),),
         goals={"MiB": at_most(400), "growth over the last three quarters": at_most(1.10, "flat")},
