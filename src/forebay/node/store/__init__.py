@@ -14,27 +14,33 @@ Who uses what.
   it every few milliseconds while `store.pending` is not zero, and at once when somebody waits. `Store.lookup` sees
   pending changes.
 * Evicting is three steps, so that no reader ever meets a hole: `drop_units` (out of the index), `flush` (committed),
-  `reclaim` (unlink, or punch under an exclusive lock). `forget` and replacing go the same way.
+  `reclaim` (unlink, or punch under an exclusive lock). `forget` and replacing go the same way. After a flush,
+  `take_dropped` names the objects that fronts are to close (`Dropped`).
 
 Threads. `Landing.write`, `Store.check_blocks`, `Store.reclaim` and `Store.sync` may run in worker threads, since they
 move bytes and release the GIL. Everything else belongs to the thread that opened the store.
 
-Failures. A call that meets a full or broken disk marks the volume `full` or `failed`, tells `on_event`, and raises
-`Unavailable`: pass the bytes through, and send fronts `volumes()` again when it failed. `full` heals by itself.
+Failures. A call that meets a full or broken disk marks the volume `full` or `out`, tells `on_event`, and raises
+`Unavailable`: pass the bytes through, and send fronts `volumes()` again when one is out. `full` heals by itself
+(`housekeep`). `flush`, `lookup` and `reclaim` do not raise for a disk: they tell, and go on with the other volumes.
 
 Invariants. (1) A block is listed present only after it landed whole and its checksum was stored. (2) An object id is
 never used twice. (3) A hole is punched only after its block left the committed index and while no reader holds a lease.
 (4) No state per object is kept in memory: only landings, pending changes and drops not yet reclaimed.
 """
 
+from forebay.node.store.landing import Landing
 from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.scrub import Scrubber
-from forebay.node.store.writer import Landing, Reclaimed, Store, StoreEvent, Unit, VolumeUsage
+from forebay.node.store.reclaim import Reclaimed
+from forebay.node.store.scrub import Scrubber, ScrubUnit
+from forebay.node.store.volume import StoreEvent
+from forebay.node.store.writer import Store, Unit, VolumeUsage
 
 __all__ = [
     "Landing",
     "LeasedFile",
     "Reclaimed",
+    "ScrubUnit",
     "Scrubber",
     "Store",
     "StoreEvent",

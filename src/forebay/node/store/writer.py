@@ -1,24 +1,49 @@
-"""The writer's side of the store. Signatures settled; bodies follow."""
+"""The writer's side of the store: every change to volumes and indexes goes through `Store`, in one process.
+
+Theory. Decisions come as plans from `core.commit`; the store carries them out. What a plan puts before its record
+happens at once; the record waits in memory for the next `flush`; what follows the record (telling readers, unlinking,
+punching) waits until that flush has committed. So a stop at any moment leaves each object whole-old, whole-new or
+absent, and never takes bytes that a record still names.
+
+Bytes are moved by `Landing.write`, `check_blocks` and `reclaim`, which may run in worker threads.
+
+Which volume a key belongs to is `core.placement` over the usable volumes, the same computation as in the readers. When
+a volume goes out, its keys fall to the others; when volumes come or come back, what now lies in the wrong place is
+dropped at the start.
+
+Rejected: keeping a table of objects in memory (a gigabyte for a few million); undoing changes of a failed flush one by
+one (the index is the truth: pending changes are thrown away, and usage is what was committed).
+
+Invariants. As `node/store/__init__.py`.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from forebay.core.errors import NotSupported
-from forebay.core.record import Record
+import msgspec
+import xxhash
+
+from forebay.core import commit, limits
+from forebay.core.commit import Place
+from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.placement import Members
+from forebay.core.record import Record, State, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.core.wire import VolumeAt
+from forebay.node.store import files, keys, ledger, presence, rebuild
+from forebay.node.store.landing import Landing
+from forebay.node.store.reclaim import Reclaimed, Reclaimer
+from forebay.node.store.volume import StoreEvent, Usage, Volume
+from forebay.ports import clock
 
-
-class StoreEvent(NamedTuple):
-    """Something an operator may want to know. `kind`: volume-full, volume-healed, volume-failed, index-rebuilt,
-    block-bad, orphan-removed, …; `volume_id` may be empty."""
-
-    kind: str
-    volume_id: str
-    detail: str
+TOUCHES_HELD_MAX = 65_536
 
 
 class Unit(NamedTuple):
@@ -36,7 +61,7 @@ class Unit(NamedTuple):
 class VolumeUsage(NamedTuple):
     volume_id: str
     path: str
-    state: str  # ok | full | failed
+    state: str  # ok | full | out
     reason: str
     used_bytes: int  # bytes of present blocks and inline objects
     capacity_bytes: int  # what the store may fill
@@ -45,42 +70,28 @@ class VolumeUsage(NamedTuple):
     buckets: dict[str, int]  # bytes by bucket
 
 
-class Reclaimed(NamedTuple):
-    freed_bytes: int
-    deferred: list[int]  # object ids whose holes a reader's lease still forbids: send `Dropped`, call `reclaim` later
-
-
-class Landing:
-    """An object (one version) whose blocks are landing in a data file. Made by `Store.begin`; call `close()` at the end.
-
-    `path` is where fronts may read landed bytes, at their natural offsets, from the start to long after `close`.
-    """
-
-    bucket: str
-    info: ObjectInfo
-    object_id: int
-    path: str
-
-    @property
-    def record(self) -> Record | None:
-        """The object's record, pending changes included; None while no block is whole (or if it was superseded)."""
-        raise NotSupported("not written yet")
-
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put bytes at their place. Releases the GIL. `Unavailable` when the disk is full or failing: pass through."""
-        raise NotSupported("not written yet")
-
-    def finish_block(self, block: int, xxh3: int) -> None:
-        """The block is whole and `xxh3` (xxh3-64, seed 0) is the checksum of its bytes: list it with the next flush."""
-        raise NotSupported("not written yet")
-
-    def close(self) -> None:
-        """No more bytes. A landing without a single whole block leaves nothing behind. Twice is fine."""
-        raise NotSupported("not written yet")
-
-
 class Store:
     """The node's volumes, as their one writer sees them."""
+
+    def __init__(
+        self, volumes: Sequence[Volume], capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None
+    ) -> None:
+        """For `open`, which see."""
+        self._all = list(volumes)
+        self._capacity_bytes = capacity_bytes
+        self._on_event = on_event or (lambda event: None)
+        self._owner = threading.get_ident()
+        self._events: deque[StoreEvent] = deque()
+        self._landings: dict[tuple[str, str], Landing] = {}
+        self._landing_ids: set[int] = set()
+        self._reclaimer = Reclaimer(self._tell)
+        self._touched: dict[int, int] = {}
+        self._next_id = 0
+        self._closed = False
+        self._members = Members([])
+        self._by_id: dict[str, Volume] = {}
+
+    # --- open and close ---
 
     @classmethod
     def open(
@@ -89,111 +100,686 @@ class Store:
         *,
         capacity_bytes: int | None = None,
         on_event: Callable[[StoreEvent], None] | None = None,
+        xattrs: bool = True,
     ) -> Store:
-        """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown format.
+        """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
+        format, or a directory with other files in it.
 
         A volume that cannot be used (I/O errors) is left out and told to `on_event`; `Unavailable` if none is left.
-        `capacity_bytes` bounds all volumes together; without it, what the filesystems have.
+        `capacity_bytes` bounds all volumes together; without it, what the filesystems have. `xattrs=False` keeps file
+        headers in sidecar files, as on a filesystem without xattrs.
         """
-        raise NotSupported("not written yet")
+        store = cls([], capacity_bytes, on_event)
+        try:
+            for path in dirs:
+                store._add(os.fspath(path), xattrs)
+            if not store._all:
+                raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
+            store._agree()
+        except BaseException:
+            for volume in store._all:
+                volume.close(clean=False)
+            raise
+        return store
+
+    def _add(self, path: str, xattrs: bool) -> None:
+        try:
+            volume = Volume(path, self._tell, xattrs=xattrs)
+        except OSError as error:
+            self._tell(StoreEvent("volume-out", "", f"{path}: {error}; left out: mend it and restart the node"))
+            return
+        try:
+            if any(other.id == volume.id for other in self._all):
+                raise Invalid(f"{path} is a copy of another volume (both say {volume.id}): remove one of them")
+            volume.start(rebuild.rebuild)
+        except (OSError, Corrupt) as error:
+            volume.trouble(error, "opening the volume")
+            volume.release()
+            return
+        except BaseException:
+            volume.release()
+            raise
+        self._all.append(volume)
+
+    def _agree(self) -> None:
+        """Find out who missed a session, settle on the set of volumes, and drop what is in the wrong place."""
+        epoch = max(volume.mark.epoch for volume in self._all)
+        ids = sorted(volume.id for volume in self._all)
+        changed = any(volume.mark.members != ids or volume.mark.epoch != epoch for volume in self._all)
+        for volume in self._all:
+            if volume.mark.epoch < epoch and volume.mark.epoch > 0:
+                volume.age_records()
+        self._place()
+        start = int(clock.wall_s() * 1e6)  # so that ids grow even past an index that was lost
+        for volume in self._all:
+            start = max(start, int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big"))
+        self._next_id = start
+        if changed:
+            if len(self._all) > 1 or epoch > 0:
+                self._drop_misplaced()
+            self._write_epoch(epoch + 1)
+
+    def _place(self) -> None:
+        usable = [volume for volume in self._all if volume.state != "out"]
+        self._by_id = {volume.id: volume for volume in usable}
+        self._members = Members({volume.id: volume.mark.weight for volume in usable})
+
+    def _write_epoch(self, epoch: int) -> None:
+        ids = sorted(self._by_id)
+        for volume in self._by_id.values():
+            volume.mark.epoch, volume.mark.members = epoch, ids
+            try:
+                volume.write_mark()
+            except OSError as error:
+                volume.trouble(error, "writing volume.json")
+
+    def _drop_misplaced(self) -> None:
+        for volume in self._all:
+            for entry, value in volume.index.walk("records"):
+                record = decode_record(value)
+                bucket, key = keys.split(entry, record.key)
+                if self._members.first(bucket, key) != volume.id:
+                    self._forget(volume, bucket, key, record)
+                if volume.index.pending >= 1000:
+                    self.flush()
+        self.flush()
+
+    def close(self, *, clean: bool = True) -> None:
+        """Flush and close. With `clean`, sync first (may take long) and leave the mark that lets the next start trust
+        the index even after a machine stop. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for landing in list(self._landings.values()):
+            landing.abandon()
+        self._keep_touches()
+        self.flush()
+        self._reclaimer.reclaim(None)
+        for volume in self._all:
+            try:
+                volume.close(clean=clean)
+            except OSError as error:
+                volume.trouble(error, "closing the volume")
+        self._deliver()
+
+    # --- events and trouble ---
+
+    def _tell(self, event: StoreEvent) -> None:
+        if threading.get_ident() == self._owner:
+            self._on_event(event)
+        else:
+            self._events.append(event)
+
+    def _deliver(self) -> None:
+        """Tell what worker threads met, and follow a volume that went out."""
+        while self._events:
+            self._on_event(self._events.popleft())
+        if any(volume.state == "out" for volume in self._by_id.values()):
+            for volume in self._all:
+                if volume.state == "out" and volume.id in self._by_id:
+                    self._forsake(volume)
+            epoch = max(volume.mark.epoch for volume in self._all)
+            self._place()
+            self._write_epoch(epoch + 1)
+
+    def _forsake(self, volume: Volume) -> None:
+        volume.index.discard()
+        volume.change = Usage()
+        self._reclaimer.cancel(volume)
+        for landing in [each for each in self._landings.values() if each.volume is volume]:
+            self._lose(landing)
+
+    def unusable(self, volume: Volume) -> Unavailable:
+        return Unavailable(f"volume {volume.path} is {volume.state} ({volume.reason}): the bytes pass through instead")
+
+    def _home(self, bucket: str, key: str) -> Volume:
+        """The usable volume of a key."""
+        if not self._by_id:
+            raise Unavailable("every volume is out: reads pass through until a disk is mended and the node restarted")
+        return self._by_id[self._members.first(bucket, key)]
+
+    def _roomy(self, bucket: str, key: str) -> Volume:
+        """The key's volume if it takes more bytes; else `Unavailable`."""
+        volume = self._home(bucket, key)
+        if volume.state != "ok":
+            raise self.unusable(volume)
+        try:
+            free_bytes = volume.free_bytes()
+        except OSError as error:
+            raise volume.trouble(error, "asking for free space") from error
+        if free_bytes <= 0:
+            raise volume.trouble(OSError(errno.ENOSPC, "less than the reserve is free", volume.path), "making room")
+        if self._capacity_bytes is not None and volume.usage.bytes + volume.change.bytes >= self._share(volume):
+            raise Unavailable(
+                f"volume {volume.path} holds what it may: the bytes pass through until eviction made room"
+            )
+        return volume
+
+    def _share(self, volume: Volume) -> int:
+        """The part of `capacity_bytes` that falls to this volume."""
+        assert self._capacity_bytes is not None
+        total = sum(self._members.weights) or 1.0
+        return int(self._capacity_bytes * volume.mark.weight / total)
+
+    # --- what is there ---
 
     @property
     def pending(self) -> int:
         """Changes that the next `flush` makes visible."""
-        raise NotSupported("not written yet")
+        return sum(volume.index.pending for volume in self._by_id.values()) + self._reclaimer.waiting
 
     def volumes(self) -> list[VolumeAt]:
         """The usable volumes, for `Welcome`."""
-        raise NotSupported("not written yet")
+        return [VolumeAt(volume.id, volume.path) for volume in self._by_id.values()]
 
-    def begin(self, bucket: str, info: ObjectInfo, *, checked_s: float) -> Landing:
+    def usable(self) -> list[Volume]:
+        """For the scrubber: the volumes themselves."""
+        return list(self._by_id.values())
+
+    def lookup(self, bucket: str, key: str) -> Record | None:
+        """The record, pending changes included; None too when its volume cannot be read."""
+        if not self._by_id:
+            return None
+        return self._by_id[self._members.first(bucket, key)].record(keys.index_key(bucket, key), key)
+
+    def find(self, object_id: int) -> tuple[str, str, Record] | None:
+        """Bucket, key and record of an object id."""
+        found = self._find(object_id)
+        return found[1:] if found is not None else None
+
+    def _find(self, object_id: int) -> tuple[Volume, str, str, Record] | None:
+        for volume in self._by_id.values():
+            found = rebuild.record_by_id(volume, object_id)
+            if found is not None:
+                return (volume, *found)
+        return None
+
+    def usage(self) -> list[VolumeUsage]:
+        """Every volume, those that are out too. Pending changes count."""
+        found = []
+        for volume in self._all:
+            usage, change = volume.usage, volume.change
+            buckets = dict(usage.bytes_by_bucket)
+            for bucket, size_bytes in change.bytes_by_bucket.items():
+                buckets[bucket] = buckets.get(bucket, 0) + size_bytes
+            used_bytes = usage.bytes + change.bytes
+            try:
+                free_bytes = max(0, volume.free_bytes()) if volume.state != "out" else 0
+            except OSError as error:
+                volume.trouble(error, "asking for free space")
+                free_bytes = 0
+            capacity_bytes = used_bytes + free_bytes
+            if self._capacity_bytes is not None and volume.id in self._by_id:
+                capacity_bytes = min(capacity_bytes, self._share(volume))
+            found.append(
+                VolumeUsage(
+                    volume.id,
+                    volume.path,
+                    volume.state,
+                    volume.reason,
+                    used_bytes,
+                    capacity_bytes,
+                    free_bytes,
+                    usage.objects + change.objects,
+                    buckets,
+                )
+            )
+        return found
+
+    def units(self) -> Iterator[Unit]:
+        """Every committed unit, to rebuild the eviction machine after a start. Streams: memory does not grow."""
+        for volume in list(self._by_id.values()):
+            touched = volume.index.count("used") > 0
+            for entry, value in volume.index.walk("records"):
+                record = decode_record(value)
+                bucket, key = keys.split(entry, record.key)
+                object_id, minute = record.object_id, record.used_minute
+                if touched:
+                    used = volume.index.get("used", ledger.id_key(object_id))
+                    minute = max(minute, int.from_bytes(used or b"", "big"))
+                if record.inline is not None:
+                    yield Unit(bucket, key, object_id, 0, len(record.inline), minute, record.state)
+                    continue
+                for block in presence.iterate(presence.bits_of(record)):
+                    start, end = files.block_range(record.size_bytes, record.block_bytes, block)
+                    yield Unit(bucket, key, object_id, block, end - start, minute, record.state)
+
+    # --- landing ---
+
+    def begin(self, bucket: str, info: ObjectInfo, *, checked_s: float, pinned: bool = False) -> Landing:
         """Make room for this version's blocks; resumes the file that already holds some blocks of the same version.
 
         Another version's record is replaced when the first block of this one is whole. While a landing of the same
         version is open, the same landing is returned and must be closed as often. `Unavailable`: pass through.
         """
-        raise NotSupported("not written yet")
+        volume = self._roomy(bucket, info.key)
+        landing = self._landings.get((bucket, info.key))
+        if landing is not None:
+            if landing.info.version == info.version and landing.info.size_bytes == info.size_bytes:
+                return landing.share()
+            self._lose(landing)
+        try:
+            fd, header = self._resume(volume, bucket, info) or self._create(volume, bucket, info, checked_s)
+        except OSError as error:
+            raise volume.trouble(error, "making a data file") from error
+        landing = Landing(self, volume, bucket, info, fd, header, checked_s=checked_s, pinned=pinned)
+        self._landings[bucket, info.key] = landing
+        self._landing_ids.add(landing.object_id)
+        return landing
 
-    def put_inline(self, bucket: str, info: ObjectInfo, data: bytes, *, checked_s: float) -> Record:
+    def _resume(self, volume: Volume, bucket: str, info: ObjectInfo) -> tuple[int, files.Header] | None:
+        record = volume.record(keys.index_key(bucket, info.key), info.key)
+        if record is None or record.inline is not None:
+            return None
+        if record.version != info.version or record.size_bytes != info.size_bytes:
+            return None
+        path = volume.data_path(record.object_id)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._missing(volume, bucket, info.key, record)
+            return None
+        header = files.Header.read(path)
+        if header is None or header.identity.object_id != record.object_id:
+            os.close(fd)
+            self._missing(volume, bucket, info.key, record)
+            return None
+        return fd, header
+
+    def _create(self, volume: Volume, bucket: str, info: ObjectInfo, checked_s: float) -> tuple[int, files.Header]:
+        """`core.commit.plan_begin`: temp file, header, rename."""
+        object_id = self._new_id()
+        identity = files.Identity(
+            object_id,
+            bucket,
+            info.key,
+            info.size_bytes,
+            info.version,
+            info.etag,
+            info.modified_s,
+            info.headers,
+            checked_s,
+            Landing.block_bytes,
+        )
+        temp, path = volume.temp_path(object_id), volume.data_path(object_id)
+        return files.create(temp, path, identity, xattrs=volume.xattrs)
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def list_block(self, landing: Landing, header: files.Header, block: int, stored_sum: int) -> None:
+        """For `Landing.finish_block`, which see."""
+        volume, bucket, info = landing.volume, landing.bucket, landing.info
+        now = volume.record(keys.index_key(bucket, info.key), info.key)
+        old = now if now is not None and now.object_id != landing.object_id else None
+        record = now if now is not None and old is None else self._first_record(landing)
+        record = presence.with_block(record, block)
+        doubts = ledger.doubts_of(volume, record)
+        if doubts >> block & 1:
+            record = self._with_doubts(volume, record, doubts & ~(1 << block))
+        place = Place(bucket, info.key, landing.object_id, landing.path)
+        replaces = rebuild.place_of(volume, bucket, info.key, old) if old is not None else None
+        plan = commit.plan_land(place, (), (block,), (), replaces)
+        try:
+            with self._reclaimer.lock:
+                header.set_sums({block: stored_sum})
+        except OSError as error:
+            raise volume.trouble(error, "keeping a checksum") from error
+        ledger.keep_sums(volume, landing.object_id, {block: stored_sum})
+        self._put(volume, bucket, info.key, record, now)
+        self._reclaimer.after_commit(volume, plan)
+
+    def _first_record(self, landing: Landing) -> Record:
+        info = landing.info
+        return Record(
+            object_id=landing.object_id,
+            size_bytes=info.size_bytes,
+            version=info.version,
+            etag=info.etag,
+            modified_s=info.modified_s,
+            checked_s=landing.checked_s,
+            head=build_head(info),
+            complete=False,
+            state=State.PINNED if landing.pinned else State.CLEAN,
+            used_minute=int(clock.wall_s() // 60),
+            key=keys.record_key(landing.bucket, info.key),
+            block_bytes=landing.block_bytes,
+        )
+
+    def _with_doubts(self, volume: Volume, record: Record, doubts: int) -> Record:
+        """The record with this bitmap of blocks in doubt, and its state in step."""
+        ledger.put_doubts(volume, record.object_id, doubts)
+        state = record.state | State.UNVERIFIED if doubts else record.state & ~State.UNVERIFIED
+        return msgspec.structs.replace(record, state=int(state))
+
+    def before_write(self, path: str, block: int) -> None:
+        """For `Landing.write`: any thread."""
+        self._reclaimer.keep_block(path, block)
+
+    def end_landing(self, landing: Landing, partial: set[int]) -> None:
+        """For `Landing.close`: give back what no record will name."""
+        if self._landings.get((landing.bucket, landing.info.key)) is landing:
+            del self._landings[landing.bucket, landing.info.key]
+        self._landing_ids.discard(landing.object_id)
+        volume, record = landing.volume, landing.record
+        if volume.state == "out":
+            return
+        if record is None:
+            self._reclaimer.after_commit(volume, [commit.Unlink(landing.path)])
+        elif partial:
+            bits = presence.bits_of(record)
+            self._reclaimer.hollow(volume, landing.path, record, (block for block in partial if not bits >> block & 1))
+
+    def _lose(self, landing: Landing) -> None:
+        """Another version or a drop took the landing's object: it lists nothing more."""
+        landing.gone = True
+        if self._landings.get((landing.bucket, landing.info.key)) is landing:
+            del self._landings[landing.bucket, landing.info.key]
+
+    def put_inline(
+        self, bucket: str, info: ObjectInfo, data: bytes, *, checked_s: float, pinned: bool = False
+    ) -> Record:
         """Store a small object (<= INLINE_BYTES_MAX) whole with the next flush. `Unavailable`: pass through."""
-        raise NotSupported("not written yet")
+        assert len(data) == info.size_bytes <= limits.INLINE_BYTES_MAX, (len(data), info)
+        key = info.key
+        volume = self._roomy(bucket, key)
+        landing = self._landings.get((bucket, key))
+        if landing is not None:
+            self._lose(landing)
+        old = volume.record(keys.index_key(bucket, key), key)
+        record = Record(
+            object_id=self._new_id(),
+            size_bytes=info.size_bytes,
+            version=info.version,
+            etag=info.etag,
+            modified_s=info.modified_s,
+            checked_s=checked_s,
+            head=build_head(info),
+            complete=True,
+            state=State.PINNED if pinned else State.CLEAN,
+            used_minute=int(clock.wall_s() // 60),
+            inline=data,
+            key=keys.record_key(bucket, key),
+        )
+        self._put(volume, bucket, key, record, old, xxhash.xxh3_64_intdigest(data))
+        if old is not None:
+            self._reclaimer.after_commit(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)))
+        return record
 
-    def flush(self) -> int:
-        """Commit what is pending, one LMDB transaction per volume; how many changes. `Unavailable` if a volume fails."""
-        raise NotSupported("not written yet")
+    def _put(
+        self, volume: Volume, bucket: str, key: str, record: Record, old: Record | None, inline_sum: int = 0
+    ) -> None:
+        if old is not None and old.object_id != record.object_id:
+            ledger.remove_traces(volume, old)
+        ledger.put_record(volume, bucket, key, record, old, inline_sum)
 
-    def lookup(self, bucket: str, key: str) -> Record | None:
-        """The record, pending changes included."""
-        raise NotSupported("not written yet")
-
-    def find(self, object_id: int) -> tuple[str, str, Record] | None:
-        """Bucket, key and record of an object id."""
-        raise NotSupported("not written yet")
+    # --- changing records ---
 
     def confirm(self, confirmed: Iterable[tuple[str, str, str, float]]) -> None:
         """The backend confirmed (bucket, key, version) at `checked_s`; those whose version differs are passed over."""
-        raise NotSupported("not written yet")
-
-    def forget(self, bucket: str, key: str) -> int | None:
-        """Drop the object's record (and later its file); its object id, or None if there was none."""
-        raise NotSupported("not written yet")
-
-    def drop_units(self, units: Iterable[tuple[int, int]]) -> list[int]:
-        """Take (object id, block) out of the index; object ids that are wholly gone. `flush`, then `reclaim`.
-
-        An object whose last block goes loses its record. Unknown units are passed over.
-        """
-        raise NotSupported("not written yet")
-
-    def reclaim(self, *, steps_max: int = 1000) -> Reclaimed:
-        """Give the space of committed drops back to the filesystem. May run in a worker thread."""
-        raise NotSupported("not written yet")
-
-    def touch(self, object_ids: Iterable[int], minute: int) -> None:
-        """These were used in `minute` (minutes since the epoch). Kept lazily: a crash may forget it."""
-        raise NotSupported("not written yet")
+        for bucket, key, version, checked_s in confirmed:
+            record = self.lookup(bucket, key)
+            if record is not None and record.version == version:
+                self._put(
+                    self._home(bucket, key), bucket, key, msgspec.structs.replace(record, checked_s=checked_s), record
+                )
 
     def set_pinned(self, bucket: str, key: str, pinned: bool) -> bool:
         """Set or clear the record's PINNED state; whether there is a record."""
-        raise NotSupported("not written yet")
+        record = self.lookup(bucket, key)
+        if record is None:
+            return False
+        state = record.state | State.PINNED if pinned else record.state & ~State.PINNED
+        if state != record.state:
+            self._put(self._home(bucket, key), bucket, key, msgspec.structs.replace(record, state=int(state)), record)
+        return True
 
-    def check_blocks(self, record: Record, bucket: str, key: str, blocks: Sequence[int]) -> list[int]:
-        """Re-read these present blocks (or the inline bytes) and return those that do not match. Worker threads may."""
-        raise NotSupported("not written yet")
+    def touch(self, object_ids: Iterable[int], minute: int) -> None:
+        """These were used in `minute` (minutes since the epoch). Kept by `housekeep`: a crash may forget it."""
+        self._touched.update(dict.fromkeys(object_ids, minute))
+        if len(self._touched) > TOUCHES_HELD_MAX:
+            self._keep_touches()
+
+    def _keep_touches(self) -> None:
+        touched, self._touched = sorted(self._touched.items()), {}
+        for volume in self._by_id.values():
+            for object_id, minute in touched:
+                if ledger.entry_of(volume, object_id) is not None:
+                    volume.index.put("used", ledger.id_key(object_id), minute.to_bytes(4, "big"))
+
+    # --- dropping ---
+
+    def forget(self, bucket: str, key: str) -> int | None:
+        """Drop the object's record (and later its file); its object id, or None if there was none."""
+        record = self.lookup(bucket, key)
+        landing = self._landings.get((bucket, key))
+        if landing is not None:
+            self._lose(landing)
+        if record is None:
+            return None
+        self._forget(self._home(bucket, key), bucket, key, record)
+        return record.object_id
+
+    def _forget(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
+        landing = self._landings.get((bucket, key))
+        if landing is not None and landing.object_id == record.object_id:
+            self._lose(landing)
+        plan = commit.plan_forget(rebuild.place_of(volume, bucket, key, record))
+        ledger.remove_record(volume, bucket, key, record)
+        self._reclaimer.after_commit(volume, plan)
+
+    def _missing(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
+        self._forget(volume, bucket, key, record)
+        self._tell(StoreEvent("object-missing", volume.id, f"{bucket}/{key}: its data file is gone or not its own"))
+
+    def examine(self, bucket: str, key: str, object_id: int) -> Record | None:
+        """A front could not read this object: look whether its file is there and is its own, and drop it otherwise.
+
+        The record if it can still be used. Follow with `check_blocks` where bytes are in doubt.
+        """
+        record = self.lookup(bucket, key)
+        if record is None or record.object_id != object_id:
+            return None
+        if record.inline is None:
+            volume = self._home(bucket, key)
+            try:
+                size_bytes = os.stat(volume.data_path(object_id)).st_size
+            except FileNotFoundError:
+                size_bytes = -1
+            except OSError as error:
+                volume.trouble(error, "looking at a data file")
+                return None
+            if size_bytes != record.size_bytes:
+                self._missing(volume, bucket, key, record)
+                return None
+        return record
+
+    def drop_units(self, units: Iterable[tuple[int, int]]) -> list[int]:
+        """Take (object id, block) out of the index; ids of objects that are wholly gone. Then `flush` and `reclaim`.
+
+        An inline object goes whole, whatever the block. Unknown and absent units are passed over.
+        """
+        by_object: dict[int, list[int]] = {}
+        for object_id, block in units:
+            by_object.setdefault(object_id, []).append(block)
+        gone = []
+        for object_id, blocks in by_object.items():
+            found = self._find(object_id)
+            if found is not None and self._drop(*found, presence.mask(blocks)) is None:
+                gone.append(object_id)
+        return gone
+
+    def _drop(self, volume: Volume, bucket: str, key: str, record: Record, victims: int) -> Record | None:
+        """Drop blocks of one object; its record afterwards, None when it went whole."""
+        present = presence.bits_of(record)
+        victims &= present
+        left = present & ~victims
+        if record.inline is not None or not left:
+            self._forget(volume, bucket, key, record)
+            return None
+        if not victims:
+            return record
+        place = rebuild.place_of(volume, bucket, key, record)
+        chosen = list(presence.iterate(victims))
+        # one block that stays stands for all of them: naming each would cost time with the object's size
+        plan = commit.plan_evict_blocks(
+            place,
+            [*chosen, (left & -left).bit_length() - 1],
+            chosen,
+            record.block_bytes,
+            record.size_bytes,
+        )
+        ledger.keep_sums(volume, record.object_id, dict.fromkeys(chosen, 0))
+        smaller = presence.with_bits(record, left)
+        if record.state & State.UNVERIFIED:
+            smaller = self._with_doubts(volume, smaller, ledger.doubts_of(volume, record) & left)
+        self._put(volume, bucket, key, smaller, record)
+        self._reclaimer.after_commit(volume, plan, smaller)
+        return smaller
+
+    # --- making it so ---
+
+    def flush(self) -> int:
+        """Commit what is pending, one transaction per volume; how many changes. Never raises for a disk.
+
+        A volume that cannot commit loses its pending changes (an event `changes-lost` says so; what they would have
+        dropped is still there) and is full or out afterwards.
+        """
+        done = sum(self._flush(volume) for volume in list(self._by_id.values()))
+        self._deliver()
+        return done
+
+    def _flush(self, volume: Volume) -> int:
+        index = volume.index
+        if index.pending:
+            index.put("meta", b"next_id", self._next_id.to_bytes(8, "big"))
+        try:
+            try:
+                done = index.flush()
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not volume.drop_ballast():
+                    raise
+                done = index.flush()
+        except (OSError, Corrupt) as error:
+            volume.trouble(error, "committing to the index")
+            self._tell(StoreEvent("changes-lost", volume.id, f"{index.pending} changes were not kept"))
+            index.discard()
+            volume.change = Usage()
+            self._reclaimer.cancel(volume)
+            return 0
+        volume.usage.merge(volume.change)
+        volume.change = Usage()
+        self._reclaimer.committed(volume)
+        return done
+
+    def take_dropped(self) -> list[int]:
+        """Objects that committed drops concern since the last call: send fronts `Dropped`."""
+        return self._reclaimer.take_dropped()
+
+    def reclaim(self, *, steps_max: int = 1000) -> Reclaimed:
+        """Give the space of committed drops back to the filesystem. May run in a worker thread, one at a time."""
+        return self._reclaimer.reclaim(steps_max)
+
+    # --- verifying ---
+
+    def doubtful(self, record: Record, blocks: Iterable[int]) -> list[int]:
+        """Those of `blocks` that must be checked before use: none unless the record is UNVERIFIED."""
+        if not record.state & State.UNVERIFIED:
+            return []
+        doubts = 0
+        for volume in self._by_id.values():
+            doubts |= ledger.doubts_of(volume, record)  # object ids are unique: at most one has any
+        return [block for block in blocks if doubts >> block & 1]
+
+    def check_blocks(self, record: Record, bucket: str, key: str, blocks: Iterable[int]) -> list[int]:
+        """Re-read these present blocks (or the inline bytes) and return those that do not match. Any thread.
+
+        `Unavailable` when the disk cannot be read: the volume is out then.
+        """
+        volume = self._home(bucket, key)
+        chosen = list(blocks)
+        if record.inline is not None:
+            right = xxhash.xxh3_64_intdigest(record.inline) == ledger.inline_sum(volume, record.object_id)
+            return [] if right else chosen
+        sums = ledger.sums_of(volume, record.object_id, chosen)
+        try:
+            fd = os.open(volume.data_path(record.object_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return chosen
+        except OSError as error:
+            raise volume.trouble(error, "opening a data file") from error
+        try:
+            return [block for block in chosen if files.block_sum(fd, record, block) != sums[block]]
+        except OSError as error:
+            raise volume.trouble(error, "reading a data file") from error
+        finally:
+            os.close(fd)
 
     def settle_checked(
-        self, bucket: str, key: str, object_id: int, good: Sequence[int], bad: Sequence[int]
+        self, bucket: str, key: str, object_id: int, good: Iterable[int], bad: Iterable[int]
     ) -> Record | None:
-        """Note the outcome of `check_blocks`: bad blocks are dropped (and told), good ones stop being unverified.
+        """Note the outcome of `check_blocks`: bad blocks are dropped (and told), good ones are in doubt no more.
 
-        The record afterwards; UNVERIFIED goes when no present block is in doubt.
+        The record afterwards (None: it is gone); UNVERIFIED goes when no present block is in doubt.
         """
-        raise NotSupported("not written yet")
+        record: Record | None = self.lookup(bucket, key)
+        if record is None or record.object_id != object_id:
+            return None
+        volume = self._home(bucket, key)
+        wrong = list(bad)
+        if wrong:
+            detail = f"{bucket}/{key}: {len(wrong)} blocks from {wrong[0]} did not match their checksum; dropped"
+            self._tell(StoreEvent("block-bad", volume.id, detail))
+            record = self._drop(volume, bucket, key, record, presence.mask(wrong))
+        if record is not None and record.state & State.UNVERIFIED:
+            doubts = ledger.doubts_of(volume, record)
+            left = doubts & ~presence.mask(good)
+            if left != doubts:
+                cleared = self._with_doubts(volume, record, left)
+                self._put(volume, bucket, key, cleared, record)
+                return cleared
+        return record
 
-    def doubtful(self, record: Record, blocks: Sequence[int]) -> list[int]:
-        """Those of `blocks` that must be checked before use: none unless the record is UNVERIFIED."""
-        raise NotSupported("not written yet")
-
-    def usage(self) -> list[VolumeUsage]:
-        """Every volume, failed ones too."""
-        raise NotSupported("not written yet")
-
-    def units(self) -> Iterator[Unit]:
-        """Every unit present, to rebuild the eviction machine after a start. Streams: memory does not grow."""
-        raise NotSupported("not written yet")
+    # --- housekeeping ---
 
     def sweep(self) -> Iterator[int]:
-        """Background: remove data files without a record. Yields after each directory (how many were removed)."""
-        raise NotSupported("not written yet")
+        """Background: remove files that no record names, records without a file, space without a block.
+
+        Yields after each small step how many objects or files it removed; go on when there is time.
+        """
+        for volume in list(self._by_id.values()):
+
+            def drop(bucket: str, key: str, record: Record, volume: Volume = volume) -> None:
+                self._missing(volume, bucket, key, record)
+
+            steps = rebuild.sweep(volume, self._landing_ids.__contains__, drop)
+            while volume.id in self._by_id:
+                self.flush()
+                try:
+                    removed = next(steps, None)
+                except OSError as error:
+                    volume.trouble(error, "sweeping")
+                    break
+                if removed is None:
+                    break
+                yield removed
 
     def housekeep(self) -> None:
-        """Every few seconds: clear slots of dead readers, let full volumes heal, look whether directories are there."""
-        raise NotSupported("not written yet")
+        """Every few seconds: clear slots of dead readers, keep last uses, see that directories are there, let full
+        volumes heal."""
+        self._keep_touches()
+        for volume in list(self._by_id.values()):
+            volume.heal()
+            if volume.state != "out":
+                volume.index.env.reader_check()
+        self._deliver()
 
     def sync(self) -> None:
-        """Put everything on the disks. May run in a worker thread, and take long."""
-        raise NotSupported("not written yet")
-
-    def close(self, *, clean: bool = True) -> None:
-        """Flush and close. With `clean`, sync first and leave the mark that lets the next start trust the index."""
-        raise NotSupported("not written yet")
+        """Put everything on the disks, and learn of writes that failed since. Any thread; may take long."""
+        for volume in list(self._by_id.values()):
+            try:
+                volume.index.sync()
+                files.syncfs(volume.path)
+            except OSError as error:
+                volume.trouble(error, "writing to the disk")

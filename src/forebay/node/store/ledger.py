@@ -1,0 +1,126 @@
+"""What one object's change means in every table of an index, and in the volume's usage.
+
+Theory. Six tables, so that a look-up reads one and stays small:
+
+    records  index key            -> Record
+    ids      object id            -> checksum of inline bytes (8, little endian; 0 for a data file), index key
+    sums     object id, group     -> checksums of up to 128 blocks, 8 bytes each, little endian, 0 = absent
+    doubts   object id            -> bitmap of blocks to verify before use; only while the record is UNVERIFIED
+    used     object id            -> minute of last use (4), only if later than the record says
+    meta     name                 -> next_id, scrub
+
+Object ids are 8 bytes big endian, groups 4. Checksums stand in groups so that landing one block of a huge object
+rewrites 1 KiB and not megabytes; last use stands apart so that a hit never rewrites inline bytes.
+
+Invariants. (1) A record has its `ids` entry, in the same transaction. (2) A removed record leaves nothing in any table.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from forebay.core.record import Record, State, blocks_in, encode_record
+from forebay.node.store import keys, presence
+from forebay.node.store.volume import Volume
+
+GROUP_BLOCKS = 128
+_NO_SUM = bytes(8)
+
+
+def id_key(object_id: int) -> bytes:
+    return object_id.to_bytes(8, "big")
+
+
+def _group_key(object_id: int, group: int) -> bytes:
+    return object_id.to_bytes(8, "big") + group.to_bytes(4, "big")
+
+
+def put_record(volume: Volume, bucket: str, key: str, record: Record, old: Record | None, inline_sum: int = 0) -> None:
+    """Make `record` the record of the key; `old` is what was there. Another object's traces must go first."""
+    entry = keys.index_key(bucket, key)
+    volume.index.put("records", entry, encode_record(record))
+    if old is None or old.object_id != record.object_id:
+        volume.index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)
+    volume.change.add(
+        bucket, int(old is None), presence.bytes_of(record) - (presence.bytes_of(old) if old is not None else 0)
+    )
+
+
+def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None:
+    """No record of the key any more."""
+    volume.index.put("records", keys.index_key(bucket, key), None)
+    remove_traces(volume, record)
+    volume.change.add(bucket, -1, -presence.bytes_of(record))
+
+
+def remove_traces(volume: Volume, record: Record) -> None:
+    """Take an object that no record names out of the other tables."""
+    index, name = volume.index, id_key(record.object_id)
+    index.put("ids", name, None)
+    index.put("used", name, None)
+    if record.inline is None:
+        groups = -(-blocks_in(record.size_bytes, record.block_bytes) // GROUP_BLOCKS)
+        for group in range(groups):
+            index.put("sums", _group_key(record.object_id, group), None)
+        index.put("doubts", name, None)
+
+
+def keep_sums(volume: Volume, object_id: int, sums: dict[int, int]) -> None:
+    """Store the checksums of blocks; 0 takes one out."""
+    by_group: dict[int, dict[int, int]] = {}
+    for block, value in sums.items():
+        by_group.setdefault(block // GROUP_BLOCKS, {})[block % GROUP_BLOCKS] = value
+    for group, changes in by_group.items():
+        name = _group_key(object_id, group)
+        data = bytearray(volume.get("sums", name) or b"")
+        need = (max(changes) + 1) * 8
+        if len(data) < need:
+            data.extend(bytes(need - len(data)))
+        for place, value in changes.items():
+            data[place * 8 : place * 8 + 8] = value.to_bytes(8, "little")
+        volume.index.put("sums", name, bytes(data))
+
+
+def sums_of(volume: Volume, object_id: int, blocks: Iterable[int]) -> dict[int, int]:
+    """The stored checksums of these blocks, 0 where there is none. Any thread."""
+    groups: dict[int, bytes] = {}
+    found = {}
+    for block in blocks:
+        group, place = divmod(block, GROUP_BLOCKS)
+        if group not in groups:
+            groups[group] = volume.get("sums", _group_key(object_id, group)) or b""
+        found[block] = int.from_bytes(groups[group][place * 8 : place * 8 + 8], "little")
+    return found
+
+
+def put_all_sums(volume: Volume, object_id: int, sums: array[int]) -> None:
+    """Store the checksums of a whole object, as its file's header holds them."""
+    for group in range(-(-len(sums) // GROUP_BLOCKS)):
+        part = sums[group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
+        if any(part):
+            volume.index.put("sums", _group_key(object_id, group), part.tobytes())
+
+
+def inline_sum(volume: Volume, object_id: int) -> int:
+    """The stored checksum of an inline object's bytes; 0 if there is none."""
+    return int.from_bytes((volume.get("ids", id_key(object_id)) or _NO_SUM)[:8], "little")
+
+
+def entry_of(volume: Volume, object_id: int) -> bytes | None:
+    """The index key of an object id."""
+    value = volume.get("ids", id_key(object_id))
+    return value[8:] if value is not None else None
+
+
+def doubts_of(volume: Volume, record: Record) -> int:
+    """Bitmap of blocks that must be verified before use."""
+    if not record.state & State.UNVERIFIED:
+        return 0
+    return int.from_bytes(volume.get("doubts", id_key(record.object_id)) or b"", "little")
+
+
+def put_doubts(volume: Volume, object_id: int, bits: int) -> None:
+    """Set that bitmap; the caller keeps the record's state in step (UNVERIFIED exactly while it is not zero)."""
+    data = bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else None
+    volume.index.put("doubts", id_key(object_id), data)

@@ -1,0 +1,383 @@
+"""One volume: a directory on one disk, its mark, its lock, its index, and what state the disk is in.
+
+Theory. `volume.json`, the *mark*, says whose directory this is and whether its index can be believed. The index is not
+synced, so it is right after a process stop, and unknown after a machine stop. The mark therefore carries the kernel's
+boot id, written (synced) when the volume opens, and `clean`, written when everything was synced and closed. Same boot
+id or clean: believe. Otherwise, or when LMDB or the walk over it finds damage, `rebuild.py` makes a new index from the
+files' headers in a new directory, `index/<n>`; the mark then names it. A marker file lies beside the index while it is
+first walked: if that walk kills the process (a torn page may), the next start finds the marker and rebuilds.
+
+A disk that errs is not argued with. Out of space marks the volume `full`: nothing new goes there until space is back.
+Any other trouble puts it `out`: it leaves placement, and only a restart brings it back.
+
+Missed sessions. A volume that was out while others went on may hold versions that have been replaced since. So volumes
+remember with whom they last served, and a counter of such sets, the *epoch*; one that comes back with an older epoch
+has every record's `checked_s` set to 0: its bytes are asked about before they are served.
+
+Rejected: checking the whole index page by page at each start (minutes per million objects); trusting a mount id
+(containers change it at every start).
+
+Invariants. (1) An index is believed only by the rule above. (2) One process holds a volume (flock). (3) `out` is final.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
+from forebay.core.record import Record, decode_record, encode_record
+from forebay.node.store import files, keys, presence
+from forebay.node.store.index import Index
+from forebay.ports import chance, clock
+
+FORMAT = 1
+OWN_NAMES = frozenset({"volume.json", "lock", "tmp", "data", "index", "ballast", "volume.json.new", "lost+found"})
+BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+
+log = logging.getLogger("forebay.store")
+
+
+class StoreEvent(NamedTuple):
+    """Something an operator may want to know. `kind`: volume-full, volume-healed, volume-out, index-rebuilt,
+    volume-missed-session, block-bad, object-missing, orphans-removed; `volume_id` may be empty."""
+
+    kind: str
+    volume_id: str
+    detail: str
+
+
+class Mark(msgspec.Struct, omit_defaults=False):
+    """`volume.json`. Unknown fields are ignored; a higher `format` is refused."""
+
+    format: int
+    id: str
+    created_s: float
+    weight: float  # for placement: gibibytes when the volume was made; never changes
+    boot_id: str = ""
+    clean: bool = False
+    index: int = 0
+    epoch: int = 0
+    members: list[str] = []
+
+
+def boot_id() -> str:
+    """What the kernel drew when the machine started."""
+    with open(BOOT_ID_FILE) as file:
+        return file.read().strip()
+
+
+def read_mark(path: str) -> Mark | None:
+    """The mark of the volume at `path`; None if there is none or it is unreadable. `Invalid` for a newer format."""
+    try:
+        with open(os.path.join(path, "volume.json"), "rb") as file:
+            mark = msgspec.json.decode(file.read(), type=Mark)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+    if mark.format != FORMAT:
+        raise Invalid(
+            f"volume {path} has format {mark.format}, this version reads {FORMAT}: use the version that wrote it, "
+            "or give another directory"
+        )
+    return mark
+
+
+class Usage:
+    """Objects and bytes by bucket. Small: one entry per bucket."""
+
+    def __init__(self) -> None:
+        self.bytes_by_bucket: dict[str, int] = {}
+        self.bytes = 0
+        self.objects = 0
+
+    def add(self, bucket: str, objects: int, size_bytes: int) -> None:
+        self.objects += objects
+        self.bytes += size_bytes
+        total = self.bytes_by_bucket.get(bucket, 0) + size_bytes
+        if total or objects > 0:
+            self.bytes_by_bucket[bucket] = total
+        else:
+            self.bytes_by_bucket.pop(bucket, None)
+
+    def merge(self, other: Usage) -> None:
+        for bucket, size_bytes in other.bytes_by_bucket.items():
+            self.add(bucket, 0, size_bytes)
+        self.objects += other.objects
+
+
+class Volume:
+    """An open volume, held by this process. `state` is ok, full or out."""
+
+    def __init__(self, path: str, tell: Callable[[StoreEvent], None], *, xattrs: bool = True) -> None:
+        """Take the lock and read the mark; `start` does the rest. `Exists`, `Invalid`, or OSError of the disk."""
+        self.path = str(Path(path).absolute())
+        self.tell = tell
+        self.xattrs = xattrs
+        self.state = "ok"
+        self.reason = ""
+        self.usage = Usage()
+        self.change = Usage()  # of the pending changes
+        self.index: Index
+        self.opened = False
+        self._free: tuple[float, int] = (float("-inf"), 0)
+        os.makedirs(self.path, exist_ok=True)
+        self._refuse_foreign()
+        self._lock_fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._take_lock()
+            for name in ("tmp", "data", "index"):
+                os.makedirs(os.path.join(self.path, name), exist_ok=True)
+            self.root_inode = os.stat(self.path).st_ino
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    def _refuse_foreign(self) -> None:
+        foreign = sorted(set(os.listdir(self.path)) - OWN_NAMES)
+        if foreign and read_mark(self.path) is None:
+            raise Invalid(
+                f"{self.path} holds other files ({', '.join(foreign[:3])}): a volume needs an empty directory"
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise Exists(
+                f"volume {self.path} is in use by another node (process {holder}): stop it, or give another directory"
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+        total_bytes, _ = self._statvfs()
+        mark = read_mark(self.path)
+        self.fresh = mark is None and not os.path.exists(os.path.join(self.path, "data"))
+        self.mark = mark or Mark(
+            format=FORMAT,
+            id="v" + chance.token_hex(8),
+            created_s=clock.wall_s(),
+            weight=max(1.0, round(total_bytes / limits.GIB, 1)),
+        )
+
+    # --- names ---
+
+    @property
+    def id(self) -> str:
+        return self.mark.id
+
+    def index_path(self, generation: int | None = None) -> str:
+        return index_path(self.path, self.mark.index if generation is None else generation)
+
+    def data_path(self, object_id: int) -> str:
+        return f"{self.path}/data/{files.file_name(object_id)}"
+
+    def temp_path(self, object_id: int) -> str:
+        return f"{self.path}/tmp/{object_id:016x}"
+
+    # --- start and stop ---
+
+    def start(self, rebuild: Callable[[Volume], str]) -> None:
+        """Sweep tmp/, believe the index or have `rebuild` make a new one, and say in the mark that we run.
+
+        `rebuild(volume)` fills `volume.index` (open, new, of the next generation) and returns a line for the event.
+        """
+        for name in os.listdir(os.path.join(self.path, "tmp")):
+            os.unlink(os.path.join(self.path, "tmp", name))
+        reason = self._believe_index()
+        if reason:
+            generation = self.mark.index + 1
+            shutil.rmtree(self.index_path(generation), ignore_errors=True)
+            os.makedirs(self.index_path(generation))
+            self.index = Index(self.index_path(generation), write=True)
+            self.opened = True
+            self.mark.index = generation
+            outcome = rebuild(self)
+            if not self.fresh:
+                self.tell(StoreEvent("index-rebuilt", self.id, f"{reason}: {outcome}"))
+        self.mark.boot_id, self.mark.clean = boot_id(), False
+        self.write_mark()
+        for name in os.listdir(os.path.join(self.path, "index")):
+            if name != str(self.mark.index):
+                shutil.rmtree(os.path.join(self.path, "index", name), ignore_errors=True)
+        self.make_ballast()
+
+    def _believe_index(self) -> str:
+        """Open and walk the index; "" when it is good, else why it must be rebuilt."""
+        path = self.index_path()
+        marker = os.path.join(path, "opening")
+        if self.fresh:
+            return "new volume"
+        if not self.mark.clean and self.mark.boot_id != boot_id():
+            return "the machine stopped without a clean stop of the node"
+        try:
+            if not os.path.getsize(os.path.join(path, "data.mdb")):
+                return "the index is empty"
+        except FileNotFoundError:
+            return "the index is missing"
+        if os.path.exists(marker):
+            return "the last start died while it read the index"
+        with open(marker, "wb"):
+            pass
+        try:
+            self.index = Index(path, write=True)
+            try:
+                self._walk()
+            except BaseException:
+                self.index.close()
+                raise
+        except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return f"the index is damaged ({error})"
+        self.opened = True
+        os.unlink(marker)
+        return ""
+
+    def _walk(self) -> None:
+        """Read every record once: it counts usage, and meets damage now rather than under a request."""
+        entries = 0
+        for entry, value in self.index.walk("records"):
+            record = decode_record(value)
+            self.usage.add(keys.split(entry, record.key)[0], 1, presence.bytes_of(record))
+            entries += 1
+        if entries != self.index.count("records"):
+            raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
+
+    def write_mark(self) -> None:
+        """Replace volume.json, synced."""
+        path = os.path.join(self.path, "volume.json")
+        with open(path + ".new", "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self.mark)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".new", path)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def age_records(self) -> None:
+        """After a missed session: nothing here counts as confirmed."""
+        for entry, value in self.index.walk("records"):
+            self.index.put(
+                "records", entry, encode_record(msgspec.structs.replace(decode_record(value), checked_s=0.0))
+            )
+            if self.index.pending >= 1000:
+                self.index.flush()
+        self.index.flush()
+        self.tell(StoreEvent("volume-missed-session", self.id, "its objects are asked about before they are served"))
+
+    def close(self, *, clean: bool) -> None:
+        """Let go. With `clean`, everything is on the disk first and the mark says so."""
+        try:
+            if clean and self.state != "out":
+                self.index.sync()
+                files.syncfs(self.path)
+                self.mark.clean = True
+                self.write_mark()
+        finally:
+            self.index.close()
+            os.close(self._lock_fd)
+
+    def release(self) -> None:
+        """Let go of a volume that did not start, as it is."""
+        if self.opened:
+            self.index.close()
+        os.close(self._lock_fd)
+
+    # --- trouble ---
+
+    def trouble(self, error: Exception, doing: str) -> Unavailable:
+        """Note what went wrong and return what to raise. Any thread."""
+        code = error.errno if isinstance(error, OSError) else None
+        detail = f"{doing}: {error}"
+        if code in _FULL:
+            if self.state == "ok":
+                self.state, self.reason = "full", detail
+                self.tell(StoreEvent("volume-full", self.id, f"{detail}; reads pass it by until there is room"))
+        elif code not in _NOT_THE_DISK and self.state != "out":
+            self.state, self.reason = "out", detail
+            self.tell(StoreEvent("volume-out", self.id, f"{detail}; taken out: mend the disk and restart the node"))
+            log.error("volume %s is out: %s", self.path, detail)
+        return Unavailable(f"volume {self.path} cannot be used ({detail}): the read goes to the backend instead")
+
+    def _statvfs(self) -> tuple[int, int]:
+        """Bytes of the filesystem, and bytes that may still be written."""
+        stat = os.statvfs(self.path)
+        return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+
+    def reserve_bytes(self) -> int:
+        """What is left free for the index."""
+        return min(limits.RESERVE_BYTES_MAX, self._statvfs()[0] // 100)
+
+    def free_bytes(self, *, now_s: float | None = None) -> int:
+        """What may be written beyond the reserve, as of the last fifth of a second."""
+        now_s = clock.monotonic_s() if now_s is None else now_s
+        if now_s - self._free[0] > 0.2:
+            total_bytes, free_bytes = self._statvfs()
+            self._free = (now_s, free_bytes - min(limits.RESERVE_BYTES_MAX, total_bytes // 100))
+        return self._free[1]
+
+    def make_ballast(self) -> None:
+        """Hold some room that a full disk can give back to the index, so that evicting stays possible."""
+        size_bytes = min(8 * limits.MIB, self._statvfs()[0] // 100)
+        try:
+            with open(os.path.join(self.path, "ballast"), "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError:
+            self.drop_ballast()
+
+    def drop_ballast(self) -> bool:
+        """Give the held room back; whether there was any."""
+        try:
+            os.unlink(os.path.join(self.path, "ballast"))
+        except OSError:
+            return False
+        return True
+
+    def heal(self) -> None:
+        """Look whether the directory is still there, and whether a full volume has room again."""
+        try:
+            if os.stat(self.path).st_ino != self.root_inode or not os.path.exists(self.path + "/volume.json"):
+                raise FileNotFoundError(errno.ENOENT, "the directory was removed or replaced", self.path)
+            if self.state == "full":
+                self._free = (float("-inf"), 0)
+                if self.free_bytes() > min(64 * limits.MIB, self.reserve_bytes()):
+                    self.state, self.reason = "ok", ""
+                    self.make_ballast()
+                    self.tell(StoreEvent("volume-healed", self.id, "there is room again"))
+        except OSError as error:
+            self.trouble(error, "looking at the directory")
+
+    # --- records ---
+
+    def get(self, table: str, name: bytes) -> bytes | None:
+        """A value of the index, pending changes included. None too when it cannot be read: the volume is out then."""
+        try:
+            return self.index.get(table, name)
+        except (OSError, Corrupt) as error:
+            self.trouble(error, "reading the index")
+            return None
+
+    def record(self, entry: bytes, key: str) -> Record | None:
+        """The record at an index key, pending changes included."""
+        value = self.get("records", entry)
+        if value is None:
+            return None
+        record = decode_record(value)
+        return None if record.key and record.key != key else record
+
+
+def index_path(volume_path: str, generation: int) -> str:
+    """Where the index of that generation is."""
+    return f"{volume_path}/index/{generation}"
