@@ -71,12 +71,13 @@ def parse_url(url: str) -> Place:
 class Connection:
     """A socket to one node, one request at a time. Not safe to share between threads; the pool sees to that."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, patience_s: float = limits.CLIENT_STALL_TIMEOUT_S) -> None:
         self.place = place
+        self.patience_s = patience_s
         self.pid = os.getpid()
         self.served = 0  # requests answered whole
         self.reusable = False
-        self._sock = _open(place)
+        self._sock = _open(place, patience_s)
         self._tls = place.scheme == "https"
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Connection:
 
     def _silent(self) -> Unavailable:
         return Unavailable(
-            f"the node at {self.place.url} sent nothing for {limits.CLIENT_STALL_TIMEOUT_S:g} s: "
+            f"the node at {self.place.url} sent nothing for {self.patience_s:g} s: "
             "check it with `forebay status`, then try again"
         )
 
@@ -252,9 +253,10 @@ def _copy(data: bytes, sink: Sink) -> int:
     return position
 
 
-def _open(place: Place) -> socket.socket:
+def _open(place: Place, patience_s: float) -> socket.socket:
     try:
-        sock = socket.create_connection((place.host, place.port), limits.CLIENT_CONNECT_TIMEOUT_S)
+        timeout_s = min(patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)
+        sock = socket.create_connection((place.host, place.port), timeout_s)
     except ConnectionRefusedError:
         raise Unavailable(
             f"no node answers at {place.url}: start one with `forebay up`, or name another with --url or FOREBAY_URL",
@@ -267,22 +269,22 @@ def _open(place: Place) -> socket.socket:
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if place.scheme == "https":
-        return _wrap(sock, place)
+        return _wrap(sock, place, patience_s)
     sock.settimeout(None)
-    patience = struct.pack("ll", int(limits.CLIENT_STALL_TIMEOUT_S), 0)
+    patience = struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     except OSError:  # a platform with another timeval: Python keeps the time, at the price of a poll
-        sock.settimeout(limits.CLIENT_STALL_TIMEOUT_S)
+        sock.settimeout(patience_s)
     return sock
 
 
-def _wrap(sock: socket.socket, place: Place) -> socket.socket:
+def _wrap(sock: socket.socket, place: Place, patience_s: float) -> socket.socket:
     import ssl  # 20 ms to import, and most nodes are on loopback
 
     try:
-        sock.settimeout(limits.CLIENT_STALL_TIMEOUT_S)
+        sock.settimeout(patience_s)
         return ssl.create_default_context().wrap_socket(sock, server_hostname=place.host)
     except (OSError, ssl.SSLError) as error:
         sock.close()

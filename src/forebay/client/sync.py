@@ -35,12 +35,13 @@ T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:9400"
 
 
-def connect(url: str | None = None, *, token: str | None = None) -> Client:
+def connect(url: str | None = None, *, token: str | None = None, patience_s: float | None = None) -> Client:
     """A client of the node at `url`, or at `FOREBAY_URL`, or on this host's default port. Opens nothing yet.
 
-    `token` (or `FOREBAY_TOKEN`) is the bearer token, for nodes with identities. `Invalid` if the URL is malformed.
+    `token` (or `FOREBAY_TOKEN`) is the bearer token, for nodes with identities. `patience_s` bounds every wait for the
+    node where the limits of `core/limits.py` are too long. `Invalid` if the URL is malformed.
     """
-    return Client(url, token=token)
+    return Client(url, token=token, patience_s=patience_s)
 
 
 class Client:
@@ -49,13 +50,14 @@ class Client:
     Every method raises `core.errors` kinds; `Unavailable` with code `NoNode` when nothing answers at the URL.
     """
 
-    def __init__(self, url: str | None = None, *, token: str | None = None) -> None:
+    def __init__(self, url: str | None = None, *, token: str | None = None, patience_s: float | None = None) -> None:
         self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
         token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
         more = [("User-Agent", "forebay"), ("Accept", "*/*")]
         if token:
             more.append(("Authorization", f"Bearer {token}"))
         self._more = tuple(more)
+        self._patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
         self._closed = False
@@ -114,7 +116,7 @@ class Client:
                         "took effect (`forebay job ls`), then repeat it"
                     ) from None
         try:
-            return self._exchange(Connection(self.place), request)
+            return self._exchange(Connection(self.place, self._patience_s), request)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 

@@ -1,0 +1,24 @@
+"""`forebay bench`: hands its arguments to `forebay.bench`, which has its own --help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from forebay.cli.outcome import verb
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    "bench",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+@verb
+def bench(ctx: typer.Context) -> Any:
+    """Measure this machine: warm, cold, epoch or all."""
+    from forebay.bench.main import main
+
+    return main(list(ctx.args))

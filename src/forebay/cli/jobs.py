@@ -1,0 +1,142 @@
+"""What prefetch, pin, unpin, evict and refresh have in common: a job in the node, and somebody watching it.
+
+Theory. The job runs in the node whoever watches, so Ctrl-C ends the watching only, and says so. The exit code tells
+whether all units went well: 0, or 9 when some failed, or 1 when the job as a whole did.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay.cli import address, show
+from forebay.cli.complete import addresses as complete_addresses
+from forebay.cli.options import open_client
+from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line
+from forebay.cli.progress import Progress
+from forebay.core.calls import JobState, JobVerb
+from forebay.core.errors import Unavailable
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+LOOK_FIRST_S, LOOK_S = 0.05, 0.5  # a small job ends at once; a long one is looked at twice a second
+
+Addresses = Annotated[
+    list[str],
+    typer.Argument(metavar="ADDRESS...", autocompletion=complete_addresses, help="Buckets or prefixes: bucket/prefix."),
+]
+Exact = Annotated[bool, typer.Option("--exact", help="Each ADDRESS is one object, not a prefix.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Count what would be done, and do nothing.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or return at once.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+DONE = {
+    "prefetch": "brought in",
+    "pin": "pinned",
+    "unpin": "unpinned",
+    "evict": "evicted",
+    "refresh": "checked",
+}
+
+
+def plan(texts: list[str], *, exact: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+    """(bucket, prefix, keys) of each job that the addresses ask for."""
+    if not exact:
+        return [(at.bucket, at.key, ()) for at in map(address.parse, texts)]
+    by_bucket: dict[str, list[str]] = {}
+    for at in map(address.parse_object, texts):
+        by_bucket.setdefault(at.bucket, []).append(at.key)
+    return [(bucket, "", tuple(keys)) for bucket, keys in by_bucket.items()]
+
+
+def run(
+    verb: JobVerb,
+    texts: list[str],
+    *,
+    exact: bool,
+    dry_run: bool,
+    wait: bool,
+    quiet: bool,
+    url: str | None,
+    as_json: bool,
+) -> int:
+    """Start the jobs, one after the other, and watch each; the exit code."""
+    code = 0
+    ended: list[JobState] = []
+    with open_client(url) as client:
+        for bucket, prefix, keys in plan(texts, exact=exact):
+            state = client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
+            if wait:
+                state = watch(client, state, quiet=quiet or as_json)
+            ended.append(state)
+            code = max(code, code_of(state))
+            if not as_json:
+                print(sentence(state, dry_run=dry_run))
+                _complain(state)
+    if as_json:
+        show.document(ended)
+    return code
+
+
+def watch(client: Client, state: JobState, *, quiet: bool = False) -> JobState:
+    """Look at the job until it has ended; its last state. `Interrupted` on Ctrl-C, and the job goes on."""
+    pause_s = LOOK_FIRST_S
+    try:
+        with Progress(f"{state.verb} {state.bucket}/{one_line(state.prefix)}", quiet=quiet) as progress:
+            while state.state == "running":
+                progress.at(state.bytes_done, state.bytes_total)
+                time.sleep(pause_s)
+                pause_s = min(LOOK_S, pause_s * 1.5)
+                state = client.job(state.job)
+            return state
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped watching; job {state.job} goes on in the node: `forebay job watch {state.job}` watches it again, "
+            f"`forebay job cancel {state.job}` stops it"
+        ) from None
+    except Unavailable as error:
+        raise Unavailable(
+            f"lost sight of job {state.job} ({error.message}): when the node is back, `forebay job show {state.job}` "
+            "tells whether it is done; starting the same job again repeats nothing that is done",
+            code=error.code,
+        ) from None
+
+
+def code_of(state: JobState) -> int:
+    """The exit code that the job's end deserves; a job that still runs has not failed."""
+    if state.state == "failed":
+        return 1
+    if state.units_failed or state.state == "cancelled":
+        return EXIT_PARTIAL
+    return 0
+
+
+def sentence(state: JobState, *, dry_run: bool = False) -> str:
+    """One line on how far the job is."""
+    what = f"s3://{state.bucket}/{one_line(state.prefix)}"
+    counts = f"{state.units_done} objects, {show.size(state.bytes_done)}"
+    if state.state == "running":
+        total = "?" if state.units_total is None else state.units_total
+        return f"job {state.job} runs: {state.verb} {what}: {state.units_done} of {total} objects"
+    if dry_run:
+        units = state.units_done if state.units_total is None else state.units_total
+        total_bytes = state.bytes_done if state.bytes_total is None else state.bytes_total
+        return f"would have {DONE.get(state.verb, state.verb)} {what}: {units} objects, {show.size(total_bytes)}"
+    if state.state == "cancelled":
+        return f"job {state.job} was cancelled: {state.verb} {what}: {counts} done"
+    took = (state.ended_s or state.started_s) - state.started_s
+    pace = f" in {show.duration(took)}, {show.rate(state.bytes_done / took)}" if took > 0 else ""
+    word = "failed after" if state.state == "failed" else DONE.get(state.verb, state.verb)
+    return f"{word} {what}: {counts}{pace}"
+
+
+def _complain(state: JobState) -> None:
+    if not state.units_failed and state.state != "failed":
+        return
+    show.note(f"forebay: {state.units_failed} of {state.units_total or '?'} objects failed:")
+    for text in state.errors:
+        show.note(f"  {one_line(text)}")
+    show.note("  run the same command again: what is done is not repeated")

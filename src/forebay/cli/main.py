@@ -1,0 +1,125 @@
+"""`forebay`: the program. Each verb is a file of this room, loaded when it is used.
+
+Theory. `forebay --help` and Tab must answer at once and without torch, obstore or a node, so the list of verbs is data
+(name, file, one line of help) and a verb's file is imported only when that verb runs. What several verbs need is
+declared once in `options.py`; how a verb ends is `outcome.py`.
+
+Rejected: importing all verbs to build the program (every start pays for all); plugins by entry points (nobody asked).
+
+Invariants. (1) `forebay --help` imports no verb. (2) The help here is the first line of the verb's own (a test
+compares).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import forebay
+
+VERBS: dict[str, tuple[str, str]] = {
+    "up": ("up", "Start a node in the background."),
+    "down": ("down", "Stop the node that `up` started."),
+    "node": ("node", "Run a node in the foreground."),
+    "bucket": ("bucket", "Add, show and remove buckets."),
+    "ls": ("ls", "List buckets, or the objects of one."),
+    "stat": ("stat", "Show what the node knows of an object."),
+    "get": ("get", "Copy objects to local files."),
+    "cat": ("cat", "Write an object, or a range of it, to standard output."),
+    "prefetch": ("prefetch", "Bring objects into the cache."),
+    "pin": ("pin", "Bring objects into the cache and keep them there."),
+    "unpin": ("unpin", "Let pinned objects be evicted again."),
+    "evict": ("evict", "Drop objects from the cache."),
+    "refresh": ("refresh", "Ask the backend whether cached objects are still current."),
+    "job": ("job", "List, watch and cancel jobs."),
+    "status": ("status", "Show the node, its volumes and its buckets."),
+    "top": ("top", "Watch hit ratio, bandwidth and latency live."),
+    "bench": ("bench", "Measure this machine: warm, cold, epoch or all."),
+    "doctor": ("doctor", "Look for what is wrong and say what to change."),
+}
+
+
+class _Verbs(dict[str, Any]):
+    """Verb names to commands, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(VERBS))
+
+    def __getitem__(self, name: str) -> Any:
+        command = super().__getitem__(name)
+        if command is None:
+            module = importlib.import_module(f"forebay.cli.{VERBS[name][0]}")
+            command = typer.main.get_command(module.app)
+            command.name = name
+            self[name] = command
+        return command
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in VERBS else default
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+
+class _LazyGroup(typer.core.TyperGroup):
+    """The group of all verbs; see the module's header."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands = _Verbs()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    rich_markup_mode=None,  # plain help: rich would take longer than all the rest
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=True,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"forebay {forebay.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A fast tier of local disks between object storage and GPUs.
+
+    Every verb has --help. Start with: forebay up
+    """
+
+
+def run() -> None:
+    """The program's entry point."""
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="surrogateescape")
+    app(prog_name="forebay")
+
+
+if __name__ == "__main__":
+    run()

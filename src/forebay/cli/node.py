@@ -1,0 +1,90 @@
+"""`forebay node`: a node in the foreground, as a service manager runs it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+from forebay.cli.options import Debug, Dir
+from forebay.cli.outcome import verb
+
+app = typer.Typer(rich_markup_mode=None)
+
+Listen = Annotated[
+    str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen. Default: 127.0.0.1:9400.")
+]
+Fronts = Annotated[
+    int | None, typer.Option("--fronts", metavar="N", help="Reader processes; 0 is all in one. Default: by cores.")
+]
+Capacity = Annotated[
+    str | None, typer.Option("--capacity", metavar="SIZE", help="Disk to use, such as 100GiB. Default: what is free.")
+]
+Volumes = Annotated[
+    list[str] | None, typer.Option("--volume", metavar="DIR", help="A disk's directory. Repeatable. Default: in DIR.")
+]
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Settings as TOML; flags override it.")]
+Identities = Annotated[
+    str | None, typer.Option("--identities", metavar="FILE", help="Who may do what; needed beyond loopback.")
+]
+Domain = Annotated[
+    str | None, typer.Option("--domain", metavar="NAME", help="Suffix of virtual-host bucket names: BUCKET.NAME.")
+]
+AutoBuckets = Annotated[
+    bool | None,
+    typer.Option("--auto-buckets/--no-auto-buckets", help="Look for unknown buckets at s3:// under their own name."),
+]
+
+
+def flags(
+    dir: str | None,
+    listen: str | None,
+    fronts: int | None,
+    capacity: str | None,
+    volumes: list[str] | None,
+    identities: str | None,
+    domain: str | None,
+    auto_buckets: bool | None,
+) -> dict[str, Any]:
+    """The flags as `settings.load` takes them; None is "not given"."""
+    return {
+        "dir": dir or None,
+        "listen": listen,
+        "fronts": fronts,
+        "capacity": capacity,
+        "volumes": tuple(volumes or ()),
+        "identities": identities,
+        "domain": domain,
+        "auto_buckets": auto_buckets,
+    }
+
+
+@app.command("node")
+@verb
+def node(
+    dir: Dir = None,
+    listen: Listen = None,
+    fronts: Fronts = None,
+    capacity: Capacity = None,
+    volume: Volumes = None,
+    config: Config = None,
+    identities: Identities = None,
+    domain: Domain = None,
+    auto_buckets: AutoBuckets = None,
+    log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Run a node in the foreground.
+
+    Ctrl-C or SIGTERM stops it.
+    """
+    from forebay.cli import local_node
+    from forebay.node import settings
+
+    given = flags(dir, listen, fronts, capacity, volume, identities, domain, auto_buckets)
+    if given["dir"] is None and config is None:
+        given["dir"] = str(local_node.directory(None))
+    loaded = settings.load(config, **given, log_to_file=log_to_file or None)
+    run = importlib.import_module("forebay.node.app").run
+    return int(run(loaded) or 0)

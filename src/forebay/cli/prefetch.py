@@ -1,0 +1,32 @@
+"""`forebay prefetch`: bring objects in before they are read."""
+
+from __future__ import annotations
+
+import typer
+
+from forebay.cli import jobs
+from forebay.cli.options import AsJson, Debug, Url
+from forebay.cli.outcome import verb
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command("prefetch")
+@verb
+def prefetch(
+    addresses: jobs.Addresses,
+    exact: jobs.Exact = False,
+    dry_run: jobs.DryRun = False,
+    wait: jobs.Wait = True,
+    quiet: jobs.Quiet = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Bring objects into the cache.
+
+    Runs as a job in the node: Ctrl-C stops watching, not the job. With --json a list of JobState (docs/protocol.md).
+    """
+    return jobs.run(
+        "prefetch", addresses, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json
+    )

@@ -1,0 +1,80 @@
+"""`forebay status`: the node at a glance."""
+
+from __future__ import annotations
+
+import typer
+
+from forebay.cli import show
+from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.outcome import verb
+from forebay.core.calls import NodeState
+from forebay.ports import clock
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command("status")
+@verb
+def status(url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show the node, its volumes and its buckets.
+
+    With --json the fields are those of NodeState in docs/protocol.md.
+    """
+    with open_client(url) as client:
+        state = client.status()
+        place = client.url
+    if as_json:
+        show.document(state)
+    else:
+        print(text(state, place, clock.wall_s()))
+
+
+def text(state: NodeState, place: str, now_s: float) -> str:
+    """What people see."""
+    up_s = max(0.0, now_s - state.started_s)
+    fronts = ", ".join(str(front.pid) + ("" if front.connected else " (not connected)") for front in state.fronts)
+    parts = [
+        f"node {state.node_id} at {state.endpoint or place}",
+        show.fields(
+            [
+                ("version", state.version),
+                ("up for", show.duration(up_s)),
+                ("processes", f"engine {state.engine_pid}; fronts {fronts or '-'}"),
+                ("now", f"{state.flights} flights, {state.reads} cold reads, {state.jobs_running} jobs"),
+                ("passing by", f"{show.size(state.pass_bytes)} in memory, for want of a disk"),
+            ][: 5 if state.pass_bytes else 4]
+        ),
+        "",
+        show.columns(
+            ("VOLUME", "STATE", "USED", "CAPACITY", "FULL", "OBJECTS", "PATH"),
+            [
+                (
+                    volume.volume_id,
+                    volume.state + (f": {volume.reason}" if volume.reason else ""),
+                    show.size(volume.used_bytes),
+                    show.size(volume.capacity_bytes),
+                    show.percent(volume.used_bytes, volume.capacity_bytes),
+                    str(volume.objects),
+                    volume.path,
+                )
+                for volume in state.volumes
+            ],
+            right=(2, 3, 4, 5),
+        ),
+        "",
+    ]
+    if state.buckets:
+        rows = [
+            (
+                bucket.name,
+                show.size(bucket.cached_bytes),
+                "-" if bucket.quota_bytes is None else show.size(bucket.quota_bytes),
+                bucket.url,
+                bucket.error or "ok",
+            )
+            for bucket in state.buckets
+        ]
+        parts.append(show.columns(("BUCKET", "CACHED", "QUOTA", "BACKEND", "LAST ANSWER"), rows, right=(1, 2)))
+    else:
+        parts.append("no buckets yet: add one with `forebay bucket add NAME s3://…`")
+    return "\n".join(parts)

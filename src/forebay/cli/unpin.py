@@ -1,0 +1,30 @@
+"""`forebay unpin`: take pins back."""
+
+from __future__ import annotations
+
+import typer
+
+from forebay.cli import jobs
+from forebay.cli.options import AsJson, Debug, Url
+from forebay.cli.outcome import verb
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command("unpin")
+@verb
+def unpin(
+    addresses: jobs.Addresses,
+    exact: jobs.Exact = False,
+    dry_run: jobs.DryRun = False,
+    wait: jobs.Wait = True,
+    quiet: jobs.Quiet = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Let pinned objects be evicted again.
+
+    Runs as a job in the node: Ctrl-C stops watching, not the job. With --json a list of JobState (docs/protocol.md).
+    """
+    return jobs.run("unpin", addresses, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json)

@@ -1,0 +1,192 @@
+"""`forebay up`: a node in the background, with nothing to configure.
+
+Theory. `up` starts `forebay node` as a process of its own session with its output in DIR/log, and waits until it says
+that it is ready or has ended. Running it twice is the same as once. What it refuses it explains: a directory whose node
+listens elsewhere, a port that somebody else holds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli import local_node, show
+from forebay.cli import node as node_verb
+from forebay.cli.options import AsJson, Debug, Dir
+from forebay.cli.outcome import Interrupted, one_line, verb
+from forebay.core.errors import Exists, Invalid, Unavailable
+from forebay.ports import clock
+
+app = typer.Typer(rich_markup_mode=None)
+LOOK_S = 0.05
+
+
+@app.command("up")
+@verb
+def up(
+    dir: Dir = None,
+    listen: node_verb.Listen = None,
+    fronts: node_verb.Fronts = None,
+    capacity: node_verb.Capacity = None,
+    volume: node_verb.Volumes = None,
+    config: node_verb.Config = None,
+    identities: node_verb.Identities = None,
+    domain: node_verb.Domain = None,
+    auto_buckets: node_verb.AutoBuckets = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")
+    ] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Start a node in the background.
+
+    Does nothing if it runs already. With --json: {"endpoint", "pid", "dir", "log", "started"}.
+    """
+    from forebay.node import settings
+
+    given = node_verb.flags(dir, listen, fronts, capacity, volume, identities, domain, auto_buckets)
+    if given["dir"] is None and config is None:
+        given["dir"] = str(local_node.directory(None))
+    wanted = settings.load(config, **given)
+    at = Path(wanted.dir)
+    there = local_node.running(at)
+    started = there is None
+    if there is None:
+        if wanted.port == 0:
+            raise Invalid("--listen with port 0 is for `forebay node`: name a port, so that clients can find it")
+        _check_port(wanted.host, wanted.port)
+        there = _start(at, given, config, wanted.endpoint, timeout_s)
+    else:
+        there = _wait(at, None, there.endpoint, timeout_s)
+        if listen is not None and there.endpoint != wanted.endpoint:
+            raise Exists(
+                f"a node runs from {at} already and listens at {there.endpoint}: use it there, or stop it with "
+                f"`forebay down{_dir_flag(dir)}` and start it again"
+            )
+    if as_json:
+        show.document(
+            {
+                "endpoint": there.endpoint,
+                "pid": there.pid,
+                "dir": str(at),
+                "log": str(wanted.log_file),
+                "started": started,
+            }
+        )
+    else:
+        print(welcome(there, at, dir, started=started))
+
+
+def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bool) -> str:
+    """Where the node is, and what to do next."""
+    from forebay.client.sync import DEFAULT_URL
+
+    word = "is ready" if started else "runs already"
+    steps = [(f"export AWS_ENDPOINT_URL={there.endpoint}", "S3 clients now read through it")]
+    if there.endpoint != DEFAULT_URL:
+        steps.append((f"export FOREBAY_URL={there.endpoint}", "and so does forebay"))
+    steps += [
+        ("forebay bucket add NAME s3://NAME", "serve a bucket"),
+        ("forebay top", "watch it"),
+        (f"forebay down{_dir_flag(dir)}", "stop it"),
+    ]
+    head = f"the node {word} at {there.endpoint} (pid {there.pid}, directory {at})"
+    width = max(len(step) for step, _ in steps)
+    return "\n".join([head, "", *(f"  {step.ljust(width)}   {why}" for step, why in steps)])
+
+
+def _dir_flag(dir: str | None) -> str:
+    return f" --dir {dir}" if dir else ""
+
+
+def _check_port(host: str, port: int) -> None:
+    if not local_node.port_taken(host, port):
+        return
+    free = next((other for other in range(port + 1, port + 50) if not local_node.port_taken(host, other)), None)
+    offer = f", or choose another: forebay up --listen {host}:{free}" if free else ""
+    raise Exists(f"port {port} is taken by {local_node.holder(host, port)}: stop that{offer}", code="PortTaken")
+
+
+def _start(
+    at: Path, given: dict[str, object], config: str | None, endpoint: str, timeout_s: float
+) -> local_node.Running:
+    log = at / "log"
+    log.mkdir(parents=True, exist_ok=True)
+    output = log / "up.log"
+    with output.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "forebay.cli.main", "node", *_arguments(given, config), "--log-to-file"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+        )
+    try:
+        return _wait(at, child, endpoint, timeout_s)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped waiting; the node (pid {child.pid}) goes on starting: `forebay up` again tells"
+        ) from None
+
+
+def _arguments(given: dict[str, object], config: str | None) -> list[str]:
+    out: list[str] = []
+    for name, value in given.items():
+        if name == "auto_buckets":
+            out += [] if value is None else ["--auto-buckets" if value else "--no-auto-buckets"]
+        elif isinstance(value, tuple):
+            for each in value:
+                out += ["--volume", str(Path(each).absolute())]
+        elif value is not None:
+            path = name in ("dir", "identities")
+            out += [f"--{name}", str(Path(str(value)).expanduser().absolute()) if path else str(value)]
+    return out if config is None else [*out, "--config", str(Path(config).absolute())]
+
+
+def _wait(at: Path, child: subprocess.Popen[bytes] | None, endpoint: str, timeout_s: float) -> local_node.Running:
+    """Until the node of `at` is ready; `Unavailable` with the log's last words if it ends or takes too long."""
+    give_up_s = clock.monotonic_s() + timeout_s
+    while True:
+        if child is None:
+            there = local_node.running(at)
+        else:  # its lock is not probed: that could meet the moment in which it takes it
+            found = local_node.said(at)
+            there = found if found.pid == child.pid else None
+        if there is not None and there.endpoint and local_node.is_ready(there.endpoint):
+            return there
+        if child is not None and child.poll() is not None:
+            raise Unavailable(
+                f"the node ended with status {child.returncode} before it was ready: {last_words(at)} "
+                f"(more in {at / 'log'}); `forebay doctor` looks for the cause"
+            )
+        if child is None and there is None:
+            raise Unavailable("the node that was running has just stopped: run `forebay up` again")
+        if clock.monotonic_s() > give_up_s:
+            raise Unavailable(
+                f"the node at {endpoint} is not ready after {timeout_s:g} s: see {at / 'log'}, or wait longer with "
+                "--timeout"
+            )
+        time.sleep(LOOK_S)
+
+
+def last_words(at: Path) -> str:
+    """The last line that a node wrote before it ended."""
+    for name in ("up.log", "node.log"):
+        try:
+            size = os.path.getsize(at / "log" / name)
+            with (at / "log" / name).open("rb") as file:
+                file.seek(max(0, size - 4096))
+                lines = file.read().decode("utf-8", "replace").strip().splitlines()
+        except OSError:
+            continue
+        if lines:
+            return one_line(lines[-1].removeprefix("forebay: "))
+    return "it said nothing"
