@@ -13,7 +13,7 @@ from typing import Final
 
 from forebay.core.errors import ForebayError
 from forebay.node.http.requests import Request, Response
-from forebay.node.http.s3_xml import CONTENT_TYPE, DECLARATION, element
+from forebay.node.http.s3_xml import CONTENT_TYPE, DECLARATION, element, readable
 from forebay.ports import chance
 
 STATUS: Final = {
@@ -109,12 +109,12 @@ def render(error: ForebayError, request: Request | None, id_line: bytes, host_id
             DECLARATION,
             "<Error>",
             element("Code", code),
-            element("Message", error.message),
+            element("Message", readable(error.message)),
             extra,
-            element("Resource", resource),
+            element("Resource", readable(resource)),
             element("RequestId", request_id),
             element("HostId", host_id),
             "</Error>",
         )
     )
-    return Response(status, head, body.encode("utf-8", "replace"))
+    return Response(status, head, body.encode())

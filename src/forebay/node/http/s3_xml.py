@@ -18,6 +18,7 @@ NAMESPACE: Final = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 CONTENT_TYPE: Final = b"Content-Type: application/xml\r\n"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNSAFE: Final = re.compile("[&<>\"'\x00-\x1f\x7f\ufffe\uffff]")
+_UNREADABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&apos;"}
 
 
@@ -34,6 +35,11 @@ def _reference(match: re.Match[str]) -> str:
 def element(name: str, text: str) -> str:
     """`<name>text</name>`, escaped; nothing is left out when the text is empty."""
     return f"<{name}>{escape(text)}</{name}>"
+
+
+def readable(text: str) -> str:
+    """`text` with what XML cannot carry replaced, for people's eyes: an error document must always parse."""
+    return _UNREADABLE.sub("\ufffd", text)
 
 
 def timestamp(modified_s: float) -> str:

@@ -1,0 +1,184 @@
+"""The S3 handler with nothing real around it: objects in a dictionary, an exchange that remembers what was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+from forebay.core import limits
+from forebay.core.access import Identity, encode_identities
+from forebay.core.calls import ListCall
+from forebay.core.errors import Bug, ForebayError, NotFound
+from forebay.core.listing import after_prefix
+from forebay.core.record import Record, build_head
+from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec
+from forebay.node.http.auth import Auth
+from forebay.node.http.reads import Decide, plan_plain
+from forebay.node.http.requests import Exchange, Request
+from forebay.node.http.s3 import S3
+
+MODIFIED_S = 784903526.75
+MODIFIED = "Tue, 15 Nov 1994 12:45:26 GMT"
+
+
+@dataclass
+class Object:
+    data: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+    etag: str = ""
+
+    def __post_init__(self) -> None:
+        self.etag = self.etag or hashlib.md5(self.data).hexdigest()
+
+    def record(self, key: str) -> Record:
+        info = ObjectInfo(key, len(self.data), self.etag, self.etag, MODIFIED_S, tuple(self.headers.items()))
+        return Record(1, info.size_bytes, self.etag, self.etag, MODIFIED_S, MODIFIED_S, build_head(info), True)
+
+
+@dataclass
+class Answer:
+    status: int
+    head: bytes
+    body: bytes
+
+    @property
+    def headers(self) -> dict[str, str]:
+        lines = [line.split(": ", 1) for line in self.head.decode().split("\r\n") if line]
+        assert len({name.lower() for name, _ in lines}) == len(lines), f"a header twice: {lines}"
+        return {name.lower(): value for name, value in lines}
+
+    @property
+    def xml(self) -> ElementTree.Element:
+        root = ElementTree.fromstring(self.body)
+        for element in root.iter():
+            element.tag = element.tag.partition("}")[2] or element.tag
+        return root
+
+    @property
+    def code(self) -> str:
+        """The S3 error code."""
+        return self.xml.findtext("Code") or ""
+
+
+class FakeExchange:
+    """Answers end here. `spawn` runs the work at once."""
+
+    def __init__(self, handler: S3, request: Request) -> None:
+        self._handler = handler
+        self.request = request
+        self.answers: list[Answer] = []
+
+    def respond(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
+        self.answers.append(Answer(status, head, body))
+
+    def fail(self, error: ForebayError) -> None:
+        response = self._handler.render_error(error, self.request)
+        self.respond(*response)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            asyncio.run(work)
+        except ForebayError as error:
+            self.fail(error)
+
+
+def list_dumbly(
+    keys: Collection[str], prefix: str, delimiter: str, start_after: str, limit: int
+) -> tuple[list[str], list[str], str]:
+    """Keys, common prefixes, at most `limit` together, and where the next page starts."""
+    plain: list[str] = []
+    rolled: list[str] = []
+    after = start_after
+    for key in sorted(keys, key=lambda key: key.encode()):
+        if not key.startswith(prefix) or key.encode() <= start_after.encode():
+            continue
+        cut = key.find(delimiter, len(prefix)) if delimiter else -1
+        if cut >= 0 and key[: cut + len(delimiter)] in rolled:
+            continue
+        if len(plain) + len(rolled) == limit:
+            return plain, rolled, after
+        if cut < 0:
+            plain.append(key)
+            after = key
+        else:
+            rolled.append(key[: cut + len(delimiter)])
+            after = after_prefix(rolled[-1])
+    return plain, rolled, ""
+
+
+class FakeReads:
+    def __init__(self, buckets: dict[str, dict[str, Object]]) -> None:
+        self.buckets = buckets
+        self.asked: list[tuple[str, str, RangeSpec | None]] = []
+
+    def bucket(self, name: str) -> Bucket:
+        if name not in self.buckets:
+            raise NotFound(f"no bucket {name!r}", code="NoSuchBucket")
+        return Bucket(name, "memory://")
+
+    def serve(
+        self,
+        exchange: Exchange,
+        bucket: Bucket,
+        key: str,
+        range: RangeSpec | None = None,
+        decide: Decide | None = None,
+        extra: bytes = b"",
+    ) -> None:
+        self.asked.append((bucket.name, key, range))
+        found = self.buckets[bucket.name].get(key)
+        if found is None:
+            raise NotFound(f"no object {key!r} in {bucket.name}", code="NoSuchKey")
+        record = found.record(key)
+        plan = decide(record) if decide else plan_plain(record, range, extra)
+        exchange.respond(plan.status, plan.head, found.data[plan.start : plan.end])
+
+    async def call(self, verb: str, arguments: Any) -> Any:
+        """The engine's calls that S3 needs."""
+        if verb == "buckets":
+            return [Bucket(name, "memory://", created_s=MODIFIED_S) for name in self.buckets]
+        if verb != "list":
+            raise Bug(f"S3 needs no call {verb}")
+        assert isinstance(arguments, ListCall)
+        assert 1 <= arguments.limit <= limits.LIST_KEYS_MAX
+        objects = self.buckets[arguments.bucket]
+        plain, rolled, after = list_dumbly(
+            objects, arguments.prefix, arguments.delimiter, arguments.start_after, arguments.limit
+        )
+        entries = [ListEntry(key, len(objects[key].data), objects[key].etag, MODIFIED_S) for key in plain]
+        return ListPage(entries, rolled, after)
+
+
+class Front:
+    """`ask` what a client would ask and get what it would get."""
+
+    def __init__(self, *identities: Identity, now_s: float = MODIFIED_S, **buckets: dict[str, Object]) -> None:
+        self.reads = FakeReads(dict(buckets))
+        self.auth = Auth(lambda: now_s)
+        self.auth.update(encode_identities(list(identities)) if identities else b"")
+        self.handler = S3(self.reads, self.reads.call, self.auth, "node-1", ("s3.example.com",))
+
+    def ask(self, method: str, target: str | bytes, headers: dict[str, str] | None = None, **more: str) -> Answer:
+        """One request; `more` are headers too, `_` for `-`."""
+        raw = target.encode() if isinstance(target, str) else target
+        sent = {b"host": b"127.0.0.1:9400"}
+        sent |= {name.lower().encode(): value.encode() for name, value in (headers or {}).items()}
+        sent |= {name.replace("_", "-").encode(): value.encode() for name, value in more.items()}
+        path, _, query = raw.partition(b"?")
+        request = Request(method.encode(), raw, path, query, sent)
+        exchange = FakeExchange(self.handler, request)
+        try:
+            self.handler.handle(request, exchange)  # type: ignore[arg-type]
+        except ForebayError as error:
+            exchange.fail(error)
+        assert len(exchange.answers) == 1, "exactly one answer for a request"
+        answer = exchange.answers[0]
+        assert answer.headers["x-amz-request-id"]
+        return answer
+
+    def get(self, target: str | bytes, headers: dict[str, str] | None = None, **more: str) -> Answer:
+        return self.ask("GET", target, headers, **more)

@@ -1,0 +1,141 @@
+"""Identities and grants, and the front's door check."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from forebay.core.access import (
+    ANYONE,
+    Grant,
+    Identities,
+    Identity,
+    decode_identities,
+    encode_identities,
+    parse_grants,
+    parse_identities,
+)
+from forebay.core.errors import Denied, Invalid
+from forebay.node.http.auth import Auth
+from forebay.node.http.requests import Request
+
+FILE = b"""{"identities": [
+    {"name": "trainer", "access_key_id": "AKIDTRAINER", "secret_access_key": "s3cret", "token": "t0ken",
+     "allow": "read:corpus, write:ckpt-*"},
+    {"name": "operator", "token_sha256": "%b", "allow": "admin:*"},
+    {"name": "idle", "token": "other"}
+]}""" % hashlib.sha256(b"op").hexdigest().upper().encode()
+
+
+def test_what_grants_allow() -> None:
+    for text, verb, bucket, allowed in (
+        ("read:corpus", "read", "corpus", True),
+        ("read:corpus", "read", "corpus2", False),
+        ("read:corpus", "write", "corpus", False),
+        ("write:corpus", "read", "corpus", False),
+        ("admin:corpus", "read", "corpus", True),
+        ("admin:corpus", "write", "corpus", True),
+        ("admin:corpus", "admin", "corpus", True),
+        ("write:corpus", "admin", "corpus", False),
+        ("read:ckpt-*", "read", "ckpt-7b", True),
+        ("read:ckpt-*", "read", "ckpt-", True),
+        ("read:ckpt-*", "read", "my-ckpt-7b", False),
+        ("read:*-ckpt-*", "read", "my-ckpt-7b", True),
+        ("read:a.c", "read", "abc", False),
+        ("admin:*", "admin", "", True),
+        ("admin:corpus", "admin", "", False),
+        ("read:one,read:two", "read", "two", True),
+    ):
+        assert Identity("i", grants=parse_grants(text)).may(verb, bucket) is allowed, (text, verb, bucket)  # type: ignore[arg-type]
+    assert not Identity("i").may("read", "corpus")
+
+
+def test_grants_that_make_no_sense_are_refused_with_their_text() -> None:
+    for text in ("", "read", "read:", "list:corpus", "read:Corpus", "read:a b", "read:corpus,,write:x", "read:[a-z]"):
+        with pytest.raises(Invalid, match="grant"):
+            parse_grants(text)
+
+
+def test_a_file_of_identities_travels_whole() -> None:
+    identities = parse_identities(FILE)
+    assert decode_identities(encode_identities(identities)) == identities
+    assert [identity.name for identity in identities] == ["trainer", "operator", "idle"]
+    assert identities[0].grants == (Grant("read", "corpus"), Grant("write", "ckpt-*"))
+    assert "t0ken" not in repr(identities)
+    assert decode_identities(b"") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "does not fit"),
+        (b"[]", "does not fit"),
+        (b'{"identities": [{"nam": "x"}]}', "does not fit"),
+        (b'{"identities": [{"name": "x"}]}', "cannot prove itself"),
+        (b'{"identities": [{"name": "x", "access_key_id": "A"}]}', "half a key"),
+        (b'{"identities": [{"name": "x", "token": "t", "allow": "read"}]}', "grant"),
+        (b'{"identities": [{"name": "", "token": "t"}]}', "empty"),
+        (b'{"identities": [{"name": "x", "token": "t"}, {"name": "x", "token": "u"}]}', "taken twice"),
+        (b'{"identities": [{"name": "x", "token": "t"}, {"name": "y", "token": "t"}]}', "share"),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong(text: bytes, words: str) -> None:
+    with pytest.raises(Invalid, match=words):
+        parse_identities(text)
+
+
+def _request(headers: dict[bytes, bytes] | None = None) -> Request:
+    return Request(b"GET", b"/corpus/a", b"/corpus/a", b"", {b"host": b"h", **(headers or {})})
+
+
+def test_without_identities_everyone_may() -> None:
+    auth = Auth()
+    assert auth.open
+    assert auth.signed(_request()) is ANYONE
+    assert auth.signed(_request({b"authorization": b"AWS4-HMAC-SHA256 whatever"})) is ANYONE
+    assert auth.bearer(_request()) is ANYONE
+    auth.require(ANYONE, "admin", "corpus")
+
+
+def test_with_identities_a_caller_must_prove_and_be_granted() -> None:
+    auth = Auth()
+    auth.update(encode_identities(parse_identities(FILE)))
+    assert not auth.open
+    with pytest.raises(Denied, match="sign the request"):
+        auth.signed(_request())
+    for header in (
+        {},
+        {b"authorization": b"Bearer wrong"},
+        {b"authorization": b"Basic t0ken"},
+        {b"authorization": b"Bearer"},
+    ):
+        with pytest.raises(Denied, match="Bearer"):
+            auth.bearer(_request(header))
+    trainer = auth.bearer(_request({b"authorization": b"Bearer t0ken"}))
+    assert trainer.name == "trainer"
+    assert auth.bearer(_request({b"authorization": b"bearer op"})).name == "operator"
+    for _ in range(2):  # the second answer is a remembered one
+        auth.require(trainer, "read", "corpus")
+        with pytest.raises(Denied, match="write:corpus"):
+            auth.require(trainer, "write", "corpus")
+
+
+def test_an_update_takes_effect_at_once() -> None:
+    auth = Auth()
+    auth.update(encode_identities(parse_identities(FILE)))
+    trainer = auth.bearer(_request({b"authorization": b"Bearer t0ken"}))
+    auth.require(trainer, "read", "corpus")
+    auth.update(encode_identities([Identity("trainer", token_sha256=hashlib.sha256(b"t0ken").hexdigest())]))
+    with pytest.raises(Denied):
+        auth.require(auth.bearer(_request({b"authorization": b"Bearer t0ken"})), "read", "corpus")
+    auth.update(b"")
+    assert auth.open
+
+
+def test_lookups_by_token_and_key() -> None:
+    table = Identities(parse_identities(FILE))
+    assert table
+    assert not Identities()
+    assert table.secrets == {"AKIDTRAINER": "s3cret"}
+    assert table.by_token(b"nobody") is None
