@@ -1,0 +1,168 @@
+"""A front: the process that clients talk to. It reads the store, and asks the engine for what is not there.
+
+Theory. Everything of a front is put together here, in one function, and nothing else knows all of it: the store's
+readers' side, the link to the engine, the API handlers, the HTTP server. A front starts to listen once its engine has
+welcomed it, since before that it knows neither volumes nor buckets; from then on it serves hits whether or not there is
+an engine. Several fronts share an address with SO_REUSEPORT and nothing else.
+
+`python -m forebay.node.front NUMBER` is how the supervisor starts one (see child.py). With `--fronts 0` the engine's
+process makes a `Front` too, joined by the same socket.
+
+Invariant. After `stop` no connection, descriptor, task or timer of the front is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+import msgspec
+
+from forebay.core.errors import ForebayError
+from forebay.core.metrics import Snapshot
+from forebay.core.wire import Welcome
+from forebay.node import child
+from forebay.node.http.auth import Auth
+from forebay.node.http.counting import FrontCounts
+from forebay.node.http.native import Native
+from forebay.node.http.reads import Reads
+from forebay.node.http.s3 import S3
+from forebay.node.http.server import Server, Timeouts, listen
+from forebay.node.link import GRACE_S, Link
+from forebay.node.settings import Settings
+from forebay.node.store.reader import StoreReader
+from forebay.node.vitals import raise_file_limit, vitals
+from forebay.ports import clock as clocks
+
+log = logging.getLogger("forebay.front")
+
+WELCOME_TIMEOUT_S = 60.0  # an engine that rebuilds its index after a crash takes a while
+
+
+class Front:
+    """One front. `start`, then `stop`; both on the loop that it shall run on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        number: int = 0,
+        *,
+        clock: clocks.Clock = clocks.system,
+        timeouts: Timeouts = Timeouts(),
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.counts = FrontCounts()
+        self.number = number
+        self.settings = settings
+        self._clock = clock
+        self._timeouts = timeouts
+        self._started_s = clock.wall_s()
+        self._store = StoreReader([])
+        self._auth = Auth(clock.wall_s)
+        self._welcomed: Welcome | None = None
+        self.link = Link(
+            settings.engine_socket,
+            number,
+            welcome=self._follow,
+            dropped=self._store.dropped,
+            report=self.snapshot,
+            grace_s=grace_s,
+        )
+        self._reads = Reads(self._store, self.link, self.counts, auto_buckets=settings.auto_buckets, clock=clock)
+        self.server: Server | None = None
+        self.port = 0
+
+    async def start(self, listener: socket.socket | None = None, *, reuse_port: bool = False) -> None:
+        """Connect to the engine, then listen; returns when requests are answered.
+
+        `listener` is a bound socket to use; without it the settings' address is bound. `Unavailable` if no engine
+        welcomes us within WELCOME_TIMEOUT_S; `Invalid` if the address cannot be had.
+        """
+        self.link.start()
+        try:
+            await self.link.wait(WELCOME_TIMEOUT_S)
+            if listener is None:
+                listener = listen(self.settings.host, self.settings.port, reuse_port=reuse_port)
+        except BaseException:
+            await self.link.stop()
+            raise
+        self.port = listener.getsockname()[1]
+        assert self._welcomed is not None
+        domains = (self.settings.domain,) if self.settings.domain else ()
+        s3 = S3(self._reads, self.link.call, self._auth, self._welcomed.node_id, domains)
+        native = Native(self._reads, self._store, self.link.call, self._auth, self._missing)
+        self.server = Server(s3, native, counts=self.counts, clock=self._clock, timeouts=self._timeouts)
+        await self.server.start(listener)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Finish answers under way within `grace_s`, then let go of everything. Twice is fine."""
+        if self.server is not None:
+            await self.server.stop(grace_s)
+        await self.link.stop()
+        self._store.close()
+
+    def snapshot(self) -> Snapshot:
+        """What this front counted, and how it is."""
+        self.counts.engine_connects = self.link.connects
+        counted = self.counts.snapshot()
+        snapshot = Snapshot(counted.values | vitals(f"front-{self.number}", self._started_s), counted.histograms)
+        snapshot.check()
+        return snapshot
+
+    def _follow(self, welcome: Welcome) -> None:
+        self._welcomed = welcome
+        self._auth.update(welcome.identities)
+        self._reads.follow(welcome)
+
+    def _missing(self) -> str:
+        """What keeps this front from being ready; "" when nothing does."""
+        if not self.link.connected:
+            return "the engine does not answer"
+        if self._welcomed is None or not self._welcomed.volumes:
+            return "no volume is usable: reads pass through to the backend"
+        return "stopping" if self.server is None or self.server.draining else ""
+
+
+async def _serve(settings: Settings, number: int) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    child.watch_parent(loop, stopping.set)
+    front = Front(settings, number)
+    starting = asyncio.ensure_future(front.start(reuse_port=True))
+    stopped = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if starting.done():
+            await starting
+            log.info("front %d serves port %d", number, front.port)
+            await stopped
+    finally:
+        starting.cancel()
+        stopped.cancel()
+        await asyncio.gather(starting, stopped, return_exceptions=True)
+        await front.stop()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """The process: settings from standard input, number from the command line; the exit status."""
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_file_limit()
+    try:
+        settings = child.receive()
+        status: int = uvloop.run(_serve(settings, int(arguments[0])))
+        return status
+    except (ForebayError, msgspec.MsgspecError) as error:
+        log.error("front: %s", error)
+        return child.EXIT_REFUSED if getattr(error, "retry", "never") == "never" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

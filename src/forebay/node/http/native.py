@@ -1,0 +1,350 @@
+"""The native API under `/-/`: objects, buckets, listings, jobs and the node itself, in JSON.
+
+Theory. Object bytes take the same way as in S3 (`reads.py`), so this file has no data path of its own. The rest is
+translation: path and query into the arguments of an engine call, its answer into JSON. What can be answered without the
+engine is (listings of what is cached, health), so that a node whose engine is being restarted still says what it has.
+
+Errors are `{"error": {"kind", "message", "code", "retry_after_s"}}`; clients act on `kind`.
+
+Invariants. (1) Secrets in a bucket's options never leave the node: they are shown as `***`, and a `***` that comes back
+means "as it was". (2) A listing from the index looks at one page of it at a time, so that hits are served in between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from forebay.core import calls, limits
+from forebay.core.calls import CachedEntry, CachedPage
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.httpsem import Conditions, parse_range, range_applies
+from forebay.core.listing import after_prefix
+from forebay.core.metrics import render
+from forebay.core.record import Record, State
+from forebay.core.types import Bucket, RangeSpec, check_bucket_name, check_key
+from forebay.node.http import openapi
+from forebay.node.http.auth import Auth
+from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
+from forebay.node.http.requests import (
+    BodySink,
+    BoundedBody,
+    Call,
+    Exchange,
+    Request,
+    Response,
+    decode_component,
+    decode_query,
+    status_of,
+)
+from forebay.node.http.routes import Route, find
+from forebay.node.store.reader import StoreReader
+
+JSON = b"Content-Type: application/json\r\n"
+TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+NDJSON = b"Content-Type: application/x-ndjson\r\n"
+MASK = "***"
+_SECRET = re.compile(r"secret|password|token|credential|private|account_key|access_key(?!_id)|sas", re.IGNORECASE)
+_OBJECTS = b"/-/v1/objects/"
+_CONDITION_NAMES = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
+_SPECIAL = frozenset((*_CONDITION_NAMES, b"range"))
+
+_encode = msgspec.json.Encoder().encode
+_encode_lines = msgspec.json.Encoder().encode_lines
+
+
+class _Line(msgspec.Struct):
+    """One object in an NDJSON listing."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+
+
+class Native:
+    """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
+
+    def __init__(self, reads: Reads, store: StoreReader, call: Call, auth: Auth, ready: Callable[[], str]) -> None:
+        self._reads = reads
+        self._store = store
+        self._call = call
+        self._auth = auth
+        self._missing = ready
+        self._description: bytes | None = None
+
+    # --- the handler's three methods ---------------------------------------------------------------------------------
+    def handle(self, request: Request, exchange: Exchange) -> None:
+        """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
+        method = request.method
+        if (method == b"GET" or method == b"HEAD") and request.path.startswith(_OBJECTS):
+            self._object(request, exchange)
+            return
+        route, taken = find(method.decode("latin-1"), request.path)
+        if route.may is not None:
+            identity = self._auth.bearer(request)
+            if "bucket" in taken:
+                self._auth.require(identity, route.may, taken["bucket"])
+            elif route.may == "admin" and route.body is None:
+                self._auth.require(identity, "admin")
+        answer = getattr(self, f"_{route.name}", None)
+        if answer is None:
+            exchange.spawn(self._forward(request, exchange, route, taken))
+        else:
+            answer(request, exchange, taken)
+
+    def take_body(self, request: Request) -> BodySink:
+        """Only what takes a body gets one; anything else is refused before it is sent."""
+        route, _ = find(request.method.decode("latin-1"), request.path)
+        if route.body is None and request.method not in (b"GET", b"HEAD"):
+            raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
+        return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+
+    def render_error(self, error: ForebayError, request: Request | None) -> Response:
+        """The error as JSON, with Retry-After where waiting helps and Content-Range where the range was outside."""
+        said = openapi.ErrorSaid(error.kind, error.message, error.code, error.retry_after_s)
+        head = JSON
+        if error.retry_after_s:
+            head += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
+        if error.code == "InvalidRange" and error.size_bytes is not None:
+            head += b"Content-Range: bytes */%d\r\n" % error.size_bytes
+        return Response(status_of(error), head, _encode(openapi.ErrorBody(said)))
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+    def _object(self, request: Request, exchange: Exchange) -> None:
+        raw, slash, key = request.path[len(_OBJECTS) :].partition(b"/")
+        if not slash or not key:
+            raise NotFound("there is nothing at this path: name it objects/BUCKET/KEY", code="NoSuchPath")
+        name = decode_component(raw)
+        identity = self._auth.bearer(request)
+        bucket = self._reads.bucket(name)
+        self._auth.require(identity, "read", name)
+        asked, decide = None, None
+        headers = request.headers
+        if not _SPECIAL.isdisjoint(headers):
+            asked = parse_range(request.header(b"range")) if b"range" in headers else None
+            decide = _decider(request, asked)
+        self._reads.serve(exchange, bucket, check_key(decode_component(key)), asked, decide)
+
+    # --- the node itself ---------------------------------------------------------------------------------------------
+    def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        exchange.respond(200, TEXT, b"ok\n")
+
+    def _ready(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        missing = self._missing()
+        exchange.respond(503 if missing else 200, JSON, _encode({"ready": not missing, "missing": missing}))
+
+    def _describe(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if self._description is None:
+            self._description = openapi.describe()
+        exchange.respond(200, JSON, self._description)
+
+    def _metrics(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            exchange.respond(200, TEXT, render(await self._call("metrics", calls.Nothing())).encode())
+
+        exchange.spawn(answer())
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+    async def _forward(self, request: Request, exchange: Exchange, route: Route, taken: dict[str, str]) -> None:
+        """An operation whose answer is the engine's, unchanged."""
+        arguments: Any = calls.Nothing()
+        status = 200
+        if route.name in ("job", "job_cancel"):
+            arguments = calls.JobNamed(taken["job"])
+        elif route.name == "stat":
+            revalidate = decode_query(request.query).get("revalidate", "") in ("1", "true")
+            arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
+        elif route.name in ("bucket_check", "bucket_delete"):
+            arguments = calls.BucketNamed(taken["bucket"])
+        elif route.body is calls.JobCall:
+            arguments = self._job_call(request, route)
+            status = 202
+        answer = await self._call(route.name, arguments)
+        exchange.respond(status, JSON, _encode(answer))
+
+    def _job_call(self, request: Request, route: Route) -> calls.JobCall:
+        call: calls.JobCall = _decode_body(request, calls.JobCall)
+        assert route.may is not None
+        self._auth.require(self._auth.bearer(request), route.may, call.bucket)
+        if call.keys and call.prefix:
+            raise Invalid("both keys and a prefix are given: give one of them")
+        for key in call.keys:
+            check_key(key)
+        return call
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    def _buckets(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            identity = self._auth.bearer(request)
+            found = await self._call("buckets", calls.Nothing())
+            shown = [_masked(bucket) for bucket in found if self._auth.open or identity.may("read", bucket.name)]
+            exchange.respond(200, JSON, _encode(shown))
+
+        exchange.spawn(answer())
+
+    def _bucket(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(_masked(await self._known(taken["bucket"]))))
+
+        exchange.spawn(answer())
+
+    async def _known(self, name: str) -> Bucket:
+        for bucket in await self._call("buckets", calls.Nothing()):
+            if bucket.name == name:
+                found: Bucket = bucket
+                return found
+        raise NotFound(f"there is no bucket {name!r} here: add it with `forebay bucket add`", code="NoSuchBucket")
+
+    def _bucket_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            wanted: Bucket = _decode_body(request, Bucket)
+            if wanted.name != check_bucket_name(taken["bucket"]):
+                raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
+            try:
+                before: Bucket | None = await self._known(wanted.name)
+            except NotFound:
+                before = None
+            kept = await self._call("bucket_put", _unmasked(wanted, before))
+            if decode_query(request.query).get("check", "") in ("1", "true"):
+                try:
+                    await self._call("bucket_check", calls.BucketNamed(wanted.name))
+                except ForebayError:
+                    if before is None:
+                        await self._call("bucket_delete", calls.BucketNamed(wanted.name))
+                    else:
+                        await self._call("bucket_put", before)
+                    raise
+            exchange.respond(200, JSON, _encode(_masked(kept)))
+
+        exchange.spawn(answer())
+
+    # --- listings ----------------------------------------------------------------------------------------------------
+    def _list(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        query = decode_query(request.query)
+        name = self._reads.bucket(taken["bucket"]).name
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        start_after = query.get("start_after", "")
+        text = query.get("limit", str(limits.LIST_KEYS_MAX))
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= limits.LIST_KEYS_MAX:
+            raise Invalid(f"limit is not a number from 1 to {limits.LIST_KEYS_MAX}: ask for pages of at most that")
+        form = query.get("format", "json")
+        if form not in ("json", "ndjson"):
+            raise Invalid(f"format {form!r} is not known: use json or ndjson")
+        if form == "ndjson":
+            if delimiter:
+                raise Invalid("an NDJSON listing is flat: leave the delimiter out")
+            exchange.spawn(self._stream_cached(exchange, name, prefix, start_after))
+        elif query.get("cached", "") in ("1", "true"):
+            page = cached_page(self._store, name, prefix, delimiter, start_after, int(text))
+            exchange.respond(200, JSON, _encode(page))
+        else:
+            call = calls.ListCall(name, prefix, delimiter, start_after, int(text))
+            exchange.spawn(self._list_merged(exchange, call))
+
+    async def _list_merged(self, exchange: Exchange, call: calls.ListCall) -> None:
+        exchange.respond(200, JSON, _encode(await self._call("list", call)))
+
+    async def _stream_cached(self, exchange: Exchange, name: str, prefix: str, start_after: str) -> None:
+        exchange.start(200, NDJSON)
+        while entries := self._store.scan_entries(name, prefix, start_after, limits.LIST_KEYS_MAX):
+            await exchange.write(_encode_lines([_Line(*entry) for entry in entries]))
+            start_after = entries[-1].key
+        await exchange.end()
+
+
+def cached_page(
+    store: StoreReader, bucket: str, prefix: str, delimiter: str, start_after: str, limit: int
+) -> CachedPage:
+    """One page of what the index knows, rolled up at `delimiter` behind `prefix`."""
+    entries: list[CachedEntry] = []
+    prefixes: list[str] = []
+    shown = 0
+    while True:
+        asked = limit + 1 - shown  # one more than fits tells whether there is a next page
+        found = store.scan(bucket, prefix, start_after, asked)
+        for key, record in found:
+            at = key.find(delimiter, len(prefix)) if delimiter else -1
+            if at >= 0 and prefixes and key.startswith(prefixes[-1]):
+                start_after = key  # holds the highest code point itself, so it was not passed over
+                continue
+            if shown == limit:
+                return CachedPage(entries, prefixes, start_after)
+            shown += 1
+            if at >= 0:
+                prefixes.append(key[: at + len(delimiter)])
+                start_after = after_prefix(prefixes[-1])
+                break  # the rest of what was found is mostly under it: pass over that in the index
+            entries.append(_cached_entry(key, record))
+            start_after = key
+        else:
+            if len(found) < asked:
+                return CachedPage(entries, prefixes)
+
+
+def _cached_entry(key: str, record: Record) -> CachedEntry:
+    if record.complete:
+        cached_bytes = record.size_bytes
+    else:
+        bits = int.from_bytes(record.present, "little")
+        cached_bytes = bits.bit_count() * record.block_bytes
+        last = record.size_bytes // record.block_bytes
+        if record.size_bytes % record.block_bytes and bits >> last & 1:
+            cached_bytes -= record.block_bytes - record.size_bytes % record.block_bytes
+    state = record.state
+    return CachedEntry(
+        key,
+        record.size_bytes,
+        record.etag,
+        record.modified_s,
+        cached_bytes,
+        bool(state & State.PINNED),
+        bool(state & State.DIRTY),
+    )
+
+
+def _decider(request: Request, asked: RangeSpec | None) -> Decide:
+    """Conditions, then the range, as RFC 9110 13.2.2 orders them."""
+    texts = [request.header(name) if name in request.headers else None for name in _CONDITION_NAMES]
+    conditions = Conditions(*texts)
+    if_range = request.header(b"if-range") if b"if-range" in request.headers else None
+
+    def decide(record: Record) -> Plan:
+        verdict = conditions.judge(record.etag, record.modified_s)
+        if verdict == 412:
+            raise Precondition(
+                "the object is not the version that was asked for: read it anew", code="PreconditionFailed"
+            )
+        if verdict == 304:
+            return Plan(304, record.head, 0, 0)
+        applies = asked is not None and range_applies(if_range, record.etag, record.modified_s)
+        return plan_plain(record, asked if applies else None)
+
+    return decide
+
+
+def _decode_body(request: Request, type_: Any) -> Any:
+    try:
+        return msgspec.json.decode(request.body, type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(f"the body is not the JSON that is expected here: {error}; see /-/openapi.json") from None
+
+
+def _masked(bucket: Bucket) -> Bucket:
+    """The bucket without its secrets."""
+    options = {name: MASK if _SECRET.search(name) else value for name, value in bucket.options.items()}
+    return msgspec.structs.replace(bucket, options=options)
+
+
+def _unmasked(bucket: Bucket, before: Bucket | None) -> Bucket:
+    """What is still masked is as it was; `Invalid` if it was not."""
+    options = dict(bucket.options)
+    for name, value in options.items():
+        if value == MASK and _SECRET.search(name):
+            if before is None or name not in before.options:
+                raise Invalid(f"the option {name} is {MASK}: give its value")
+            options[name] = before.options[name]
+    return msgspec.structs.replace(bucket, options=options)
