@@ -8,12 +8,12 @@ resident's place only with *clearly better evidence*, of two kinds:
 
 * It comes back faster. T is a unit's mean interval between uses, in bytes used meanwhile. A newcomer whose T, measured
   over two intervals or more, is MARGIN times shorter than the resident's (or than the time the resident has been idle)
-  wins. In random epochs k intervals average at least (k-1)/k of D, and no resident idles for 2 D, so luck hardly wins.
-  A single interval may be luck (the end of one epoch and the start of the next), so it has to be MARGIN_ONE shorter.
+  wins. In random epochs two intervals in a row average at least D/2 and no resident idles for 2 D, so luck hardly ever
+  makes a factor of 3.5. A single interval says nothing: the end of one epoch and the start of the next can be close.
 * The resident is dead: idle for longer than DEAD_FACTOR times the longest interval that residents show. That is how a
   changed dataset is followed: the old one stops being used, and one and a third of its longest interval on it is dead.
 
-Newcomers wait in a small *probation* queue (2 %); when room is needed its oldest meets the weakest of a few residents
+Newcomers wait in a small *probation* queue (1 %); when room is needed its oldest meets the weakest of a few residents
 (the *main* clock: a hand over the slots) and one of the two goes. What goes leaves its T and last use in the *ghost*, a
 table of bounded size, so a unit that comes back finds its record again. Uses closer together than the probation queue
 is long count once: a reader that takes a block in four pieces has used it once.
@@ -44,9 +44,9 @@ from forebay.core.pool import PROBATION_SHARE, Pool
 
 BLOCK_BITS = 24
 TICKS = 4096  # of the clock per capacity
-LOW_MARK = 0.99  # once above capacity (the high mark), evict down to this share of it
-MARGIN = 2.5
-MARGIN_ONE = 16.0
+LOW_MARK = 0.995  # once above capacity (the high mark), evict down to this share of it
+MARGIN = 3.5
+INTERVALS_MIN = 2
 SAMPLE = 12  # residents looked at per contest
 POOLS_MAX = 250
 
@@ -82,15 +82,13 @@ class Eviction:
     def __init__(self, capacity_bytes: int) -> None:
         self._slots: dict[int, int] = {}
         self._free: array[int] = array("I")
-        # one entry per slot
-        self._units = array("Q")
-        self._sizes = array("I")
-        self._last = array("I")
-        self._means = array("f")
-        self._intervals = bytearray()
-        self._buckets = array("H")
-        self._state = bytearray()
-        self._flags = bytearray()
+        self._units, self._sizes, self._last = array("Q"), array("I"), array("I")  # one entry per slot
+        self._means, self._buckets, self._intervals = array("f"), array("H"), bytearray()
+        self._state, self._flags = bytearray(), bytearray()
+        self._columns: tuple[array[int] | array[float] | bytearray, ...] = (
+            *(self._units, self._sizes, self._last, self._buckets),
+            *(self._means, self._intervals, self._state, self._flags),
+        )
         self._held: dict[int, int] = {}
         self._bucket_ids: dict[str, int] = {}
         self._bucket_names: list[str] = []
@@ -178,8 +176,11 @@ class Eviction:
         self._state[slot], self._flags[slot] = _APART, _PROBATION
         pool.probation.append(unit)
         pool.probation_bytes += size_bytes
-        while pool.overflow_bytes > 0 and self._promote_into_room(pool):
-            pass
+        while pool.overflow_bytes > 0:
+            oldest = self._oldest(pool)
+            if oldest < 0 or not self._has_room(pool, self._sizes[oldest]):
+                break
+            self._promote(oldest)
 
     def touched(self, unit: int) -> bool:
         """A present unit was read. False if it is not known (evicted meanwhile): nothing happens then."""
@@ -207,25 +208,17 @@ class Eviction:
         self._remove(slot)
         return True
 
-    def pin(self, unit: int) -> bool:
-        """Never evict it until `unpin`. False if it is not known."""
+    def pin(self, unit: int, pinned: bool = True) -> bool:
+        """Never evict it until it is unpinned (`pinned` False). False if the unit is not known."""
         slot = self._slots.get(unit)
         if slot is None:
             return False
         if self._flags[slot] & _PROBATION:
+            if not pinned:
+                return True
             self._promote(slot)
-        self._flags[slot] |= _PINNED
-        self._state[slot] = _APART
-        return True
-
-    def unpin(self, unit: int) -> bool:
-        """Undo `pin`. False if it is not known."""
-        slot = self._slots.get(unit)
-        if slot is None:
-            return False
-        if self._flags[slot] & _PINNED:
-            self._flags[slot] &= ~_PINNED
-            self._state[slot] = self._pool_of[self._buckets[slot]].code
+        self._flags[slot] = _PINNED if pinned else 0
+        self._state[slot] = _APART if pinned else self._pool_of[self._buckets[slot]].code
         return True
 
     def hold(self, unit: int) -> None:
@@ -342,11 +335,9 @@ class Eviction:
         idle = self._now - self._last[resident]
         if self._pool_of[self._buckets[resident]].is_dead(idle, self._now):
             return True
-        intervals = self._intervals[candidate]
-        if not intervals:
+        if self._intervals[candidate] < INTERVALS_MIN:
             return False
-        margin = MARGIN if intervals > 1 else MARGIN_ONE
-        return max(self._means[resident], idle) > margin * self._means[candidate]
+        return max(self._means[resident], idle) > MARGIN * self._means[candidate]
 
     def _weakest(self, pool: Pool | None) -> int:
         """The slot with the longest interval or idle time among the next few residents under the hand, or -1."""
@@ -390,14 +381,20 @@ class Eviction:
         """The slot at the head of probation, skipping held ones (they go to the back); -1 if there is none."""
         queue = pool.probation
         for _ in range(len(queue)):
-            unit = queue[0]
-            slot = self._slots.get(unit, -1)
-            if slot < 0 or not self._flags[slot] & _PROBATION or self._pool_of[self._buckets[slot]] is not pool:
+            slot = self._waiting(queue[0], pool)
+            if slot < 0:
                 queue.popleft()
-            elif unit in self._held:
+            elif queue[0] in self._held:
                 queue.rotate(-1)
             else:
                 return slot
+        return -1
+
+    def _waiting(self, unit: int, pool: Pool) -> int:
+        """The unit's slot if it is in this pool's probation (a place in the queue may be outdated), else -1."""
+        slot = self._slots.get(unit, -1)
+        if slot >= 0 and self._flags[slot] & _PROBATION and self._pool_of[self._buckets[slot]] is pool:
+            return slot
         return -1
 
     # --- books -------------------------------------------------------------------------------------------------------
@@ -437,13 +434,6 @@ class Eviction:
         main_bytes = sum(each.main_bytes for each in self._pools.values())
         return main_bytes + size_bytes <= self.capacity_bytes * share
 
-    def _promote_into_room(self, pool: Pool) -> bool:
-        slot = self._oldest(pool)
-        if slot < 0 or not self._has_room(pool, self._sizes[slot]):
-            return False
-        self._promote(slot)
-        return True
-
     def _promote(self, slot: int) -> None:
         """From probation to the residents. Its place in the queue is dropped when it is met."""
         pool = self._pool_of[self._buckets[slot]]
@@ -456,18 +446,12 @@ class Eviction:
         assert 0 <= size_bytes < 1 << 32, size_bytes
         if self._free:
             slot = self._free.pop()
-            self._units[slot], self._sizes[slot], self._buckets[slot] = unit, size_bytes, bucket_id
-            self._means[slot] = self._intervals[slot] = 0
         else:
             slot = len(self._units)
-            self._units.append(unit)
-            self._sizes.append(size_bytes)
-            self._last.append(0)
-            self._means.append(0.0)
-            self._intervals.append(0)
-            self._buckets.append(bucket_id)
-            self._state.append(_FREE)
-            self._flags.append(0)
+            for column in self._columns:
+                column.append(0)
+        self._units[slot], self._sizes[slot], self._buckets[slot] = unit, size_bytes, bucket_id
+        self._means[slot] = self._intervals[slot] = 0
         self._slots[unit] = slot
         self.used_bytes += size_bytes
         self._bucket_bytes[bucket_id] += size_bytes
@@ -490,19 +474,12 @@ class Eviction:
 
     def _compact(self, pool: Pool) -> None:
         """Drop places in the probation queue whose units are elsewhere."""
-        kept = dict.fromkeys(pool.probation)
-        pool.probation = deque(
-            unit
-            for unit in kept
-            if (slot := self._slots.get(unit, -1)) >= 0
-            and self._flags[slot] & _PROBATION
-            and self._pool_of[self._buckets[slot]] is pool
-        )
+        pool.probation = deque(unit for unit in dict.fromkeys(pool.probation) if self._waiting(unit, pool) >= 0)
 
     def _ghost_for(self, units: int) -> Ghost:
         """The ghost, made anew when it is small for so many units (it forgets; that happens while a cache fills)."""
-        if len(self._ghost) < 2 * units:
-            self._ghost = Ghost(4 * units)
+        if len(self._ghost) < units:
+            self._ghost = Ghost(1 << units.bit_length())
         return self._ghost
 
     def check(self) -> None:
