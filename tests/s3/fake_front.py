@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from forebay.core import limits
 from forebay.core.access import Identity, encode_identities
-from forebay.core.calls import ListCall
+from forebay.core.calls import ListCall, Nothing
 from forebay.core.errors import Bug, ForebayError, NotFound
 from forebay.core.listing import after_prefix
 from forebay.core.record import Record, build_head
@@ -113,9 +113,12 @@ def list_dumbly(
 class FakeReads:
     def __init__(self, buckets: dict[str, dict[str, Object]]) -> None:
         self.buckets = buckets
+        self.found_later: set[str] = set()
         self.asked: list[tuple[str, str, RangeSpec | None]] = []
 
     def bucket(self, name: str) -> Bucket:
+        if name in self.found_later:
+            return Bucket(name, "", freshness_s=0.0)
         if name not in self.buckets:
             raise NotFound(f"no bucket {name!r}", code="NoSuchBucket")
         return Bucket(name, "memory://")
@@ -141,6 +144,10 @@ class FakeReads:
         """The engine's calls that S3 needs."""
         if verb == "buckets":
             return [Bucket(name, "memory://", created_s=MODIFIED_S) for name in self.buckets]
+        if verb == "bucket_check":
+            if arguments.name not in self.buckets:
+                raise NotFound(f"no bucket {arguments.name!r}", code="NoSuchBucket")
+            return Nothing()
         if verb != "list":
             raise Bug(f"S3 needs no call {verb}")
         assert isinstance(arguments, ListCall)

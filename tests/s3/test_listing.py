@@ -319,6 +319,14 @@ def test_a_caller_sees_and_reads_only_what_is_granted() -> None:
     assert front.get("/gamma/k").code == "NoSuchBucket"
 
 
+def test_a_bucket_that_must_be_looked_for_is_only_there_if_it_is() -> None:
+    front = Front(corpus={})
+    front.reads.found_later = {"corpus", "nowhere"}
+    for ask in (("HEAD", "/{}"), ("GET", "/{}?location"), ("GET", "/{}?versioning")):
+        assert front.ask(ask[0], ask[1].format("corpus")).status == 200
+        assert front.ask(ask[0], ask[1].format("nowhere")).status == 404
+
+
 def test_head_bucket_location_and_versioning() -> None:
     front = _front("a")
     head = front.ask("HEAD", "/corpus")

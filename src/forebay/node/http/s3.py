@@ -23,7 +23,7 @@ from typing import Final
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.calls import Nothing
+from forebay.core.calls import BucketNamed, Nothing
 from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.httpsem import Conditions, parse_range, range_applies
 from forebay.core.record import Record
@@ -176,21 +176,30 @@ class S3:
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     def _bucket_operation(self, request: Request, exchange: Exchange, identity: Identity, name: str) -> None:
-        self._bucket(name)
+        bucket = self._bucket(name)
         self._auth.require(identity, "read", name)
         query = decode_query(request.query)
         if request.method == b"HEAD":
-            exchange.respond(
-                200, self._ids.line() + CONTENT_TYPE + b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b""
-            )
+            self._answer_if_there(exchange, bucket, b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b"")
             return
         _refuse_unserved(request, query, _BUCKET_SUBRESOURCES)
-        if "location" in query:
-            self._answer_xml(exchange, document("LocationConstraint", ""))  # S3's way to say us-east-1
-        elif "versioning" in query:
-            self._answer_xml(exchange, document("VersioningConfiguration", ""))  # S3's way to say never enabled
+        if "location" in query:  # an empty element is S3's way to say us-east-1
+            self._answer_if_there(exchange, bucket, b"", document("LocationConstraint", ""))
+        elif "versioning" in query:  # an empty element is S3's way to say never enabled
+            self._answer_if_there(exchange, bucket, b"", document("VersioningConfiguration", ""))
         else:
             exchange.spawn(self._list_objects(exchange, name, s3_listing.parse_list(query)))
+
+    def _answer_if_there(self, exchange: Exchange, bucket: Bucket, head: bytes, body: bytes) -> None:
+        """Answer about a bucket; one that is not configured but looked for (no URL) is asked for first."""
+        if bucket.url:
+            exchange.respond(200, self._ids.line() + CONTENT_TYPE + head, body)
+        else:
+            exchange.spawn(self._answer_once_found(exchange, bucket, head, body))
+
+    async def _answer_once_found(self, exchange: Exchange, bucket: Bucket, head: bytes, body: bytes) -> None:
+        await self._call("bucket_check", BucketNamed(bucket.name))
+        exchange.respond(200, self._ids.line() + CONTENT_TYPE + head, body)
 
     async def _list_objects(self, exchange: Exchange, bucket: str, asked: s3_listing.ListRequest) -> None:
         page = await s3_listing.fetch_page(self._call, bucket, asked)
