@@ -284,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({})
         if self.command == "PUT":
             bucket = msgspec.json.decode(body, type=Bucket)
-            if query.get("check") != "0" and name in node.unreachable:
+            if query.get("check") == "1" and name in node.unreachable:
                 raise node.unreachable[name]
             node.settings[name] = bucket
         elif self.command == "DELETE":

@@ -9,7 +9,7 @@ import typer
 from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import verb
-from forebay.core.errors import Exists, Invalid, NotFound
+from forebay.core.errors import Exists, Invalid
 from forebay.core.types import Bucket, check_bucket_name, format_freshness, parse_freshness
 
 app = typer.Typer(no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None)
@@ -118,9 +118,7 @@ def _quota(bucket: Bucket) -> str:
 def show_bucket(name: BucketName, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show one bucket's settings."""
     with open_client(url) as client:
-        bucket = next((found for found in client.buckets() if found.name == name), None)
-    if bucket is None:
-        raise NotFound(f"bucket {name!r} is not known here: see `forebay bucket ls`", code="NoSuchBucket")
+        bucket = client.bucket(name)
     if as_json:
         show.document(bucket)
         return

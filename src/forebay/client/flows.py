@@ -139,7 +139,9 @@ def get(
 def head(bucket: str, key: str) -> Flow[Got]:
     """What a GET would say, without the body."""
     response = yield Request("HEAD", object_target(bucket, key))
-    if not response.ok:  # an answer to HEAD has no body, so it cannot say more than its status
+    if response.status == 404:  # an answer to HEAD has no body, so it cannot say more than its status
+        raise NotFound(f"{bucket}/{key} does not exist: see what does with `forebay ls {bucket}/`", code="NoSuchKey")
+    if not response.ok:
         raise raised(response, f"{bucket}/{key}")
     return got(response)
 
@@ -195,9 +197,15 @@ def buckets() -> Flow[list[Bucket]]:
     return sorted(found, key=lambda bucket: bucket.name)
 
 
+def bucket(name: str) -> Flow[Bucket]:
+    """One bucket's settings; secrets in its options read `***`."""
+    found: Bucket = yield from _ask_json(Request("GET", encode_path("-/v1/buckets", name)), f"bucket {name}", Bucket)
+    return found
+
+
 def bucket_put(bucket: Bucket, *, check: bool) -> Flow[Bucket]:
     """Create or change a bucket; with `check` the node first asks the backend whether it answers."""
-    target = with_query(encode_path("-/v1/buckets", bucket.name), (("check", "1" if check else "0"),))
+    target = with_query(encode_path("-/v1/buckets", bucket.name), (("check", "1" if check else ""),))
     kept: Bucket = yield from _ask_json(_post(target, bucket, "PUT"), f"bucket {bucket.name}", Bucket)
     return kept
 

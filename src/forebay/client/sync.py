@@ -223,6 +223,10 @@ class Client:
         """All buckets, by name."""
         return self.run(flows.buckets())
 
+    def bucket(self, name: str) -> Bucket:
+        """One bucket's settings; secrets in its options read `***`."""
+        return self.run(flows.bucket(name))
+
     def bucket_put(self, bucket: Bucket, *, check: bool = True) -> Bucket:
         """Create or change a bucket; with `check` only if its backend answers."""
         return self.run(flows.bucket_put(bucket, check=check))
