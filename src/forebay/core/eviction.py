@@ -21,7 +21,7 @@ is long count once: a reader that takes a block in four pieces has used it once.
 A bucket with a quota is a *pool* with its own probation, hand and longest interval, and gives up its own units when it
 is above the quota. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
 
-Memory: one dict entry and parallel arrays, about 130 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
+Memory: one dict entry and parallel arrays, about 150 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
 nothing of a random epoch), S3-FIFO and CLOCK as they are (every second-time newcomer replaces a resident), TinyLFU's
 counting sketch (halving leaves differences of two between equals, and collisions pass for evidence), random admission
 (hits C/D, never learns a hot set). Measured against these: docs/design/0002-eviction.md.
@@ -324,11 +324,8 @@ class Eviction:
         resident = self._weakest(pool)
         if resident >= 0:
             return resident
-        for each in [pool] if pool else list(self._pools.values()):
-            candidate = self._oldest(each)
-            if candidate >= 0:
-                return candidate
-        return -1
+        pools = [pool] if pool else list(self._pools.values())
+        return next((slot for each in pools if (slot := self._oldest(each)) >= 0), -1)
 
     def _wins(self, candidate: int, resident: int) -> bool:
         """Whether the evidence for the candidate is clearly better."""
@@ -478,8 +475,8 @@ class Eviction:
 
     def _ghost_for(self, units: int) -> Ghost:
         """The ghost, made anew when it is small for so many units (it forgets; that happens while a cache fills)."""
-        if len(self._ghost) < units:
-            self._ghost = Ghost(1 << units.bit_length())
+        if len(self._ghost) < units * 3 // 2:
+            self._ghost = Ghost(2 * units)
         return self._ghost
 
     def check(self) -> None:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from array import array
 
+WAYS = 4  # places per set
+
 
 class Ghost:
     """Last use and mean interval of units that left: a four-way table with tags. Full sets forget their oldest."""
 
-    __slots__ = ("intervals", "last", "means", "shift", "tags")
+    __slots__ = ("intervals", "last", "means", "sets", "tags")
 
     def __init__(self, entries: int) -> None:
-        bits = max(6, (entries - 1).bit_length())
-        self.shift = 64 - (bits - 2)
-        self.tags = array("H", bytes(2 << bits))
-        self.last = array("I", bytes(4 << bits))
-        self.means = array("f", bytes(4 << bits))
-        self.intervals = bytearray(1 << bits)
+        self.sets = max(16, entries // WAYS)
+        places = self.sets * WAYS
+        self.tags = array("H", bytes(2 * places))
+        self.last = array("I", bytes(4 * places))
+        self.means = array("f", bytes(4 * places))
+        self.intervals = bytearray(places)
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -33,13 +35,13 @@ class Ghost:
         mixed = unit * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         mixed ^= mixed >> 29
         mixed = mixed * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        return mixed >> self.shift << 2, (mixed & 0xFFFF) or 1
+        return (mixed >> 16) % self.sets * WAYS, (mixed & 0xFFFF) or 1
 
     def remember(self, unit: int, last: int, mean: float, intervals: int) -> None:
         """Keep when `unit` was last used, its mean interval and over how many it was taken."""
         start, tag = self._find(unit)
         chosen = start
-        for at in range(start, start + 4):
+        for at in range(start, start + WAYS):
             if self.tags[at] == tag:
                 chosen = at
                 break
@@ -51,7 +53,7 @@ class Ghost:
     def recall(self, unit: int) -> tuple[int, float, int] | None:
         """(last use, mean interval, intervals), taken out."""
         start, tag = self._find(unit)
-        for at in range(start, start + 4):
+        for at in range(start, start + WAYS):
             if self.tags[at] == tag:
                 found = self.last[at], self.means[at], self.intervals[at]
                 self.tags[at] = self.last[at] = 0
