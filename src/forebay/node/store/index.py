@@ -49,14 +49,13 @@ class _Shared:
 _open: dict[str, _Shared] = {}
 
 
-def _open_env(path: str, *, write: bool) -> _Shared:
+def _open_env(path: str, map_bytes: int, *, write: bool) -> _Shared:
     shared = _open.get(path)
     if shared is not None:
         if write and not shared.writable:
             raise Bug(f"the index {path} is open for reading in this process: open the Store before its readers")
         shared.uses += 1
         return shared
-    map_bytes = limits.INDEX_MAP_BYTES
     while True:
         try:
             env = lmdb.open(
@@ -82,14 +81,14 @@ def _open_env(path: str, *, write: bool) -> _Shared:
 class Index:
     """An open index. Threads: `get` anywhere; everything else where it was opened."""
 
-    def __init__(self, path: str, *, write: bool = False) -> None:
+    def __init__(self, path: str, *, write: bool = False, map_bytes: int = limits.INDEX_MAP_BYTES) -> None:
         """Open; with `write`, make what is missing. `Corrupt` when the files are not a whole index."""
         self.path = path
         data = os.path.join(path, "data.mdb")
         if os.path.exists(data) and 0 < os.path.getsize(data) < 8192:
             raise Corrupt(f"the index {path} is cut short: it is rebuilt from the data files when the node starts")
         try:
-            self._shared = _open_env(path, write=write)
+            self._shared = _open_env(path, map_bytes, write=write)
         except lmdb.Error as error:
             raise _as_error(error, path) from error
         self.env = self._shared.env

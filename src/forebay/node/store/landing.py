@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from forebay.core import limits
 from forebay.core.record import Record
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files
@@ -38,6 +37,7 @@ class Landing:
         "_partial",
         "_store",
         "_uses",
+        "block_bytes",
         "bucket",
         "checked_s",
         "gone",
@@ -47,8 +47,6 @@ class Landing:
         "pinned",
         "volume",
     )
-
-    block_bytes = limits.BLOCK_BYTES
 
     def __init__(
         self,
@@ -72,6 +70,7 @@ class Landing:
         self.info = info
         self.object_id = header.identity.object_id
         self.path = header.path
+        self.block_bytes = header.identity.block_bytes
         self.checked_s = checked_s
         self.pinned = pinned
         self.gone = False

@@ -27,6 +27,8 @@ from forebay.node.store import files, keys, presence
 from forebay.node.store.writer import Store
 
 IDLE_S = 60.0  # until the next look when there is nothing to scrub
+UNIT_BYTES_MIN = 64 * 1024  # what a unit counts at least: a million tiny objects must not keep a core busy
+ROUND_S = 6 * 3600.0  # a volume's next round begins no sooner after the last
 _KEEP_EVERY = 64  # units between two notes of where the walk is
 
 
@@ -54,9 +56,11 @@ class Scrubber:
     Counts since the start: `units_checked`, `bytes_checked`, `units_bad`.
     """
 
-    def __init__(self, store: Store, *, rate_bytes_s: float = 50e6) -> None:
+    def __init__(self, store: Store, *, rate_bytes_s: float = 50e6, round_s: float = ROUND_S) -> None:
         self._store = store
         self._rate_bytes_s = rate_bytes_s
+        self._round_s = round_s
+        self._rest_until_s: dict[str, float] = {}
         self._volume = 0
         self._cursors: dict[str, _Cursor] = {}
         self._due_s: float | None = None
@@ -72,7 +76,7 @@ class Scrubber:
         """
         if self._due_s is not None and now_s < self._due_s:
             return self._due_s - now_s
-        unit = self.next_unit()
+        unit = self.next_unit(now_s)
         if unit is None:
             return IDLE_S
         try:
@@ -85,16 +89,19 @@ class Scrubber:
     def pace(self, unit: ScrubUnit, now_s: float) -> float:
         """Seconds to wait after a unit so that the rate is kept."""
         start_s = now_s if self._due_s is None else max(self._due_s, now_s - 1.0)
-        self._due_s = start_s + unit.size_bytes / self._rate_bytes_s
+        self._due_s = start_s + max(unit.size_bytes, UNIT_BYTES_MIN) / self._rate_bytes_s
         return max(0.0, self._due_s - now_s)
 
-    def next_unit(self) -> ScrubUnit | None:
-        """What to check next; None when the store is empty. The walk goes round, through all volumes in turn."""
+    def next_unit(self, now_s: float) -> ScrubUnit | None:
+        """What to check next; None when there is nothing now. The walk goes round, through all volumes in turn."""
         volumes = self._store.usable()
         for _ in range(len(volumes) + 1):
             if not volumes:
                 return None
             volume = volumes[self._volume % len(volumes)]
+            if now_s < self._rest_until_s.get(volume.id, now_s):
+                self._volume += 1
+                continue
             cursor = self._cursors.get(volume.id)
             if cursor is None:
                 cursor = self._cursors[volume.id] = _read_cursor(volume.get("meta", b"scrub"))
@@ -107,6 +114,7 @@ class Scrubber:
                     self._keep(volume.id)
                     return unit
             cursor.entry, cursor.block, cursor.rounds = b"", 0, cursor.rounds + 1
+            self._rest_until_s[volume.id] = now_s + self._round_s
             self._volume += 1
         return None
 

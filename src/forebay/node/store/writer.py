@@ -74,10 +74,11 @@ class Store:
     """The node's volumes, as their one writer sees them."""
 
     def __init__(
-        self, volumes: Sequence[Volume], capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None
+        self, capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None, block_bytes: int
     ) -> None:
         """For `open`, which see."""
-        self._all = list(volumes)
+        self._all: list[Volume] = []
+        self._block_bytes = block_bytes
         self._capacity_bytes = capacity_bytes
         self._on_event = on_event or (lambda event: None)
         self._owner = threading.get_ident()
@@ -101,15 +102,17 @@ class Store:
         capacity_bytes: int | None = None,
         on_event: Callable[[StoreEvent], None] | None = None,
         xattrs: bool = True,
+        block_bytes: int = limits.BLOCK_BYTES,
     ) -> Store:
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
 
         A volume that cannot be used (I/O errors) is left out and told to `on_event`; `Unavailable` if none is left.
         `capacity_bytes` bounds all volumes together; without it, what the filesystems have. `xattrs=False` keeps file
-        headers in sidecar files, as on a filesystem without xattrs.
+        headers in sidecar files, as on a filesystem without xattrs. `block_bytes` is for objects to come; each
+        record says its own.
         """
-        store = cls([], capacity_bytes, on_event)
+        store = cls(capacity_bytes, on_event, block_bytes)
         try:
             for path in dirs:
                 store._add(os.fspath(path), xattrs)
@@ -399,7 +402,7 @@ class Store:
             info.modified_s,
             info.headers,
             checked_s,
-            Landing.block_bytes,
+            self._block_bytes,
         )
         temp, path = volume.temp_path(object_id), volume.data_path(object_id)
         return files.create(temp, path, identity, xattrs=volume.xattrs)
