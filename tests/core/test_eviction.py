@@ -128,6 +128,13 @@ def test_a_held_unit_goes_only_after_it_was_released_as_often():
     assert machine.victims(2 * MIB) == ([2], MIB, True)
 
 
+def test_a_unit_that_the_caller_calls_busy_is_passed_over():
+    machine = Eviction(4 * MIB)
+    fill(machine, range(4))
+    assert machine.victims(2 * MIB, busy=lambda unit: unit != 1) == ([1], MIB, True)
+    assert not machine.victims(3 * MIB).stuck, "busy holds for one call"
+
+
 def test_a_bucket_above_its_quota_gives_up_its_own_units():
     machine = Eviction(100 * MIB)
     fill(machine, range(50), "calm")

@@ -34,8 +34,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from forebay.core.errors import Invalid
@@ -89,7 +89,8 @@ class Eviction:
             *(self._units, self._sizes, self._last, self._buckets),
             *(self._means, self._intervals, self._state, self._flags),
         )
-        self._held: dict[int, int] = {}
+        self._held: Counter[int] = Counter()
+        self._busy: Callable[[int], bool] | None = None
         self._bucket_ids: dict[str, int] = {}
         self._bucket_names: list[str] = []
         self._bucket_bytes: list[int] = []
@@ -120,9 +121,9 @@ class Eviction:
         if quota_bytes is not None and pool is not self._open:
             pool.limit_bytes = quota_bytes
         elif quota_bytes is not None:
-            code = next((code for code in range(2, POOLS_MAX + 2) if code not in self._pools), None)
-            if code is None:
+            if len(self._pools) > POOLS_MAX:
                 raise Invalid(f"{POOLS_MAX} buckets have a quota already: remove one first, or leave this one without")
+            code = next(code for code in range(2, POOLS_MAX + 2) if code not in self._pools)
             self._pools[code] = Pool(code, quota_bytes)
             self._move(bucket_id, pool, self._pools[code])
         elif pool is not self._open:
@@ -158,12 +159,11 @@ class Eviction:
     # --- events ------------------------------------------------------------------------------------------------------
     def landed(self, unit: int, size_bytes: int, bucket: str) -> None:
         """A unit came into the store: a block landed whole, an inline object was put. Then look at `excess_bytes`."""
-        slot = self._slots.get(unit)
-        if slot is not None:
-            if self._sizes[slot] == size_bytes:
-                self.touched(unit)
-                return
-            self.removed(unit)
+        known = self._slots.get(unit)
+        if known is not None and self._sizes[known] == size_bytes:
+            self.touched(unit)
+            return
+        self.removed(unit)
         slot = self._add(unit, size_bytes, self._bucket_id(bucket))
         pool = self._pool_of[self._buckets[slot]]
         self._use(size_bytes)
@@ -202,20 +202,18 @@ class Eviction:
 
     def removed(self, unit: int) -> bool:
         """A unit left the store by another way than `victims`. False if it is not known."""
-        slot = self._slots.get(unit)
-        if slot is None:
-            return False
-        self._remove(slot)
-        return True
+        if (slot := self._slots.get(unit)) is not None:
+            self._remove(slot)
+        return slot is not None
 
     def pin(self, unit: int, pinned: bool = True) -> bool:
         """Never evict it until it is unpinned (`pinned` False). False if the unit is not known."""
         slot = self._slots.get(unit)
         if slot is None:
             return False
+        if self._flags[slot] & _PROBATION and not pinned:
+            return True
         if self._flags[slot] & _PROBATION:
-            if not pinned:
-                return True
             self._promote(slot)
         self._flags[slot] = _PINNED if pinned else 0
         self._state[slot] = _APART if pinned else self._pool_of[self._buckets[slot]].code
@@ -223,14 +221,12 @@ class Eviction:
 
     def hold(self, unit: int) -> None:
         """Not while somebody is reading it from a flight: no victim until `release` was called as often. Any unit."""
-        self._held[unit] = self._held.get(unit, 0) + 1
+        self._held[unit] += 1
 
     def release(self, unit: int) -> None:
         """Undo one `hold`."""
-        count = self._held[unit] - 1
-        if count:
-            self._held[unit] = count
-        else:
+        self._held[unit] -= 1
+        if not self._held[unit]:
             del self._held[unit]
 
     def restore(self, units: Iterable[tuple[int, int, str, int, bool]]) -> None:
@@ -277,8 +273,12 @@ class Eviction:
             over = max(over, self.used_bytes - int(self.capacity_bytes * LOW_MARK))
         return over
 
-    def victims(self, excess_bytes: int) -> Evicted:
-        """Choose units of at least `excess_bytes` and forget them. Buckets above their quota give first."""
+    def victims(self, excess_bytes: int, busy: Callable[[int], bool] | None = None) -> Evicted:
+        """Choose units of at least `excess_bytes` and forget them. Buckets above their quota give first.
+
+        A unit for which `busy` says yes is passed over, as if it were held.
+        """
+        self._busy = busy
         units: list[int] = []
         freed = 0
         stuck = False
@@ -287,8 +287,7 @@ class Eviction:
             if pool is not self._open and pool.used_bytes > pool.limit_bytes:
                 freed += self._drain(pool, pool.used_bytes - int(pool.limit_bytes * LOW_MARK), units)
                 stuck |= pool.used_bytes > pool.limit_bytes
-        if freed < excess_bytes:
-            freed += self._drain(None, excess_bytes - freed, units)
+        freed += self._drain(None, excess_bytes - freed, units)
         return Evicted(units, freed, stuck or freed < excess_bytes)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -339,7 +338,7 @@ class Eviction:
     def _weakest(self, pool: Pool | None) -> int:
         """The slot with the longest interval or idle time among the next few residents under the hand, or -1."""
         best, best_score = -1, -1.0
-        now, last, means, held, units = self._now, self._last, self._means, self._held, self._units
+        now, last, means, units = self._now, self._last, self._means, self._units
         hand = pool.hand if pool else self._hand
         for _ in range(SAMPLE):
             slot = self._next_resident(pool, hand)
@@ -347,13 +346,16 @@ class Eviction:
                 return -1
             hand = slot + 1
             score = max(means[slot], now - last[slot])
-            if score > best_score and not (held and units[slot] in held):
+            if score > best_score and not self._in_use(units[slot]):
                 best, best_score = slot, score
         if pool:
             pool.hand = hand
         else:
             self._hand = hand
         return best if best >= 0 else self._any_resident(pool)
+
+    def _in_use(self, unit: int) -> bool:
+        return unit in self._held or (self._busy is not None and self._busy(unit))
 
     def _next_resident(self, pool: Pool | None, hand: int) -> int:
         """The first evictable slot at or after `hand`, going round; -1 if there is none."""
@@ -368,11 +370,9 @@ class Eviction:
     def _any_resident(self, pool: Pool | None) -> int:
         """Some resident that is not held, looking at all."""
         hand = 0
-        while (slot := self._next_resident(pool, hand)) >= hand:
-            if self._units[slot] not in self._held:
-                return slot
+        while (slot := self._next_resident(pool, hand)) >= hand and self._in_use(self._units[slot]):
             hand = slot + 1
-        return -1
+        return slot if slot >= hand else -1
 
     def _oldest(self, pool: Pool) -> int:
         """The slot at the head of probation, skipping held ones (they go to the back); -1 if there is none."""
@@ -381,7 +381,7 @@ class Eviction:
             slot = self._waiting(queue[0], pool)
             if slot < 0:
                 queue.popleft()
-            elif queue[0] in self._held:
+            elif self._in_use(queue[0]):
                 queue.rotate(-1)
             else:
                 return slot
