@@ -1,0 +1,297 @@
+"""One bucket of a cloud behind the seam: bodies through obstore, listings and odd keys through `wire.py`.
+
+Theory. obstore streams bodies in native threads without the GIL, so every body of an ordinary key goes through it: one
+`get` per fetch, whose answer carries the metadata too. Its own retry is off, since the stack retries. What it must not
+be trusted with is names: it reads a key as a path, drops a leading or trailing slash and refuses empty and dot segments
+and control characters. `is_plain` says which keys it passes unchanged; the others take the wire, and after every
+answer the name that obstore used is compared with the one asked for.
+
+A version is the backend's ETag as sent (quotes and all, so that it can go back in If-Match). Where the ETag is weak or
+absent, which plain HTTP allows, the version is made of it, the date and the size, and compared after the answer only:
+weaker, but a change is still seen. Every answer's version is compared, whether or not a condition was sent; some
+servers ignore conditions.
+
+Rejected: keys with `.` or `..` segments. Clouds allow them, but every proxy on the way may resolve them (RFC 3986,
+5.2.4) into another object, or another bucket's, read with this bucket's credentials.
+
+Invariants. (1) One request per `fetch`, but for a suffix range on Azure (which has none) and a first range on an HTTP
+server without ranges. (2) A body never ends early without raising, and never exceeds its range. (3) Nothing is returned
+for a key but the object of exactly that key.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import obstore
+
+from forebay.backends import errors
+from forebay.backends.seam import Fetch
+from forebay.backends.wire import Wire
+from forebay.core import limits
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition
+from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
+    from obstore.store import ObjectStore
+
+# The least that a chunk holds. A larger one delays a reader's first byte (128 KiB take 0.7 ms at 200 MB/s), a smaller
+# one costs CPU for each; obstore hands over up to 400 KiB at once when the network is faster than we are.
+CHUNK_BYTES_MIN = 128 * limits.KIB
+
+_PLAIN = re.compile(r"(?!/)(?:(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f\x7f]+(?:/(?=[^/])|\Z))+")
+_DOTS = re.compile(r"(?:\A|/)\.{1,2}(?:/|\Z)")
+_CONTENT = {
+    "Content-Type": "content-type",
+    "Content-Encoding": "content-encoding",
+    "Content-Language": "content-language",
+    "Content-Disposition": "content-disposition",
+    "Cache-Control": "cache-control",
+    "Storage-Class": "x-amz-storage-class",
+}
+_COMPARED_ONLY = "~"  # begins a version that cannot be sent as a condition
+
+ListPageBlocking = Callable[[str, str, str, int], ListPage]
+
+
+def is_plain(key: str) -> bool:
+    """Whether obstore passes `key` to the backend as it is."""
+    return _PLAIN.fullmatch(key) is not None
+
+
+class CloudFetch:
+    """A body from obstore. It is its own iterator, so that closing it drops the answer whoever still holds it."""
+
+    def __init__(self, result: GetResult, info: ObjectInfo, start: int, end: int, what: str, skip_bytes: int) -> None:
+        self.info, self.start, self.end = info, start, end
+        self._stream: Any = result.stream(min_chunk_size=CHUNK_BYTES_MIN) if end > start else None
+        self._what, self._skip_bytes, self._got_bytes = what, skip_bytes, 0
+
+    def __aiter__(self) -> CloudFetch:
+        return self
+
+    async def __anext__(self) -> Any:
+        wanted = self.end - self.start
+        while self._stream is not None and self._got_bytes < wanted:
+            try:
+                chunk = await self._stream.__anext__()
+            except StopAsyncIteration:
+                self._stream = None
+                raise errors.ended_early(self._what, self._got_bytes, wanted) from None
+            except Exception as error:
+                self._stream = None
+                raise errors.from_obstore(error, self._what) from error
+            if self._skip_bytes or self._got_bytes + len(chunk) > wanted:
+                chunk = self._trim(chunk, wanted - self._got_bytes)
+            self._got_bytes += len(chunk)
+            if len(chunk):
+                return chunk
+        self._stream = None
+        raise StopAsyncIteration
+
+    def _trim(self, chunk: Any, room_bytes: int) -> memoryview:
+        """Of a whole body, what lies in the range asked (only where the server knows no ranges)."""
+        view = memoryview(chunk)
+        skipped = min(self._skip_bytes, len(view))
+        self._skip_bytes -= skipped
+        return view[skipped : skipped + room_bytes]
+
+    async def aclose(self) -> None:
+        self._stream = None  # dropping the answer closes its connection
+
+
+class Cloud:
+    """See the module. `locate.py` makes these. `prefix` is what comes before every key in the bucket behind."""
+
+    def __init__(
+        self, scheme: str, store: ObjectStore, wire: Wire, prefix: str, list_page: ListPageBlocking | None
+    ) -> None:
+        self.scheme = scheme
+        self.read_only = list_page is None
+        self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
+        self._has_ranges = True
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
+        full, what = self._full(key)
+        if range is not None:
+            _check_range(range, what)
+        if not is_plain(full):
+            opened = await self._wire.run(functools.partial(self._wire.open, full, range, _condition(version)))
+            opened.info = msgspec.structs.replace(opened.info, key=key)
+            return opened
+        if range is not None and range.first is None and self.scheme == "az":
+            # Azure has no suffix ranges: ask for the size, then for that version's end.
+            info = await self._head(full, key, what)
+            if version and info.version != version:
+                raise errors.changed(what)
+            start, end = range.resolve(info.size_bytes)
+            return await self._fetch(full, key, what, RangeSpec(start, end - 1), info.version)
+        return await self._fetch(full, key, what, range, version)
+
+    async def _fetch(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> CloudFetch:
+        options = _options(range if self._has_ranges else None, version)
+        try:
+            result = await obstore.get_async(self._store, full, options=options)
+        except Exception as error:
+            failed = errors.from_obstore(error, what)
+            if isinstance(failed, NotSupported) and "range" in options and self.scheme in ("http", "https"):
+                # A server without ranges, or (nginx) an empty object: take the whole and cut it.
+                whole = await self._fetch_whole(full, key, what, range, version)
+                self._has_ranges = whole.info.size_bytes == 0
+                return whole
+            if failed is error:
+                raise
+            raise failed from error
+        return self._open(result, full, key, what, range, version)
+
+    async def _fetch_whole(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> CloudFetch:
+        try:
+            result = await obstore.get_async(self._store, full, options=_options(None, version))
+        except Exception as error:
+            raise errors.from_obstore(error, what) from error
+        return self._open(result, full, key, what, range, version)
+
+    def _open(
+        self, result: GetResult, full: str, key: str, what: str, range: RangeSpec | None, version: str
+    ) -> CloudFetch:
+        """The body of an answer, after looking whether it is what was asked for."""
+        info = _describe(result, full, key)
+        if version and info.version != version:
+            raise errors.changed(what)
+        start, end = range.resolve(info.size_bytes) if range is not None else (0, info.size_bytes)
+        got_start, got_end = result.range
+        if (got_start, got_end) == (0, info.size_bytes):
+            return CloudFetch(result, info, start, end, what, start)
+        if (got_start, got_end) != (start, end):
+            raise Corrupt(f"{what}: bytes {start}-{end} were asked for and {got_start}-{got_end} came: try again")
+        return CloudFetch(result, info, start, end, what, 0)
+
+    async def head(self, key: str) -> ObjectInfo:
+        full, what = self._full(key)
+        return await self._head(full, key, what)
+
+    async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
+        if not is_plain(full):
+            opened = await self._wire.run(functools.partial(self._wire.open, full, None, "", head=True))
+            await opened.aclose()
+            return msgspec.structs.replace(opened.info, key=key)
+        try:
+            result = await obstore.get_async(self._store, full, options={"head": True})
+        except Exception as error:
+            raise self._head_failed(errors.from_obstore(error, what), what) from error
+        return _describe(result, full, key)
+
+    async def check(self, key: str, version: str) -> ObjectInfo | None:
+        full, what = self._full(key)
+        if not is_plain(full) or not _condition(version):
+            info = await self._head(full, key, what)
+            return None if info.version == version else info
+        try:
+            options: GetOptions = {"head": True, "if_none_match": version}
+            result = await obstore.get_async(self._store, full, options=options)
+        except Exception as error:
+            failed = errors.from_obstore(error, what)
+            if isinstance(failed, Precondition):
+                return None
+            raise self._head_failed(failed, what) from error
+        info = _describe(result, full, key)
+        return None if info.version == version else info
+
+    def _head_failed(self, failed: ForebayError, what: str) -> ForebayError:
+        """A HEAD has no body, so a bare 400 hides its reason: give the usual ones."""
+        if isinstance(failed, Invalid) and not failed.code:
+            return Invalid(f"{failed.message}; HEAD tells no reason: the usual ones are a wrong region or bad keys")
+        return failed
+
+    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        if self._list_page is None:
+            raise NotSupported(
+                f"{self._wire.url} is a plain HTTP server and cannot be listed: read its objects by their keys, or use "
+                "an S3 endpoint of the same data"
+            )
+        own = self._prefix
+        after = own + start_after  # after the prefix itself too: a folder marker of that name is outside the bucket
+        page = await self._wire.run(functools.partial(self._list_page, own + prefix, delimiter, after, limit))
+        if not own:
+            return page
+        cut = len(own)
+        entries = [ListEntry(entry.key[cut:], *entry[1:]) for entry in page.entries]
+        prefixes = [common[cut:] for common in page.prefixes]
+        return ListPage(entries, prefixes, page.next_after[cut:])
+
+    async def probe(self) -> None:
+        if self._list_page is not None:
+            await self._wire.run(functools.partial(self._list_page, self._prefix, "", "", 1))
+            return
+        answer = await self._wire.run(functools.partial(self._wire.ask, [], method="HEAD", key=self._prefix))
+        if answer.status in (401, 403, 407) or answer.status >= 500 or answer.status == 429:
+            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), self._wire.url)
+
+    async def aclose(self) -> None:
+        self._wire.close()
+
+    def _full(self, key: str) -> tuple[str, str]:
+        """The key behind the prefix, and the object's name for messages; `Invalid` for keys that cannot be sent."""
+        check_key(key)
+        full = self._prefix + key
+        what = f"{self._wire.url}/{full}"
+        if len(full.encode()) > limits.KEY_BYTES_MAX:
+            raise Invalid(f"{what}: with the bucket's prefix the key is too long", code="KeyTooLongError")
+        if _DOTS.search(full):
+            raise Invalid(
+                f"{what}: a key with '.' or '..' between slashes cannot be sent safely, as proxies resolve them: "
+                "copy the object to another key",
+                code="InvalidURI",
+            )
+        return full, what
+
+
+def _options(range: RangeSpec | None, version: str) -> GetOptions:
+    options: GetOptions = {}
+    if range is not None:
+        if range.first is None:
+            options["range"] = {"suffix": range.last or 0}
+        elif range.last is None:
+            options["range"] = {"offset": range.first}
+        else:
+            options["range"] = (range.first, range.last + 1)
+    if _condition(version):
+        options["if_match"] = version
+    return options
+
+
+def _condition(version: str) -> str:
+    """`version` as an If-Match, or "" where it can only be compared."""
+    return "" if version.startswith(_COMPARED_ONLY) else version
+
+
+def _check_range(range: RangeSpec, what: str) -> None:
+    empty = not range.last if range.first is None else range.last is not None and range.last < range.first
+    if empty:
+        raise errors.out_of_range(what)
+
+
+def _describe(result: GetResult, full: str, key: str) -> ObjectInfo:
+    meta = result.meta
+    if meta["path"] != full:
+        raise Corrupt(f"{full!r} was asked for and {meta['path']!r} came: this key cannot be read through obstore")
+    etag, modified_s, size = meta["e_tag"] or "", meta["last_modified"].timestamp(), meta["size"]
+    version = etag
+    if not etag or etag.startswith("W/"):
+        version = f"{_COMPARED_ONLY}{etag}-{modified_s}-{size}"
+    return ObjectInfo(key, size, version, etag.removeprefix("W/").strip('"'), modified_s, _headers(result.attributes))
+
+
+def _headers(attributes: Mapping[str, str]) -> Headers:
+    content, metadata = [], []
+    for name, value in attributes.items():
+        if name in _CONTENT:
+            content.append((_CONTENT[name], value))
+        else:
+            metadata.append(("x-amz-meta-" + name.lower(), value))
+    return (*sorted(content), *sorted(metadata))

@@ -1,0 +1,110 @@
+"""Counts what a backend is asked and what it answers, for metrics and for tests that must know.
+
+Theory. Every request that leaves for the backend passes here, retries included, since this layer lies beneath
+`Retrying`. So "each block fetched exactly once" and "backend bytes <= 8 MiB" are statements about these counters, and
+nobody else needs to count. Numbers only grow; a reader takes differences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from forebay.backends.seam import Backend, Fetch
+from forebay.core.errors import ForebayError
+from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.ports.clock import Clock
+
+# Upper bounds in seconds: a backend in the same rack answers in 1 ms, one that retries inside in 10 s.
+FIRST_BYTE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class BackendCounters:
+    """What one bucket's backend did, since it was opened.
+
+    `requests` by verb (fetch, head, check, list, probe) and `errors` by kind count single attempts; `retries` those
+    made again. `first_byte_counts[i]` counts fetches whose first byte came within `FIRST_BYTE_BUCKETS_S[i]` but not
+    within the bound before; the last item those that came later than all.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    read_bytes: int = 0
+    first_byte_counts: list[int] = field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
+    first_byte_sum_s: float = 0.0
+
+    def saw_first_byte(self, seconds: float) -> None:
+        """A fetch's first body byte came `seconds` after it was asked for."""
+        self.first_byte_counts[bisect_left(FIRST_BYTE_BUCKETS_S, seconds)] += 1
+        self.first_byte_sum_s += seconds
+
+
+class CountingFetch:
+    """A body whose bytes are counted as they pass."""
+
+    def __init__(self, inner: Fetch, counters: BackendCounters, clock: Clock, asked_s: float) -> None:
+        self.info, self.start, self.end = inner.info, inner.start, inner.end
+        self._inner, self._chunks = inner, inner.__aiter__()
+        self._counters, self._clock, self._asked_s = counters, clock, asked_s
+        self._is_first = True
+
+    def __aiter__(self) -> CountingFetch:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            chunk = await self._chunks.__anext__()
+        except ForebayError as error:
+            self._counters.errors[error.kind] += 1
+            raise
+        self._counters.read_bytes += len(chunk)
+        if self._is_first:
+            self._is_first = False
+            self._counters.saw_first_byte(self._clock.monotonic_s() - self._asked_s)
+        return chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Counting:
+    """See the module."""
+
+    def __init__(self, inner: Backend, counters: BackendCounters, clock: Clock) -> None:
+        self.scheme, self.read_only = inner.scheme, inner.read_only
+        self._inner, self._counters, self._clock = inner, counters, clock
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
+        asked_s = self._clock.monotonic_s()
+        fetch = await self._count("fetch", self._inner.fetch(key, range, version=version))
+        return CountingFetch(fetch, self._counters, self._clock, asked_s)
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self._count("head", self._inner.head(key))
+
+    async def check(self, key: str, version: str) -> ObjectInfo | None:
+        return await self._count("check", self._inner.check(key, version))
+
+    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        return await self._count("list", self._inner.list_page(prefix, delimiter, start_after, limit))
+
+    async def probe(self) -> None:
+        await self._count("probe", self._inner.probe())
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def _count(self, verb: str, call: Awaitable[ResultT]) -> ResultT:
+        self._counters.requests[verb] += 1
+        try:
+            return await call
+        except ForebayError as error:
+            self._counters.errors[error.kind] += 1
+            raise

@@ -1,0 +1,156 @@
+"""The one translation from what a backend said to Forebay's kinds of errors.
+
+Theory. Every failure of a backend reaches us in one of three shapes: an exception of obstore's, whose text carries the
+HTTP status and the body; an HTTP answer to a request that we made ourselves (`s3wire.py`); an `OSError` from the local
+disk or a socket. Each shape is reduced to the same facts (status, the service's own code, text), and one table turns
+those into a kind. obstore gives the status of an error only inside its message, so it is read from there; the
+expression is anchored on obstore's own words, and an unknown text becomes `Unavailable`, which is tried again: a lost
+request costs a retry, a wrong "not found" would be a lie.
+
+Invariants. (1) Nothing but `core.errors` kinds leaves this room. (2) A 404 is `NotFound` only with the backend's word
+for it. (3) No credential is in a message: only the first `BODY_CHARS_MAX` characters of an answer are quoted, and
+request headers never.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from obstore import exceptions as obstore_errors
+
+from forebay.core.errors import Busy, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition, Unavailable
+
+BODY_CHARS_MAX = 300  # enough for the code and message of every cloud's error document
+BUSY_RETRY_AFTER_S = 0.0  # obstore does not tell Retry-After; the retry policy's own delays apply
+
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})[^:]*: ?(.*?)(?:\n\nDebug source:|\Z)", re.DOTALL)
+_CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_TEXT = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_REGION = re.compile(r"<Region>([a-z0-9-]+)</Region>")
+_ENDPOINT = re.compile(r"<Endpoint>([A-Za-z0-9.:/-]+)</Endpoint>")
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
+_BUSY_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy", "TooManyRequests"}
+_DENIED_CODES = {
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "AuthenticationFailed",
+    "InvalidAuthenticationInfo",
+    "RequestTimeTooSkewed",
+    "AuthorizationHeaderMalformed",
+    "InvalidRequest",
+}
+_IMDS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
+
+
+def from_obstore(error: BaseException, what: str) -> ForebayError:
+    """The kind that an exception of obstore's (or one raised beneath it) stands for. `what`: the URL in question."""
+    if isinstance(error, ForebayError):
+        return error
+    text = str(error)
+    found = _STATUS.search(text)
+    if found:
+        return from_status(int(found[1]), found[2], what)
+    if isinstance(error, FileNotFoundError):
+        return _not_found(text, what)
+    if isinstance(error, (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError)):
+        return _denied(_quote(text), what)
+    if isinstance(error, obstore_errors.PreconditionError):
+        return changed(what)
+    if isinstance(error, obstore_errors.NotSupportedError):
+        return NotSupported(f"{what}: the backend does not do this ({_quote(text)})")
+    if isinstance(error, (obstore_errors.InvalidPathError, ValueError, obstore_errors.UnknownConfigurationKeyError)):
+        return Invalid(f"{what}: {_quote(text)}; change the name or option", code="InvalidURI")
+    if "Requested range was invalid" in text or "Wanted range starting at" in text:
+        return out_of_range(what)
+    if any(host in text for host in _IMDS):
+        return Denied(
+            f"{what}: no credentials were found (environment, profile, and this machine's metadata service): set them, "
+            "or set the option skip_signature=true for a public bucket"
+        )
+    return Unavailable(f"{what}: the backend does not answer ({_quote(text)}): check the endpoint and the network")
+
+
+def from_status(status: int, body: str, what: str) -> ForebayError:
+    """The kind that an HTTP answer stands for; `body` is its text."""
+    code_found = _CODE.search(body)
+    code = code_found[1] if code_found else ""
+    said = f"HTTP {status} {code}: {_quote(body)}"
+    if status in (429, 503) or code in _BUSY_CODES:
+        return Busy(f"{what}: the backend asks to slow down ({said})", retry_after_s=BUSY_RETRY_AFTER_S)
+    if status == 404:
+        return _not_found(body, what)
+    if status == 416:
+        return out_of_range(what)
+    if status in (304, 412):
+        return changed(what)
+    region, endpoint = _REGION.search(body), _ENDPOINT.search(body)
+    if status in (301, 307, 308) or (status == 400 and region):
+        where = f"region {region[1]}" if region else f"endpoint {endpoint[1]}" if endpoint else "another region"
+        return Invalid(f"{what}: the bucket is at {where}: set the bucket's option region or endpoint", code=code)
+    if status in (401, 403) or (status == 400 and code in _DENIED_CODES):
+        return _denied(said, what)
+    if status in (405, 501):
+        return NotSupported(f"{what}: the backend does not do this ({said})")
+    if 400 <= status < 500 and status != 408:
+        return Invalid(f"{what}: the backend refused the request ({said})", code=code)
+    return Unavailable(f"{what}: the backend failed ({said}): try again")
+
+
+def from_os(error: OSError, what: str) -> ForebayError:
+    """The kind that an error of the local disk, or of a socket of ours, stands for."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return no_such_key(what)
+    if isinstance(error, PermissionError):
+        return _denied(str(error), what)
+    if isinstance(error, TimeoutError | socket.timeout):
+        return Unavailable(f"{what}: no answer in time: check the endpoint and the network")
+    return Unavailable(f"{what}: {error}: check the endpoint, the network or the disk")
+
+
+def no_such_key(what: str) -> NotFound:
+    """The object does not exist."""
+    return NotFound(f"{what} does not exist: check the key", code="NoSuchKey")
+
+
+def no_such_bucket(what: str) -> NotFound:
+    """The bucket itself does not exist at the backend."""
+    return NotFound(f"{what}: there is no such bucket at the backend: check the bucket's URL", code="NoSuchBucket")
+
+
+def changed(what: str) -> Precondition:
+    """The object is another version now than the one asked for."""
+    return Precondition(f"{what} has changed at the backend: open it again", code="PreconditionFailed")
+
+
+def out_of_range(what: str, size_bytes: int | None = None) -> Invalid:
+    """The range lies outside the object; `size_bytes` where it is known."""
+    return Invalid(
+        f"{what}: the range is outside the object: ask within its size", code="InvalidRange", size_bytes=size_bytes
+    )
+
+
+def ended_early(what: str, got_bytes: int, wanted_bytes: int) -> Unavailable:
+    """A body stopped before its end."""
+    return Unavailable(f"{what}: the body ended after {got_bytes} of {wanted_bytes} bytes: read the rest again")
+
+
+def _not_found(body: str, what: str) -> NotFound:
+    code = _CODE.search(body)
+    if code and code[1] in _NO_BUCKET:
+        return no_such_bucket(what)
+    return no_such_key(what)
+
+
+def _denied(said: str, what: str) -> Denied:
+    return Denied(f"{what}: the backend denies access ({said}): check credentials and rights", code="AccessDenied")
+
+
+def _quote(body: str) -> str:
+    message = _TEXT.search(body)
+    text = message[1] if message else body.split("\n\nDebug source:")[0]
+    return " ".join(text.split())[:BODY_CHARS_MAX]

@@ -1,0 +1,198 @@
+"""From a bucket's URL and options to the backend that serves it.
+
+Theory. The URL says what kind of storage it is and which bucket; options say how to reach it, under the names that each
+cloud's own tools use. An option that is not known is an error that lists those that are: a misspelt option that is
+silently ignored is found much later, as a wrong answer. Credentials are found here, once, and given both to obstore
+and to the wire (see `aws.py`, `google.py`, `azure.py`).
+
+    s3://bucket/prefix      S3 and compatible services        file:///srv/data     a directory
+    gs://bucket/prefix      Google Cloud Storage              memory://name        this process's memory
+    az://container/prefix   Azure Blob Storage                https://host/path/   a web server, read only, no listing
+
+Nothing here opens a connection; a key file is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from forebay.backends import aws, azure, google, memory, s3list
+from forebay.backends.cloud import Cloud
+from forebay.backends.directory import DirectoryBackend
+from forebay.backends.seam import Backend
+from forebay.backends.wire import Wire, anonymous
+from forebay.core import limits
+from forebay.core.errors import Invalid
+from forebay.core.types import Bucket
+from forebay.ports.clock import Clock, SystemClock
+
+CLIENT_OPTIONS = {
+    "root_certificate": "path of a PEM file with further authorities to trust",
+    "allow_invalid_certificates": "true: do not check the server's certificate (only for trying things out)",
+    "proxy_url": "HTTP proxy (default: HTTP_PROXY, HTTPS_PROXY, NO_PROXY of the environment)",
+}
+OPTIONS: dict[str, dict[str, str]] = {
+    "s3": {**aws.OPTIONS, **CLIENT_OPTIONS},
+    "gs": {**google.OPTIONS, **CLIENT_OPTIONS},
+    "az": {**azure.OPTIONS, **CLIENT_OPTIONS},
+    "http": CLIENT_OPTIONS,
+    "https": CLIENT_OPTIONS,
+    "file": {},
+    "memory": {},
+}
+GCS_URL = "https://storage.googleapis.com"
+# The whole of a request may take as long as its bytes flow: the read timeout finds a stalled one.
+REQUEST_TIMEOUT_S = 24 * 3600.0
+IDLE_S = 30.0  # connections idle longer are closed: servers close theirs after 5 to 60 s
+_NO_RETRY: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+
+
+def check(bucket: Bucket) -> None:
+    """`Invalid` if the URL or an option of `bucket` is wrong. Reads no credentials and opens nothing."""
+    _parse(bucket)
+
+
+def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
+    """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it."""
+    clock = clock or SystemClock()
+    scheme, name, path = _parse(bucket)
+    if scheme == "memory":
+        return memory.named(name)
+    if scheme == "file":
+        return DirectoryBackend(path, clock)
+    client = _client_options(bucket.options)
+    prefix = path.lstrip("/")
+    if prefix and not prefix.endswith("/"):
+        prefix += "/"
+    if scheme == "s3":
+        return _s3(name, prefix, bucket.options, client, clock)
+    if scheme == "gs":
+        return _gcs(name, prefix, bucket.options, client, clock)
+    if scheme == "az":
+        return _azure(name, prefix, bucket.options, client, clock)
+    url = f"{scheme}://{name}"
+    store = HTTPStore(url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
+    return Cloud(scheme, store, Wire(url, anonymous, client), prefix, None)
+
+
+def _parse(bucket: Bucket) -> tuple[str, str, str]:
+    """Scheme, bucket or host, and path (decoded for file)."""
+    try:
+        parts = urlsplit(bucket.url)
+    except ValueError as error:
+        raise Invalid(f"backend URL {bucket.url!r} is not a URL ({error}): write it as s3://bucket/prefix") from error
+    scheme = parts.scheme
+    if scheme not in OPTIONS:
+        known = ", ".join(f"{name}://" for name in OPTIONS)
+        raise Invalid(f"backend URL {bucket.url!r} has no scheme that is known: use one of {known}")
+    if parts.query or parts.fragment:
+        raise Invalid(f"backend URL {bucket.url!r} has a query or fragment: give settings as options")
+    if parts.username or parts.password:
+        raise Invalid(f"the backend URL of {bucket.name!r} carries credentials: give them as options instead")
+    known_options = OPTIONS[scheme]
+    for option in bucket.options:
+        if option not in known_options:
+            listed = ", ".join(sorted(known_options)) or "(none)"
+            raise Invalid(f"option {option!r} is not known for {scheme}://: known options are {listed}")
+    if scheme == "file":
+        if parts.netloc or not parts.path.startswith("/"):
+            raise Invalid(f"backend URL {bucket.url!r} is not absolute: write it as file:///dir")
+        return scheme, "", unquote(parts.path)
+    if not parts.netloc and scheme != "memory":
+        raise Invalid(f"backend URL {bucket.url!r} names no bucket: write it as {scheme}://bucket/prefix")
+    path = unquote(parts.path) if scheme in ("http", "https") else parts.path
+    if any(segment in (".", "..") for segment in path.split("/")):
+        raise Invalid(f"backend URL {bucket.url!r} has '.' or '..' in its path: write the path it stands for")
+    return scheme, parts.netloc, path
+
+
+def _client_options(options: Mapping[str, str]) -> dict[str, Any]:
+    """What both HTTP clients need: the certificate's text, not its path."""
+    client: dict[str, Any] = {"allow_invalid_certificates": aws.flag(options, "allow_invalid_certificates")}
+    if options.get("root_certificate"):
+        try:
+            client["root_certificate"] = Path(options["root_certificate"]).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Invalid(f"option root_certificate cannot be read ({error}): give the path of a PEM file") from error
+    if options.get("proxy_url"):
+        client["proxy_url"] = options["proxy_url"]
+    return client
+
+
+def _for_obstore(client: Mapping[str, Any], url: str) -> Any:
+    timeouts = {
+        "connect_timeout": timedelta(seconds=limits.BACKEND_CONNECT_TIMEOUT_S),
+        "read_timeout": timedelta(seconds=limits.BACKEND_STALL_TIMEOUT_S),
+        "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+        "pool_idle_timeout": timedelta(seconds=IDLE_S),
+    }
+    # HTTP/1.1 only: one HTTP/2 connection is one TCP window and one core for all parallel ranges.
+    return {**client, **timeouts, "http1_only": True, "allow_http": url.startswith("http://"), "user_agent": "forebay"}
+
+
+def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+    place = aws.find(name, options, clock)
+    endpoint = place.url if place.virtual_host else place.url.removesuffix(f"/{name}")
+    config: Any = {
+        "endpoint": endpoint,
+        "region": place.region,
+        "virtual_hosted_style_request": place.virtual_host,
+        "skip_signature": place.credentials is None,
+        "request_payer": place.request_payer,
+    }
+    provider: Any = place.credentials.for_obstore if place.credentials else None
+    store = S3Store(
+        name,
+        config=config,
+        client_options=_for_obstore(client, place.url),
+        retry_config=_NO_RETRY,
+        credential_provider=provider,
+    )
+    wire = Wire(place.url, aws.Signer(place, clock), client)
+    return Cloud("s3", store, wire, prefix, _pages(wire))
+
+
+def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+    base = (options.get("base_url") or os.environ.get("GOOGLE_BASE_URL") or GCS_URL).rstrip("/")
+    tokens = google.find_tokens(options, os.environ, aws.flag(options, "skip_signature"), clock)
+    config: Any = {"base_url": base, "skip_signature": tokens is None}
+    provider: Any = tokens.for_obstore if tokens else None
+    store = GCSStore(
+        name,
+        config=config,
+        client_options=_for_obstore(client, base),
+        retry_config=_NO_RETRY,
+        credential_provider=provider,
+    )
+    wire = Wire(f"{base}/{name}", tokens.authorize if tokens else anonymous, client, meta="x-goog-meta-")
+    return Cloud("gs", store, wire, prefix, _pages(wire))
+
+
+def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+    place = azure.find_place(name, options, os.environ, clock)
+    config: Any = {
+        "account_name": place.account,
+        "endpoint": place.endpoint,
+        "skip_signature": place.is_anonymous,
+    }
+    provider: Any = None if place.is_anonymous else place.for_obstore
+    store = AzureStore(
+        name,
+        config=config,
+        client_options=_for_obstore(client, place.endpoint),
+        retry_config=_NO_RETRY,
+        credential_provider=provider,
+    )
+    wire = azure.make_wire(place, client)
+    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page)
+
+
+def _pages(wire: Wire) -> Any:
+    return lambda prefix, delimiter, after, limit: s3list.list_page(wire, prefix, delimiter, after, limit)
