@@ -83,10 +83,11 @@ class Eviction:
         self._slots: dict[int, int] = {}
         self._free: array[int] = array("I")
         self._units, self._sizes, self._last = array("Q"), array("I"), array("I")  # one entry per slot
+        self._names = array("Q")
         self._means, self._buckets, self._intervals = array("f"), array("H"), bytearray()
         self._state, self._flags = bytearray(), bytearray()
         self._columns: tuple[array[int] | array[float] | bytearray, ...] = (
-            *(self._units, self._sizes, self._last, self._buckets),
+            *(self._units, self._names, self._sizes, self._last, self._buckets),
             *(self._means, self._intervals, self._state, self._flags),
         )
         self._held: Counter[int] = Counter()
@@ -157,8 +158,11 @@ class Eviction:
         return found
 
     # --- events ------------------------------------------------------------------------------------------------------
-    def landed(self, unit: int, size_bytes: int, bucket: str) -> None:
-        """A unit came into the store: a block landed whole, an inline object was put. Then look at `excess_bytes`."""
+    def landed(self, unit: int, size_bytes: int, bucket: str, name: int = 0) -> None:
+        """A unit came into the store: a block landed whole, an inline object was put. Then look at `excess_bytes`.
+
+        `name` is what its history is filed under when it leaves, where units change their numbers (0: its number).
+        """
         known = self._slots.get(unit)
         if known is not None and self._sizes[known] == size_bytes:
             self.touched(unit)
@@ -168,7 +172,8 @@ class Eviction:
         pool = self._pool_of[self._buckets[slot]]
         self._use(size_bytes)
         self._last[slot] = self._now
-        past = self._ghost.recall(unit)
+        self._names[slot] = name or unit
+        past = self._ghost.recall(name or unit)
         if past is not None:
             last, mean, intervals = past
             self._means[slot], self._intervals[slot] = mean, intervals
@@ -301,7 +306,8 @@ class Eviction:
             unit = self._units[slot]
             units.append(unit)
             freed += self._sizes[slot]
-            self._ghost_for(len(self._slots)).remember(unit, self._last[slot], self._means[slot], self._intervals[slot])
+            ghost = self._ghost_for(len(self._slots))
+            ghost.remember(self._names[slot], self._last[slot], self._means[slot], self._intervals[slot])
             self._remove(slot)
         return freed
 
@@ -447,7 +453,8 @@ class Eviction:
             slot = len(self._units)
             for column in self._columns:
                 column.append(0)
-        self._units[slot], self._sizes[slot], self._buckets[slot] = unit, size_bytes, bucket_id
+        self._units[slot], self._names[slot] = unit, unit
+        self._sizes[slot], self._buckets[slot] = size_bytes, bucket_id
         self._means[slot] = self._intervals[slot] = 0
         self._slots[unit] = slot
         self.used_bytes += size_bytes
