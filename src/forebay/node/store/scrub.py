@@ -108,7 +108,8 @@ class Scrubber:
             for entry, value in volume.index.walk("records", cursor.entry, batch=2):
                 if entry != cursor.entry:
                     cursor.entry, cursor.block = entry, 0
-                unit = _unit_at(entry, decode_record(value), cursor.block)
+                record = volume.record(entry, decode_record(value).key)  # pending changes included
+                unit = _unit_at(entry, record, cursor.block) if record is not None else None
                 if unit is not None:
                     cursor.block = unit.block + 1
                     self._keep(volume.id)
@@ -119,12 +120,17 @@ class Scrubber:
         return None
 
     def settle(self, unit: ScrubUnit, bad: list[int]) -> None:
-        """Note the outcome of a unit."""
+        """Note the outcome of a unit. What was dropped while it was read is not bad, but gone."""
         self.units_checked += 1
         self.bytes_checked += unit.size_bytes
+        now = self._store.lookup(unit.bucket, unit.key)
+        if now is None or now.object_id != unit.record.object_id:
+            return
+        if now.inline is None and not presence.bits_of(now) >> unit.block & 1:
+            return
         self.units_bad += len(bad)
         good = [] if bad else [unit.block]
-        self._store.settle_checked(unit.bucket, unit.key, unit.record.object_id, good, bad)
+        self._store.settle_checked(unit.bucket, unit.key, now.object_id, good, bad)
 
     def rounds(self) -> int:
         """How often the slowest volume has been walked through, restarts included."""

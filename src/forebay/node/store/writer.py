@@ -279,6 +279,10 @@ class Store:
         """For the scrubber: the volumes themselves."""
         return list(self._by_id.values())
 
+    def volume_of(self, bucket: str, key: str) -> str:
+        """The id of the volume that a key belongs to; "" when every volume is out."""
+        return self._members.first(bucket, key) if self._by_id else ""
+
     def lookup(self, bucket: str, key: str) -> Record | None:
         """The record, pending changes included; None too when its volume cannot be read."""
         if not self._by_id:
@@ -730,7 +734,8 @@ class Store:
         if record is None or record.object_id != object_id:
             return None
         volume = self._home(bucket, key)
-        wrong = list(bad)
+        bits = presence.bits_of(record)  # what went in the meantime is not bad, but gone
+        wrong = [block for block in bad if record.inline is not None or bits >> block & 1]
         if wrong:
             detail = f"{bucket}/{key}: {len(wrong)} blocks from {wrong[0]} did not match their checksum; dropped"
             self._tell(StoreEvent("block-bad", volume.id, detail))
