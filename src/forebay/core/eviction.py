@@ -82,9 +82,8 @@ class Eviction:
     def __init__(self, capacity_bytes: int) -> None:
         self._slots: dict[int, int] = {}
         self._free: array[int] = array("I")
-        self._units, self._sizes, self._last = array("Q"), array("I"), array("I")  # one entry per slot
-        self._names = array("Q")
-        self._means, self._buckets, self._intervals = array("f"), array("H"), bytearray()
+        self._units, self._names, self._sizes = array("Q"), array("Q"), array("I")  # one entry per slot
+        self._last, self._means, self._buckets, self._intervals = array("I"), array("f"), array("H"), bytearray()
         self._state, self._flags = bytearray(), bytearray()
         self._columns: tuple[array[int] | array[float] | bytearray, ...] = (
             *(self._units, self._names, self._sizes, self._last, self._buckets),
@@ -159,10 +158,8 @@ class Eviction:
 
     # --- events ------------------------------------------------------------------------------------------------------
     def landed(self, unit: int, size_bytes: int, bucket: str, name: int = 0) -> None:
-        """A unit came into the store: a block landed whole, an inline object was put. Then look at `excess_bytes`.
-
-        `name` is what its history is filed under when it leaves, where units change their numbers (0: its number).
-        """
+        """A unit (block, inline object) came into the store. Then look at `excess_bytes`. Its history is filed under
+        `name` (0: the unit) when it leaves: units that come back have new numbers."""
         known = self._slots.get(unit)
         if known is not None and self._sizes[known] == size_bytes:
             self.touched(unit)
@@ -236,9 +233,7 @@ class Eviction:
 
     def restore(self, units: Iterable[tuple[int, int, str, int, bool]]) -> None:
         """After a start: (unit, size_bytes, bucket, used_minute, pinned) of everything in the store, in any order.
-
-        Only the minute of last use was kept: a day without use counts as one capacity's worth of uses.
-        """
+        Only the minute of last use was kept: a day without use counts as one capacity's worth of uses."""
         assert not self._slots, "restore comes first"
         newest = 0
         for unit, size_bytes, bucket, used_minute, pinned in units:
@@ -306,8 +301,8 @@ class Eviction:
             unit = self._units[slot]
             units.append(unit)
             freed += self._sizes[slot]
-            ghost = self._ghost_for(len(self._slots))
-            ghost.remember(self._names[slot], self._last[slot], self._means[slot], self._intervals[slot])
+            past = (self._last[slot], self._means[slot], self._intervals[slot])
+            self._ghost_for(len(self._slots)).remember(self._names[slot], *past)
             self._remove(slot)
         return freed
 
@@ -453,7 +448,7 @@ class Eviction:
             slot = len(self._units)
             for column in self._columns:
                 column.append(0)
-        self._units[slot], self._names[slot] = unit, unit
+        self._units[slot] = self._names[slot] = unit
         self._sizes[slot], self._buckets[slot] = size_bytes, bucket_id
         self._means[slot] = self._intervals[slot] = 0
         self._slots[unit] = slot
@@ -462,9 +457,9 @@ class Eviction:
         return slot
 
     def _remove(self, slot: int) -> None:
-        unit, size_bytes, bucket_id = self._units[slot], self._sizes[slot], self._buckets[slot]
+        size_bytes, bucket_id = self._sizes[slot], self._buckets[slot]
         pool = self._pool_of[bucket_id]
-        del self._slots[unit]
+        del self._slots[self._units[slot]]
         if self._flags[slot] & _PROBATION:
             pool.probation_bytes -= size_bytes
             if len(pool.probation) > 2 * len(self._slots) + 64:
@@ -482,8 +477,7 @@ class Eviction:
 
     def _ghost_for(self, units: int) -> Ghost:
         """The ghost, made anew when it is small for so many units (it forgets; that happens while a cache fills)."""
-        if len(self._ghost) < units * 3 // 2:
-            self._ghost = Ghost(2 * units)
+        self._ghost = Ghost(2 * units) if len(self._ghost) < units * 3 // 2 else self._ghost
         return self._ghost
 
     def check(self) -> None:
@@ -502,6 +496,5 @@ class Eviction:
         assert sum(buckets) == self.used_bytes
         for code, pool in self._pools.items():
             assert (pool.main_bytes, pool.probation_bytes) == (main[code], probation[code]), code
-        assert len(self._slots) + len(self._free) == len(self._units)
-        assert self._state.count(_FREE) == len(self._free)
+        assert self._state.count(_FREE) == len(self._free) == len(self._units) - len(self._slots)
         assert all(count > 0 for count in self._held.values())
