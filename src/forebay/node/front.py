@@ -23,13 +23,16 @@ import msgspec
 
 from forebay.core.errors import ForebayError
 from forebay.core.metrics import Snapshot
+from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.wire import Welcome
 from forebay.node import child
 from forebay.node.http.auth import Auth
 from forebay.node.http.counting import FrontCounts
+from forebay.node.http.lane import Lane
 from forebay.node.http.native import Native
 from forebay.node.http.reads import Reads
 from forebay.node.http.s3 import S3
+from forebay.node.http.s3_errors import RequestIds
 from forebay.node.http.server import Server, Timeouts, listen
 from forebay.node.link import GRACE_S, Link
 from forebay.node.settings import Settings
@@ -72,6 +75,17 @@ class Front:
             grace_s=grace_s,
         )
         self._reads = Reads(self._store, self.link, self.counts, auto_buckets=settings.auto_buckets, clock=clock)
+        domains = (settings.domain,) if settings.domain else ()
+        self._addressing = Addressing((*BASE_DOMAINS, *domains))
+        self._lane = Lane(
+            self._reads,
+            self._store,
+            self.link,
+            open_to_all=lambda: self._auth.open,
+            id_line=RequestIds().line,
+            path_style=lambda host: not self._addressing.bucket_of_host(host),
+            clock=clock,
+        )
         self.server: Server | None = None
         self.port = 0
 
@@ -94,7 +108,7 @@ class Front:
         domains = (self.settings.domain,) if self.settings.domain else ()
         s3 = S3(self._reads, self.link.call, self._auth, self._welcomed.node_id, domains)
         native = Native(self._reads, self._store, self.link.call, self._auth, self._missing)
-        self.server = Server(s3, native, counts=self.counts, clock=self._clock, timeouts=self._timeouts)
+        self.server = Server(s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts)
         await self.server.start(listener)
 
     async def stop(self, grace_s: float = 10.0) -> None:
@@ -116,6 +130,7 @@ class Front:
         self._welcomed = welcome
         self._auth.update(welcome.identities)
         self._reads.follow(welcome)
+        self._lane.follow()
 
     def _missing(self) -> str:
         """What keeps this front from being ready; "" when nothing does."""

@@ -22,7 +22,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from forebay.core import calls, limits, wire
 from forebay.core.errors import Bug, ForebayError, Unavailable, from_wire
@@ -108,8 +108,7 @@ class _Wire(asyncio.Protocol):
         self._frames = wire.Frames()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -175,7 +174,7 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._flush()
+        self.flush()
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
@@ -238,7 +237,7 @@ class Link:
         touched = self.touched
         touched[object_id, first_block, end_block] = None
         if len(touched) >= limits.TOUCHES_MAX:
-            self._flush()
+            self.flush()
 
     def post(self, message: wire.Message) -> None:
         """Send if connected; what cannot be sent concerns a connection that is gone, and so do those who wait."""
@@ -337,7 +336,8 @@ class Link:
                 wait.cancel()
 
     # --- hits --------------------------------------------------------------------------------------------------------
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Report the hits gathered so far."""
         touched, current = self.touched, self._wire
         if not touched:
             return
@@ -346,7 +346,7 @@ class Link:
         touched.clear()
 
     def _flush_later(self) -> None:
-        self._flush()
+        self.flush()
         self._timer = asyncio.get_running_loop().call_later(TOUCH_INTERVAL_S, self._flush_later)
 
 

@@ -28,11 +28,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    def wall_s(self) -> float:
-        return time.time()
-
-    def monotonic_s(self) -> float:
-        return time.monotonic()
+    wall_s = staticmethod(time.time)  # no frame around them: a hit asks three times
+    monotonic_s = staticmethod(time.monotonic)
 
 
 system: Clock = SystemClock()

@@ -27,8 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from forebay.core import limits
 from forebay.core.errors import Bug, Busy, ForebayError, Invalid
@@ -47,29 +46,15 @@ READ_BYTES = 64 * 1024  # one read: more than the longest head, so that a whole 
 FIELDS_KEPT_BYTES_MAX = 1024  # a longer block of fields is not remembered: 4,096 connections x 32 KiB would be too much
 LINGER_S = 5.0  # how long a client may take to see our end and close
 BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall timeout
+_NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
 
 assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
 
 
-class Phase(IntEnum):
-    IDLE = 0
-    HEAD = 1
-    BODY = 2
-    BUSY = 3
-    LINGER = 4
-    CLOSED = 5
-
-
-class Stage(IntEnum):
-    NONE = 0
-    WHOLE = 1
-    PARTS = 2
-
-
-IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = Phase
-NONE, WHOLE, PARTS = Stage
+IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)  # phases; plain numbers, since each request compares some
+NONE, WHOLE, PARTS = range(3)  # stages
 
 
 class Connection(Sender, asyncio.BufferedProtocol):
@@ -80,15 +65,17 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def __init__(self, server: Server) -> None:
         self._server = server
         self._counts = server.counts
-        self._phase: Phase = IDLE
-        self._stage: Stage = NONE
+        self._phase = IDLE
+        self._stage = NONE
         self._since_s = server.now_s  # when the phase began or last made progress
         self._pending = bytearray()  # read, not yet understood
         self._scanned = 0  # no end of a head before this
         self._in_loop = False
         self._paused = False
         self._block: bytes | None = None  # the last block of fields, and what it means
-        self._fields = parsing.Fields({})
+        self.fields = parsing.Fields({})
+        self._lane = server.lane
+        self._tail = _NO_TAIL  # what follows the target when the remembered fields are sent and the lane admits them
         self._keep = True
         self._handler: Handler = server.default_handler
         self._verb = VERB_OTHER
@@ -105,24 +92,23 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
         self._mute = False  # HEAD
         self._framed = False  # chunk framing
-        self._peer = ""
+        self.peer = ""
         self._http11 = True
         self._status = 0
         self._eof = False
 
     # --- the loop calls ----------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         peer = transport.get_extra_info("peername")
-        self._peer = peer[0] if isinstance(peer, tuple) else ""
+        self.peer = peer[0] if isinstance(peer, tuple) else ""
         try:
             self._open_socket(self._server.loop, transport.get_extra_info("socket").fileno())
         except OSError as error:
             log.warning("a connection was refused: %s; raise the limit of open files (ulimit -n)", error)
             self._counts.connections_refused += 1
             self._phase = CLOSED
-            transport.abort()
+            self._transport.abort()
             return
         if not self._server.opened(self):
             self.turn_away()
@@ -134,6 +120,11 @@ class Connection(Sender, asyncio.BufferedProtocol):
         data = bytes(_buffer[:nbytes])
         phase = self._phase
         if phase == IDLE:
+            tail = self._tail
+            if data.endswith(tail) and data.startswith(b"GET /"):
+                target = data[4 : -len(tail)]  # more than one request would show as characters not allowed in it
+                if not target.translate(None, parsing.TARGET_BYTES) and self._lane.serve(self, target):
+                    return
             self._take(data)
         elif phase == BODY:
             rest = self._take_body(data)
@@ -217,13 +208,15 @@ class Connection(Sender, asyncio.BufferedProtocol):
         method, target, authority, http11 = parsing.parse_line(data[:line_end])
         block = data[line_end + 2 : end]
         if block == self._block and not authority:
-            fields = self._fields
+            fields = self.fields
         else:
             fields = parsing.parse_fields(block)
             if authority:
                 fields.headers[b"host"] = authority  # RFC 9112 3.2.2: the target's authority replaces the field
             elif len(block) <= FIELDS_KEPT_BYTES_MAX:
-                self._block, self._fields = block, fields
+                self._block, self.fields = block, fields
+                admitted = http11 and self._lane.admits(fields) and not self._server.draining
+                self._tail = b" HTTP/1.1\r\n%b\r\n\r\n" % block if admitted else _NO_TAIL
         if http11 or b"host" in fields.headers:
             parsing.check_host(fields, http11)
         keep_alive = fields.keep_alive
@@ -234,7 +227,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         server = self._server
         self._handler = server.native if path.startswith(b"/-/") else server.s3
         self.request = Request(
-            method, target, path, query, fields.headers, self._peer, False, server.clock.monotonic_s()
+            method, target, path, query, fields.headers, self.peer, False, server.clock.monotonic_s()
         )
         self._mute = method == b"HEAD"
         if fields.length_bytes == 0:
@@ -363,7 +356,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             response = self._handler.render_error(error, self.request)
             self.respond(response.status, response.head, response.body)
         else:
-            log.info("cut %s while answering %r: %s", self._peer, self.request.path, error)
+            log.info("cut %s while answering %r: %s", self.peer, self.request.path, error)
             self.cut()
 
     def _failed_badly(self, error: Exception) -> None:
@@ -500,6 +493,47 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def cut(self) -> None:
         self._close("error", reset=True)
 
+    # --- the fast lane (lane.py) -------------------------------------------------------------------------------------
+    def answer_whole(self, head: bytes, more: bytes, body: bytes) -> None:
+        """200 with a body in memory, from IDLE and, if the socket takes it at once, back to it."""
+        server = self._server
+        data = b"HTTP/1.1 200 OK\r\n%b%b%bContent-Length: %d\r\n\r\n%b" % (
+            server.standing,
+            head,
+            more,
+            len(body),
+            body,
+        )
+        counts = self._counts
+        counts.sent_bytes += len(data)
+        try:
+            taken = self._send(data)
+        except (BlockingIOError, InterruptedError):
+            taken = 0
+        except OSError:
+            self._vanished()
+            return
+        if taken == len(data):
+            counts.requests[2] += 1
+            self._since_s = server.now_s
+            return
+        self._phase, self._stage, self._status, self._verb, self._keep = BUSY, WHOLE, 200, 0, True
+        if self._put(data[taken:]):
+            self._finish()
+
+    def begin_plain_get(self, target: bytes, started_s: float) -> None:
+        """IDLE to BUSY for a GET without body or query, whose fields are the remembered ones."""
+        self._phase, self._stage, self._verb = BUSY, NONE, 0
+        self._keep = self._http11 = True
+        self._mute = False
+        self._handler = self._server.s3
+        self.request = Request(b"GET", target, target, b"", self.fields.headers, self.peer, False, started_s)
+
+    def undo_begin(self) -> None:
+        """Nothing was answered: the chain shall take the same bytes from the start."""
+        assert self._stage == NONE, "answered already"
+        self._phase = IDLE
+
     # --- what follows sending ----------------------------------------------------------------------------------------
     def _finish(self) -> None:
         """The answer is complete."""
@@ -614,6 +648,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def drain(self) -> bool:
         """The node stops: close if idle, else after this answer. True if the connection is closed."""
         self._keep = False
+        self._tail = _NO_TAIL
         if self._phase in (IDLE, HEAD):
             self._close("")
         return self._phase == CLOSED

@@ -30,7 +30,7 @@ _HOST = re.compile(rb"[A-Za-z0-9.\-_~!$&'()*+,;=%:\[\]]*")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,19}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?")
-_TARGET_BYTES = bytes(c for c in range(0x21, 0x7F) if c != 0x23)  # RFC 3986 forbids more, clients send it
+TARGET_BYTES = bytes(c for c in range(0x21, 0x7F) if c != 0x23)  # RFC 3986 forbids more, clients send it
 _FIELD_BYTES = bytes(c for c in range(256) if c >= 0x20 and c != 0x7F) + b"\t\r\n"
 _NAMES_KEPT_MAX = 1024  # field names seen before; beyond it a new name is checked each time
 _SINGLE = frozenset((b"host", b"content-length", b"transfer-encoding", b"authorization", b"expect"))
@@ -137,7 +137,7 @@ def parse_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
         raise _malformed("the request line is not 'METHOD TARGET HTTP/1.1'")
     if method not in _METHODS and not _TOKEN.fullmatch(method):
         raise _malformed("the method is not a word")
-    if target.translate(None, _TARGET_BYTES) or not target:
+    if target.translate(None, TARGET_BYTES) or not target:
         raise _malformed("the target holds a character that must be percent-encoded")
     if target[0] == 0x2F:
         return method, target, b"", version == b"HTTP/1.1"

@@ -71,7 +71,7 @@ class Reads:
         self.buckets: dict[str, Bucket] = {}
         self._store = store
         self._link = link
-        self._counts = counts
+        self.counts = counts
         self._clock = clock
         self._auto_buckets = auto_buckets
 
@@ -116,15 +116,15 @@ class Reads:
             and is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s())
         ):
             plan = plan_plain(record, range, extra) if decide is None else decide(record)
-            if self._hit(exchange, name, key, record, plan):
+            if self.hit(exchange, name, key, record, plan):
                 return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
 
     # --- hits --------------------------------------------------------------------------------------------------------
-    def _hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:
-        """Answer from here; False if that cannot be, and then nothing was sent."""
+    def hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:
+        """Answer from here; False if that cannot be, and then nothing was sent. The record is fresh and verified."""
         status, head, start, end = plan
-        counts = self._counts
+        counts = self.counts
         size = end - start
         request = exchange.request
         if not size or request.method == b"HEAD":
@@ -181,10 +181,10 @@ class Reads:
 
         block_bytes = record.block_bytes
         self._link.touch(record.object_id, start // block_bytes, (end - 1) // block_bytes + 1)
-        exchange.send_file(status, head, file, start, end - start, fault, self._counts.hit_seconds)
+        exchange.send_file(status, head, file, start, end - start, fault, self.counts.hit_seconds)
 
     def _suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        self._counts.suspects += 1
+        self.counts.suspects += 1
         self._store.dropped([object_id])
         self._link.suspect(bucket, key, object_id, reason)
 
@@ -198,7 +198,7 @@ class Reads:
         decide: Decide | None,
         extra: bytes,
     ) -> None:
-        counts = self._counts
+        counts = self.counts
         counts.reads_waiting += 1
         read: Read | None = None
         head_only = exchange.request.method == b"HEAD"
@@ -281,4 +281,4 @@ class Reads:
                 file.release()
 
     def _first_byte(self, exchange: Exchange) -> None:
-        self._counts.miss_first_byte_seconds.add(self._clock.monotonic_s() - exchange.request.started_s)
+        self.counts.miss_first_byte_seconds.add(self._clock.monotonic_s() - exchange.request.started_s)

@@ -18,6 +18,7 @@ from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.node.http.connection import Connection
 from forebay.node.http.counting import FrontCounts
+from forebay.node.http.lane import Lane
 from forebay.node.http.requests import Handler
 from forebay.ports import clock as clocks
 
@@ -40,6 +41,7 @@ class Server:
         self,
         s3: Handler,
         native: Handler,
+        lane: Lane,
         *,
         counts: FrontCounts | None = None,
         clock: clocks.Clock = clocks.system,
@@ -48,6 +50,7 @@ class Server:
     ) -> None:
         self.s3 = s3
         self.native = native
+        self.lane = lane
         self.default_handler = s3
         self.counts = counts or FrontCounts()
         self.clock = clock
