@@ -1,0 +1,105 @@
+"""Buckets of every kind of backend for tests, and how a test puts objects into them behind Forebay's back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import boto3
+import botocore.config
+import pytest
+
+from forebay.backends.counting import BackendCounters
+from forebay.backends.seam import Backend, Fetch
+from forebay.backends.stack import open_backend
+from forebay.bench import servers
+from forebay.core.types import Bucket, RangeSpec
+
+numbers = itertools.count()
+REAL = [pytest.param(kind, marks=pytest.mark.real) for kind in ("s3", "s3-keys", "azure", "gcs", "http")]
+KINDS = ["memory", "file", *REAL]
+LISTED = [kind for kind in KINDS if kind != REAL[-1]]  # all but plain HTTP
+PAGES_MAX = 1000  # more than any listing in these tests has
+
+
+class Place:
+    """A bucket under test: `put` and `remove` go around the seam; `open` is the stack under test."""
+
+    def __init__(self, kind: str, url: str, options: dict[str, str], put: Callable[[str, bytes], None]) -> None:
+        self.kind, self.url, self.options, self.put = kind, url, options, put
+        self.counters = BackendCounters()
+
+    def open(self, prefix: str = "", **wrap: Callable[[Backend], Backend]) -> Backend:
+        url = f"{self.url}/{prefix}" if prefix else self.url
+        return open_backend(Bucket("corpus", url, options=self.options), counters=self.counters, **wrap)
+
+
+def s3_client(server: servers.SeaweedFS) -> object:
+    """boto3, signing only if the server has keys."""
+    signing = {} if server.access_key else {"signature_version": botocore.UNSIGNED}
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.access_key or "none",
+        aws_secret_access_key=server.secret_key or "none",
+        config=botocore.config.Config(s3={"addressing_style": "path"}, **signing),
+    )
+
+
+def s3_place(server: servers.SeaweedFS, kind: str) -> Place:
+    bucket = f"bucket-{next(numbers)}"
+    server.create_bucket(bucket)
+    client = s3_client(server)
+
+    def put(key: str, data: bytes) -> None:
+        metadata = {"Metadata": {"color": "red"}, "ContentType": "text/plain", "CacheControl": "max-age=5"}
+        client.put_object(Bucket=bucket, Key=key, Body=data, **metadata)  # type: ignore[attr-defined]
+
+    return Place(kind, f"s3://{bucket}", server.options(), put)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file each time, as programs that replace a file do."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)
+
+
+async def whole(fetch: Fetch) -> bytes:
+    """All bytes of a body."""
+    got = b"".join([bytes(chunk) async for chunk in fetch])
+    await fetch.aclose()
+    assert len(got) == fetch.end - fetch.start
+    return got
+
+
+async def read(backend: Backend, key: str, range: RangeSpec | None = None, *, version: str = "") -> bytes:
+    """All bytes of an object or a range of it."""
+    return await whole(await backend.fetch(key, range, version=version))
+
+
+async def list_all(
+    backend: Backend, prefix: str = "", delimiter: str = "", after: str = "", limit: int = 1000
+) -> tuple[list[str], list[str]]:
+    """Keys and prefixes of all pages, in the order they came."""
+    keys: list[str] = []
+    prefixes: list[str] = []
+    for _ in range(PAGES_MAX):
+        page = await backend.list_page(prefix, delimiter, after, limit)
+        assert len(page.entries) + len(page.prefixes) <= limit
+        keys += [entry.key for entry in page.entries]
+        prefixes += page.prefixes
+        if not page.next_after:
+            return keys, prefixes
+        after = page.next_after
+    raise AssertionError("the listing does not end")
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    """Run a test's coroutine."""
+    asyncio.run(test)

@@ -1,0 +1,52 @@
+"""One bucket of each kind of backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import AzureStore
+from tests.backends.backend_places import Place, numbers, s3_place, write_file
+
+from forebay.backends import memory
+from forebay.bench import servers
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """The bucket of the kind that the test is parametrised with."""
+    kind = request.param
+    if kind == "memory":
+        name = f"test-{next(numbers)}"
+        headers = (("content-type", "text/plain"), ("cache-control", "max-age=5"), ("x-amz-meta-color", "red"))
+        yield Place(kind, f"memory://{name}", {}, lambda key, data: memory.named(name).put(key, data, headers))
+    elif kind == "file":
+        yield Place(kind, tmp_path.as_uri(), {}, lambda key, data: write_file(tmp_path / key, data))
+    elif kind == "s3":
+        yield s3_place(request.getfixturevalue("seaweed"), kind)
+    elif kind == "s3-keys":
+        yield s3_place(request.getfixturevalue("seaweed_keys"), kind)
+    elif kind == "azure":
+        azurite: servers.Azurite = request.getfixturevalue("azurite")
+        container = f"container-{next(numbers)}"
+        azurite.create_container(container)
+        store = AzureStore(container, **azurite.options(), client_options={"allow_http": True})  # type: ignore[arg-type]
+        attributes = {"Content-Type": "text/plain", "Cache-Control": "max-age=5", "color": "red"}
+        yield Place(
+            kind,
+            f"az://{container}",
+            azurite.options(),
+            lambda key, data: obstore.put(store, key, data, attributes=attributes) and None,
+        )
+    elif kind == "gcs":
+        gcs: servers.FakeGCS = request.getfixturevalue("gcs")
+        bucket = f"bucket-{next(numbers)}"
+        gcs.create_bucket(bucket)
+        yield Place(kind, f"gs://{bucket}", gcs.options(), lambda key, data: gcs.put(bucket, key, data, "text/plain"))
+    else:
+        web: servers.Nginx = request.getfixturevalue("http_server")
+        folder = f"folder-{next(numbers)}"
+        (web.root / folder).mkdir()
+        yield Place(kind, f"{web.url}/{folder}", {}, lambda key, data: write_file(web.root / folder / key, data))
