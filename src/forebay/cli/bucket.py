@@ -12,7 +12,9 @@ from forebay.cli.outcome import verb
 from forebay.core.errors import Exists, Invalid
 from forebay.core.types import Bucket, check_bucket_name, format_freshness, parse_freshness
 
-app = typer.Typer(no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None, add_completion=False
+)
 SCHEMES = ("s3", "gs", "az", "http", "https", "file", "memory")
 
 

@@ -15,7 +15,7 @@ from forebay.cli.outcome import verb
 from forebay.core.errors import Invalid
 from forebay.core.types import RangeSpec
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 def parse_range(text: str) -> RangeSpec:

@@ -12,7 +12,7 @@ from forebay.cli.findings import Finding, judge, worst
 from forebay.cli.options import AsJson, Debug, Dir, Url
 from forebay.cli.outcome import one_line, verb
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 MARKS = {"ok": "ok  ", "warn": "WARN", "bad": "BAD "}
 COLOURS = {"ok": "32", "warn": "33", "bad": "31"}
 

@@ -15,7 +15,7 @@ from forebay.cli.outcome import Interrupted, verb
 from forebay.core.errors import Busy, Denied
 from forebay.ports import clock
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 LOOK_S = 0.05
 
 

@@ -32,7 +32,7 @@ from forebay.ports import clock
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 COMPLAINTS_MAX = 10
 
 

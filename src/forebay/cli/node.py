@@ -10,7 +10,7 @@ import typer
 from forebay.cli.options import Debug, Dir
 from forebay.cli.outcome import verb
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 Listen = Annotated[
     str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen. Default: 127.0.0.1:9400.")

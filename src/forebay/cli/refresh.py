@@ -8,7 +8,7 @@ from forebay.cli import jobs
 from forebay.cli.options import AsJson, Debug, Url
 from forebay.cli.outcome import verb
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command("refresh")

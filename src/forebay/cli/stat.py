@@ -14,7 +14,7 @@ from forebay.core.record import blocks_in
 from forebay.core.types import FRESH_IMMUTABLE
 from forebay.ports import clock
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command("stat")

@@ -10,7 +10,7 @@ from forebay.cli.outcome import verb
 from forebay.core.calls import NodeState
 from forebay.ports import clock
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command("status")

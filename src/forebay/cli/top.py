@@ -18,7 +18,7 @@ from forebay.ports import clock
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command("top")

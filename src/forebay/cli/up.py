@@ -23,7 +23,7 @@ from forebay.cli.outcome import Interrupted, one_line, verb
 from forebay.core.errors import Exists, Invalid, Unavailable
 from forebay.ports import clock
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 LOOK_S = 0.05
 
 
