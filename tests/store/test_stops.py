@@ -56,16 +56,12 @@ def _unclean_machine_stop(volume: Path) -> None:
 def test_a_writer_killed_at_random_moments_leaves_only_what_is_right(tmp_path: Path) -> None:
     volume, chance, served = tmp_path / "v0", random.Random(5), 0
     for seed in range(12):
-        process = subprocess.Popen(
-            [sys.executable, WORKER, "write", str(volume), str(seed)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        for _ in range(chance.randrange(1, 150)):
-            line = process.stdout.readline()
-            assert line.startswith("acked"), "the writer ended by itself"
-        process.kill()
-        process.wait(30)
-        process.stdout.close()
+        command = [sys.executable, WORKER, "write", str(volume), str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(chance.randrange(1, 150))]
+            process.kill()
+        assert all(line.startswith("acked") for line in lines), "the writer ended by itself"
         store = Store.open([volume], block_bytes=64 * KIB)
         assert os.listdir(volume / "tmp") == []
         served += _check_all(store, volume)
