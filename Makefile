@@ -29,7 +29,7 @@ bench: venv system ## every row of the speed table with its peer: make bench [NA
 	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
 
 demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/
-	@exec $(PY) demo/demo.py $(ARGS)
+	@exec $(PY) -m demo $(ARGS)
 
 sim: venv ## one simulated world: make sim SEED=41
 	@$(PY) -m forebay.sim --seed $(or $(SEED),1) $(ARGS)
