@@ -14,12 +14,15 @@ complete. (2) `complete` implies `present == b""`. (3) One object id belongs to 
 from __future__ import annotations
 
 import email.utils
+import re
 from enum import IntFlag
 
 import msgspec
 
 from forebay.core import limits
 from forebay.core.types import ObjectInfo
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class State(IntFlag):
@@ -85,6 +88,4 @@ def build_head(info: ObjectInfo) -> bytes:
     if "content-type" not in names:
         lines.append("Content-Type: binary/octet-stream")
     lines += [f"{name.title() if not name.startswith('x-amz-') else name}: {value}" for name, value in info.headers]
-    return b"".join(
-        line.encode("utf-8") + b"\r\n" for line in lines if line and not any(ord(c) < 32 or ord(c) == 127 for c in line)
-    )
+    return b"".join(line.encode("utf-8") + b"\r\n" for line in lines if line and not _CONTROL.search(line))
