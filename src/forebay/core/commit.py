@@ -259,7 +259,7 @@ def check_plan(effects: Sequence[Effect]) -> None:
     dirty: set[str] = set()  # written or renamed since the last sync
     unsynced_names: set[str] = set()
     headed: set[str] = set()
-    summed: set[str] = set()
+    unsummed: set[str] = set()  # written since its sums were kept
     created: set[str] = set()
     announced: set[int] = set()
     given_up = durable = False
@@ -273,25 +273,23 @@ def check_plan(effects: Sequence[Effect]) -> None:
                 dirty.add(path)
             case WriteBytes(path):
                 dirty.add(path)
-                summed.discard(path)
+                unsummed.add(path)
             case KeepSums(path):
                 dirty.add(path)
-                summed.add(path)
+                unsummed.discard(path)
             case SyncFile(path):
                 dirty.discard(path)
             case Rename(source, target):
                 assert source in created, effect
                 assert source in headed, f"no header yet: {effect}"
-                for marks in (dirty, headed, summed):
+                for marks in (dirty, headed, unsummed):
                     if source in marks:
                         marks.add(target)
                 unsynced_names.add(target)
             case SyncDir(path):
                 unsynced_names.discard(path)
             case PutRecord(path=path, durable=is_durable):
-                assert not any(isinstance(other, WriteBytes) and other.path == path for other in effects) or (
-                    path in summed
-                ), f"listed before its sums: {effect}"
+                assert path not in unsummed, f"listed before its sums: {effect}"
                 if is_durable:
                     assert path not in dirty, f"durable record of unsynced bytes: {effect}"
                     assert path not in unsynced_names, f"durable record of an unsynced name: {effect}"

@@ -154,10 +154,13 @@ def recover(files: Iterable[FileSeen], records: Iterable[RecordSeen], trusted: b
     `records` are those of the indexes to be believed: both when `trusted`, else only the durable one's.
     """
     by_key: dict[tuple[str, str], RecordSeen] = {}
-    by_path: dict[str, RecordSeen] = {}
-    for record in sorted(records, key=lambda each: each.durable):  # a durable record shadows a clean one
-        by_key[record.bucket, record.key] = by_path[record.path] = record
     actions: list[Action] = []
+    for record in sorted(records, key=lambda each: each.durable):
+        shadowed = by_key.get((record.bucket, record.key))
+        if shadowed is not None:  # a durable write was cut before it removed the clean record
+            actions.append(DropRecord(shadowed.bucket, shadowed.key, shadowed.object_id))
+        by_key[record.bucket, record.key] = record
+    by_path = {record.path: record for record in by_key.values() if record.path}
     there: set[str] = set()
     for seen in sorted(files, key=lambda each: each.path):
         header = seen.header

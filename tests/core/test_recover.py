@@ -1,0 +1,89 @@
+"""What each file and record means after a stop, case by case."""
+
+import pytest
+
+from forebay.core.recover import (
+    Delete,
+    DropRecord,
+    FileSeen,
+    Identity,
+    Keep,
+    Quarantine,
+    Rebuild,
+    RecordSeen,
+    count_actions,
+    judge_file,
+    judge_record,
+    recover,
+)
+
+HEADER = Identity("b", "k", 7, 100, (0, 1))
+FILE = FileSeen("data/7", "data", 100, HEADER)
+RECORD = RecordSeen("b", "k", 7, "data/7", 100)
+DURABLE = RecordSeen("b", "k", 7, "data/7", 100, durable=True)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_temp_files_go(trusted):
+    assert judge_file(FileSeen("tmp/x", "temp", 5, HEADER), RECORD, trusted) == [Delete("tmp/x", "temp")]
+
+
+def test_a_file_that_its_record_names_stays():
+    assert judge_file(FILE, RECORD, True) == [Keep("data/7")]
+    assert judge_file(FILE, DURABLE, False) == [Keep("data/7", unverified=True)]
+
+
+def test_a_file_without_a_record_is_rubbish_or_the_truth():
+    assert judge_file(FILE, None, True) == [Delete("data/7", "orphan")]
+    assert judge_file(FILE, None, False) == [Rebuild("data/7", HEADER)]
+
+
+def test_a_file_that_cannot_say_what_it_is_goes():
+    unknown = FileSeen("data/7", "data", 100, None)
+    assert judge_file(unknown, None, False) == [Delete("data/7", "unreadable")]
+    assert judge_file(unknown, RECORD, True) == [DropRecord("b", "k", 7), Delete("data/7", "unreadable")]
+    assert judge_file(unknown, DURABLE, False) == [Keep("data/7", unverified=True)], "its record knows everything"
+
+
+def test_a_file_of_the_wrong_size_or_without_sums_is_not_rebuilt():
+    assert judge_file(FileSeen("data/7", "data", 99, HEADER), None, False) == [Delete("data/7", "unreadable")]
+    empty = Identity("b", "k", 7, 100)
+    assert judge_file(FileSeen("data/7", "data", 100, empty), None, False) == [Delete("data/7", "unreadable")]
+
+
+def test_of_two_versions_of_a_key_the_later_is_rebuilt_in_either_order():
+    later = Identity("b", "k", 9, 100, (0,))
+    files = [FILE, FileSeen("data/9", "data", 100, later)]
+    for listing in (files, files[::-1]):
+        actions = recover(listing, [], trusted=False)
+        assert Rebuild("data/9", later) in actions
+        assert Delete("data/7", "superseded") in actions
+    swapped = [FileSeen("data/1", "data", 100, later), FileSeen("data/2", "data", 100, HEADER)]
+    assert recover(swapped, [], trusted=False) == [Rebuild("data/1", later), Delete("data/2", "superseded")]
+
+
+def test_a_durable_record_wins_over_every_clean_file():
+    other = FileSeen("data/9", "data", 100, Identity("b", "k", 9, 100, (0, 1)))
+    assert judge_file(other, DURABLE, False) == [Delete("data/9", "superseded")]
+
+
+def test_a_file_that_a_durable_record_names_is_set_aside_never_deleted():
+    wrong = FileSeen("data/7", "data", 100, Identity("b", "other", 7, 100, (0,)))
+    quarantine, lost = judge_file(wrong, DURABLE, True)
+    assert isinstance(quarantine, Quarantine)
+    assert lost == DropRecord("b", "k", 7, lost=True)
+
+
+def test_a_record_without_its_file_goes_and_a_durable_one_loudly():
+    assert judge_record(RECORD, True) == []
+    assert judge_record(RECORD, False) == [DropRecord("b", "k", 7)]
+    assert judge_record(DURABLE, False) == [DropRecord("b", "k", 7, lost=True)]
+    assert judge_record(RecordSeen("b", "k", 7, "", 10), False) == [], "an inline object has no file"
+
+
+def test_a_clean_record_beside_a_durable_one_is_dropped():
+    newer = RecordSeen("b", "k", 9, "data/9", 100, durable=True)
+    files = [FILE, FileSeen("data/9", "data", 100, Identity("b", "k", 9, 100, (0, 1)))]
+    actions = recover(files, [RECORD, newer], trusted=True)
+    assert set(actions) == {DropRecord("b", "k", 7), Delete("data/7", "superseded"), Keep("data/9")}
+    assert count_actions(actions) == {"DropRecord": 1, "Delete superseded": 1, "Keep": 1}
