@@ -55,7 +55,7 @@ READY_TIMEOUT_S = 60.0  # SeaweedFS takes 2 to 4 s on an idle machine, far more 
 STOP_TIMEOUT_S = 5.0  # between asking to stop and killing
 PORT_FIRST, PORT_LAST = 15_000, 32_000  # below Linux's ephemeral range (32768 up), so no client socket takes one
 
-AZURITE_VERSION = "3.37.0"
+AZURITE_VERSION = "3.35.0"  # later ones want a dependency that the npm of Debian 12 cannot resolve
 DEBIAN_PACKAGES = {"nginx": "nginx-light", "wrk": "wrk", "npm": "npm", "setpriv": "util-linux"}  # program: package
 
 
