@@ -10,13 +10,15 @@ Invariant. `escape` leaves no `<`, `&`, quote or control character.
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import date
+from functools import lru_cache
 from typing import Final
 
 DECLARATION: Final = '<?xml version="1.0" encoding="UTF-8"?>\n'
 NAMESPACE: Final = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 CONTENT_TYPE: Final = b"Content-Type: application/xml\r\n"
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
+_YEAR_10000_S: Final = 253402300800
 _UNSAFE: Final = re.compile("[&<>\"'\x00-\x1f\x7f\ufffe\uffff]")
 _UNREADABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&apos;"}
@@ -44,10 +46,18 @@ def readable(text: str) -> str:
 
 def timestamp(modified_s: float) -> str:
     """ISO 8601 in UTC with milliseconds, S3's form; times that no calendar holds are clamped."""
-    if not 0 <= modified_s < 253402300800:  # year 10000
+    if not 0 <= modified_s < _YEAR_10000_S:
         modified_s = 0.0
-    moment = _EPOCH + timedelta(milliseconds=int(modified_s * 1000))
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+    day, millisecond = divmod(int(modified_s * 1000), 86_400_000)
+    minute, millisecond = divmod(millisecond, 60_000)
+    second, millisecond = divmod(millisecond, 1000)
+    return f"{_day(day)}T{minute // 60:02}:{minute % 60:02}:{second:02}.{millisecond:03}Z"
+
+
+@lru_cache(256)
+def _day(days: int) -> str:
+    """The date `days` after the epoch; objects of a listing share few."""
+    return date.fromordinal(_EPOCH_DAY + days).isoformat()
 
 
 def document(root: str, inner: str) -> bytes:
