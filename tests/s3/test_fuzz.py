@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from urllib.parse import quote
 from xml.etree import ElementTree
 
@@ -190,6 +191,12 @@ def test_any_token_is_ours_or_invalid(text: str) -> None:
 @settings(max_examples=100)
 def test_any_time_can_be_shown(moment_s: float) -> None:
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z", timestamp(moment_s))
+
+
+@given(st.integers(0, 253402300799))
+@settings(max_examples=200)
+def test_times_are_shown_as_the_calendar_says(moment_s: int) -> None:
+    assert timestamp(moment_s) == datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z").zfill(24)
 
 
 def test_an_error_of_any_text_renders() -> None:
