@@ -229,7 +229,8 @@ class Cloud:
             await self._wire.run(functools.partial(self._list_page, self._prefix, "", "", 1))
             return
         answer = await self._wire.run(functools.partial(self._wire.ask, [], method="HEAD", key=self._prefix))
-        if answer.status in (401, 403, 407) or answer.status >= 500 or answer.status == 429:
+        # 403 and 404 are what servers answer for a folder without an index.
+        if answer.status in (401, 407, 429) or answer.status >= 500:
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), self._wire.url)
 
     async def aclose(self) -> None:
@@ -248,6 +249,8 @@ class Cloud:
                 "copy the object to another key",
                 code="InvalidURI",
             )
+        if self._list_page is None and ("//" in full or full[0] == "/" or full[-1] == "/"):
+            raise errors.no_such_key(what)  # web servers fold slashes, and answer a folder with its index
         return full, what
 
 

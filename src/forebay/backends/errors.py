@@ -44,6 +44,8 @@ _DENIED_CODES = {
     "AuthorizationHeaderMalformed",
     "InvalidRequest",
 }
+# obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
+_OUT_OF_RANGE = ("Requested range was invalid", "Wanted range starting at", "bytes 0--1/0")
 _IMDS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
@@ -65,7 +67,7 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
         return NotSupported(f"{what}: the backend does not do this ({_quote(text)})")
     if isinstance(error, (obstore_errors.InvalidPathError, ValueError, obstore_errors.UnknownConfigurationKeyError)):
         return Invalid(f"{what}: {_quote(text)}; change the name or option", code="InvalidURI")
-    if "Requested range was invalid" in text or "Wanted range starting at" in text:
+    if any(words in text for words in _OUT_OF_RANGE):
         return out_of_range(what)
     if any(host in text for host in _IMDS):
         return Denied(

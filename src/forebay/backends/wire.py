@@ -92,6 +92,7 @@ class Wire:
         self._proxy = _proxy_for(self._parts.scheme, self._parts.hostname or "", client)
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="forebay-wire")
 
     async def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -220,7 +221,7 @@ class Wire:
         """Keep the connection if its answer was read to the end, else close it."""
         if answer.isclosed() and not answer.will_close:
             with self._lock:
-                if len(self._idle) < IDLE_MAX:
+                if len(self._idle) < IDLE_MAX and not self._is_closed:
                     self._idle.append(connection)
                     return
         connection.close()
@@ -235,7 +236,7 @@ class Wire:
     def close(self) -> None:
         """Close idle connections and let the threads end."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._is_closed = self._idle, [], True
         for connection in idle:
             connection.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
