@@ -44,6 +44,7 @@ from forebay.node.store.volume import StoreEvent, Usage, Volume
 from forebay.ports import clock
 
 TOUCHES_HELD_MAX = 65_536
+IDS_SINCE_S = 1_700_000_000  # ids are milliseconds from here, so that an id and a block fit 64 bits (core/eviction.py)
 
 
 class Unit(NamedTuple):
@@ -153,7 +154,7 @@ class Store:
             if volume.mark.epoch < epoch and volume.mark.epoch > 0:
                 volume.age_records()
         self._place()
-        start = int(clock.wall_s() * 1e6)  # so that ids grow even past an index that was lost
+        start = max(0, int((clock.wall_s() - IDS_SINCE_S) * 1e3))  # ids grow even past an index that was lost
         for volume in self._all:
             start = max(start, int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big"))
         self._next_id = start

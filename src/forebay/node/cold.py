@@ -1,0 +1,702 @@
+"""Reads that come to the engine: from a question to a flight, an inline body, or an error.
+
+Theory. A front asks when it has no record, a stale one, or lacks bytes. What answers is found in this order: a flight
+of the object, the index, the backend; and the backend is asked once for all who wait (an *opening*).
+
+How fresh. Every reader *needs* a confirmation not older than some moment: its arrival (`always`, `revalidate`), its
+arrival less the bucket's freshness, or none (`immutable`, or a later part of one response, which names its version). An
+answer of the backend counts from the moment it was *asked*. So a reader may join an opening only if that began late
+enough; else it waits for it and shares the next one with all that came meanwhile: at most two questions, however many
+ask at once.
+
+The first request for an unknown object asks for its first FIRST_BYTES, or the blocks that the asked range touches, and
+so brings metadata and data at once; its body becomes the flight's first run. A suffix range asks for one block more
+than the suffix, which covers the blocks it touches wherever they begin.
+
+When the backend does not answer and a confirmed version is here: `always` and `revalidate` fail; a bucket with a time
+is served the version it has, because that time already says that an old answer is better than none. It is counted
+(`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S.
+
+Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way
+(a reader would get an answer from before its question).
+
+Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key.
+(3) `flights` holds only flights that can be joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
+
+from forebay.backends.seam import Fetch
+from forebay.core import limits
+from forebay.core.errors import (
+    Bug,
+    Busy,
+    Closed,
+    ForebayError,
+    Invalid,
+    NotFound,
+    Precondition,
+    Unavailable,
+)
+from forebay.core.freshness import CLOCK_SLACK_S
+from forebay.core.ranges import ReadAhead, Run
+from forebay.core.record import Record, State
+from forebay.core.types import FRESH_IMMUTABLE, Bucket, ObjectInfo, RangeSpec
+from forebay.node.buckets import Buckets, Served
+from forebay.node.flights import Flight
+from forebay.node.read import Ask, Evictor, Out, Read
+from forebay.node.records import cached_bytes, info_of, is_pinned, make_record, present_blocks
+from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
+from forebay.node.store import Landing, Store
+from forebay.node.tally import Tally
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.cold")
+
+FIRST_BYTES = 16 * limits.MIB  # an object of that size is one request, as a direct read would be
+CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
+DOWN_FOR_S = 5.0  # after a failed confirmation: how long nobody else is made to wait for one
+SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
+READ_AHEADS_MAX = 1024
+PASSING_KEPT_S = 1.0  # how long an open body waits for the reader that asked for it
+STREAMS_MAX = 4  # sequential readers of one object that are told apart
+_BLOCK = limits.BLOCK_BYTES
+_ANY = float("-inf")  # no confirmation is needed
+
+
+class _Passing:
+    """No disk takes the object: its first body, for whoever comes first; the others fetch for themselves."""
+
+    def __init__(self, fetch: Fetch, first: Run) -> None:
+        self.info = fetch.info
+        self._body: tuple[Fetch, Run] | None = (fetch, first)
+
+    def take(self) -> tuple[Fetch, Run] | None:
+        body, self._body = self._body, None
+        return body
+
+    async def expire(self) -> None:
+        await asyncio.sleep(PASSING_KEPT_S)
+        if body := self.take():
+            await body[0].aclose()
+
+
+class _Answer(NamedTuple):
+    """How an opening ended: confirmed (nothing else is set), an inline object, a flight, a body that no disk takes; or
+    `stale`: the backend did not answer, and what is here may be served."""
+
+    asked_s: float
+    inline: Record | None = None
+    flight: Flight | None = None
+    passing: _Passing | None = None
+    stale: bool = False
+
+
+class _Opening(NamedTuple):
+    asked_s: float
+    done: asyncio.Task[_Answer]
+
+
+class ColdReads:
+    """See the module's header. `flush_soon` is called after changes to the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        buckets: Buckets,
+        evictor: Evictor,
+        tally: Tally,
+        clock: Clock,
+        workers: Executor,
+        *,
+        flush_soon: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self.evictor = evictor
+        self.clock = clock
+        self.workers = workers
+        self.admission = asyncio.Semaphore(limits.FETCHES_MAX)
+        self.budget = PassBudget()
+        self.flights: dict[tuple[str, str], Flight] = {}
+        self.all_flights: set[Flight] = set()
+        self._by_object: dict[int, list[Flight]] = {}
+        self.reads = 0
+        self._buckets = buckets
+        self._tally = tally
+        self._flush_soon = flush_soon
+        self._openings: dict[tuple[str, str], _Opening] = {}
+        self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
+        self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
+        self._background: set[asyncio.Task[None]] = set()
+
+    # --- a read ------------------------------------------------------------------------------------------------------
+    def open(self, ask: Ask, out: Out) -> Read:
+        """Begin a read; its answers come later, from the loop."""
+        read = Read(self, ask, out)
+        self.reads += 1
+        self.start(read)
+        return read
+
+    def start(self, read: Read) -> None:
+        """Find what answers `read`."""
+        read.task = asyncio.create_task(self._serve(read))
+
+    async def _serve(self, read: Read) -> None:
+        try:
+            served = await self._buckets.get(read.ask.bucket)
+            if read.ask.head_only:
+                record = await self.metadata(read.ask, served)
+                start, end = _resolve(read.ask.range, record.size_bytes)
+                if not read.closed:
+                    read.record = record
+                    read.out.opened(record, start, end, True, None)
+                    read.out.finished()
+            else:
+                await self._serve_body(read, served)
+        except ForebayError as error:
+            self._fail(read, error)
+        except Exception as error:
+            log.exception("opening %s/%s broke", read.ask.bucket, read.ask.key)
+            self._fail(read, Bug(f"opening {read.ask.bucket}/{read.ask.key} broke: {error!r}"))
+
+    def _fail(self, read: Read, error: ForebayError) -> None:
+        if not read.closed:
+            read.out.failed(error.to_wire())
+
+    async def _serve_body(self, read: Read, served: Served) -> None:
+        ask, name = read.ask, (read.ask.bucket, read.ask.key)
+        need_s, tolerant = _need(ask, served, self.clock.wall_s()), _tolerant(ask, served)
+        while not read.closed:
+            if name in self._suspected:
+                await asyncio.wait([self._suspected[name]])
+            found = self._found(name, need_s, ask.version)
+            if found is not None:
+                await self._give_found(read, served, found)
+                return
+            answer = await self._opening(read, served, need_s)
+            if answer is None:
+                continue  # it began before we came: ask anew
+            if answer.stale:
+                if not tolerant:
+                    raise _unreachable(ask.bucket)
+                need_s = _ANY
+            elif answer.inline is not None:
+                self._give_inline(read, answer.inline, hit=False)
+                return
+            elif answer.passing is not None:
+                info = answer.passing.info
+                await self._pass(read, served, info, answer.asked_s, body=answer.passing.take())
+                return
+            elif answer.flight is not None and not answer.flight.closed:
+                self._give(read, answer.flight)
+                return
+
+    async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
+        if isinstance(found, Flight):
+            self._give(read, found)
+        elif found.inline is not None:
+            self._give_inline(read, found, hit=True)
+        else:
+            await self._give_record(read, served, found)
+
+    def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
+        """What is here, if it was confirmed late enough (or is the very version that is asked for)."""
+        flight = self.flights.get(name)
+        found = flight or self.store.lookup(*name)
+        if found is None:
+            return None
+        has = found.info.version if isinstance(found, Flight) else found.version
+        if version and has == version:
+            return found
+        if need_s != _ANY and not need_s <= found.checked_s <= self.clock.wall_s() + CLOCK_SLACK_S:
+            return None
+        if version:
+            raise _changed(*name)
+        return found
+
+    def _give_inline(self, read: Read, record: Record, *, hit: bool) -> None:
+        assert record.inline is not None
+        if read.ask.version not in ("", record.version):
+            raise _changed(read.ask.bucket, read.ask.key)
+        start, end = _resolve(read.ask.range, record.size_bytes)
+        if hit:
+            self.evictor.touched(record.object_id, 0, 1)
+        if not read.closed:
+            read.record = record
+            read.out.opened(record, start, end, hit, record.inline[start:end])
+            read.out.finished()
+
+    def _give(self, read: Read, flight: Flight) -> None:
+        if read.closed:
+            return
+        if read.ask.version not in ("", flight.info.version):
+            raise _changed(read.ask.bucket, read.ask.key)
+        start, end = _resolve(read.ask.range, flight.info.size_bytes)
+        self.evictor.touched(flight.object_id, start // _BLOCK, -(-end // _BLOCK))
+        read.follow(flight, start, end, self._ahead_to(read.ask, start, end))
+
+    async def _give_record(self, read: Read, served: Served, record: Record) -> None:
+        """A flight over what the store has of the object."""
+        info = info_of(record, read.ask.key)
+        landing = self._landing(served.bucket, info, record.checked_s)
+        if landing is None:
+            await self._pass(read, served, info, record.checked_s, record=record)
+        else:
+            self._give(read, self._take_off(served, info, landing, record.checked_s, landing.record))
+
+    def _ahead_to(self, ask: Ask, start: int, end: int) -> int:
+        """How far to fetch for a reader that comes back for range after range; 0 for readers of whole objects.
+
+        Ranges are counted in whole blocks, since only the first touch of a block comes to the engine; and blocks
+        fetched ahead are passed over, as hits that never come here.
+        """
+        if ask.range is None or ask.range.first is None or ask.range.last is None:
+            return 0
+        streams = self._ahead.setdefault((ask.bucket, ask.key), [])
+        self._ahead.move_to_end((ask.bucket, ask.key))
+        while len(self._ahead) > READ_AHEADS_MAX:
+            self._ahead.popitem(last=False)
+        first, stop = start // _BLOCK * _BLOCK, -(-end // _BLOCK) * _BLOCK
+        for stream in streams:
+            if stream.next_start <= first <= stream.fetched_to:
+                if first > stream.next_start:
+                    stream.asked(stream.next_start, first)
+                return stream.asked(first, stop)
+        streams.append(ReadAhead())
+        del streams[:-STREAMS_MAX]
+        return streams[-1].asked(first, stop)
+
+    # --- metadata alone ----------------------------------------------------------------------------------------------
+    async def metadata(self, ask: Ask, served: Served) -> Record:
+        """What the object is, as fresh as its bucket wants. Nothing is fetched or remembered for an unknown one."""
+        name = (ask.bucket, ask.key)
+        asked_s = self.clock.wall_s()
+        found = self._found(name, _need(ask, served, asked_s), ask.version)
+        if found is None:
+            found = self.flights.get(name) or self.store.lookup(*name)
+            if found is None:
+                return make_record(await served.backend.head(ask.key), asked_s)
+            version = found.info.version if isinstance(found, Flight) else found.version
+            changed = await self._check(served, ask.key, version, _tolerant(ask, served))
+            if changed is None:
+                self._confirmed(ask.bucket, ask.key, version, asked_s)
+            elif isinstance(changed, ObjectInfo):
+                self._replaced(name, version)
+                if ask.version not in ("", changed.version):
+                    raise _changed(*name)
+                return make_record(changed, asked_s)
+        return self.record_of(found) if isinstance(found, Flight) else found
+
+    # --- openings ----------------------------------------------------------------------------------------------------
+    async def _opening(self, read: Read, served: Served, need_s: float) -> _Answer | None:
+        """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
+        name = (read.ask.bucket, read.ask.key)
+        opening = self._openings.get(name)
+        if opening is None:
+            asked_s = self.clock.wall_s()
+            task = asyncio.create_task(self._ask_backend(read.ask, served, asked_s))
+            self._openings[name] = _Opening(asked_s, task)
+            task.add_done_callback(lambda done: self._opened(name, done))
+            return await asyncio.shield(task)
+        try:
+            answer = await asyncio.shield(opening.done)
+        except (Invalid, Precondition):
+            return None  # somebody else's range lies outside the object, or somebody else's version is gone
+        except ForebayError:
+            if opening.asked_s < need_s:
+                return None
+            raise
+        return answer if opening.asked_s >= need_s else None
+
+    def _opened(self, name: tuple[str, str], done: asyncio.Task[_Answer]) -> None:
+        opening = self._openings.get(name)
+        if opening is not None and opening.done is done:
+            del self._openings[name]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it
+
+    async def _ask_backend(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
+        name = (ask.bucket, ask.key)
+        found = self.flights.get(name) or self.store.lookup(*name)
+        if found is not None:
+            version = found.info.version if isinstance(found, Flight) else found.version
+            changed = await self._check(served, ask.key, version, _tolerant(ask, served))
+            if changed is None:
+                self._confirmed(ask.bucket, ask.key, version, asked_s)
+                return _Answer(asked_s)
+            if not isinstance(changed, ObjectInfo):
+                return _Answer(asked_s, stale=True)
+            self._replaced(name, version)
+            if ask.version not in ("", changed.version):
+                raise _changed(*name)
+        return await self._first_fetch(ask, served, asked_s)
+
+    async def _check(self, served: Served, key: str, version: str, tolerant: bool) -> ObjectInfo | str | None:
+        """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
+        name = (served.bucket.name, key)
+        if tolerant and self.clock.monotonic_s() < served.down_until_s:
+            self._tally.revalidations["unreachable"] += 1
+            return ""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S if tolerant else None):
+                changed = await served.backend.check(key, version)
+        except NotFound:
+            self._tally.revalidations["gone"] += 1
+            self._replaced(name, version)
+            raise
+        except (Unavailable, Busy, TimeoutError) as error:
+            self._tally.revalidations["unreachable"] += 1
+            if not tolerant:
+                raise
+            now_s = self.clock.monotonic_s()
+            if served.down_until_s <= now_s:
+                log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
+            served.down_until_s = now_s + DOWN_FOR_S
+            return ""
+        self._tally.revalidations["unchanged" if changed is None else "changed"] += 1
+        return changed
+
+    def _confirmed(self, bucket: str, key: str, version: str, asked_s: float) -> None:
+        self.store.confirm([(bucket, key, version, asked_s)])
+        self._flush_soon()
+        flight = self.flights.get((bucket, key))
+        if flight is not None and flight.info.version == version:
+            flight.checked_s = asked_s
+
+    def _replaced(self, name: tuple[str, str], version: str) -> None:
+        """The backend has another version, or none: nobody shall be given this one any more."""
+        flight = self.flights.get(name)
+        if flight is not None and flight.info.version == version:
+            del self.flights[name]
+        record = self.store.lookup(*name)
+        if record is not None and record.version == version:
+            self.forget(*name)
+
+    def forget(self, bucket: str, key: str) -> int:
+        """Drop what the store has of an object; how many bytes that were."""
+        record = self.store.lookup(bucket, key)
+        if record is None or self.store.forget(bucket, key) is None:
+            return 0
+        self.evictor.removed(record.object_id, present_blocks(record))
+        self._flush_soon()
+        return cached_bytes(record)
+
+    async def _first_fetch(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
+        """The request that finds out what the object is and brings its first bytes."""
+        async with self.admission:
+            try:
+                fetch = await served.backend.fetch(ask.key, _first_request(ask.range), version=ask.version)
+            except Invalid as error:
+                if error.code != "InvalidRange":
+                    raise
+                return await self._beyond(ask, served, asked_s)
+        try:
+            info = fetch.info
+            if info.size_bytes <= limits.INLINE_BYTES_MAX:
+                return _Answer(asked_s, inline=await self._read_inline(served, fetch, asked_s))
+            run = _whole_blocks(fetch)
+            landing = self._landing(served.bucket, info, asked_s)
+            if landing is None:
+                passing = _Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
+                self.spawn(passing.expire())
+                return _Answer(asked_s, passing=passing)
+            return _Answer(asked_s, flight=self._take_off(served, info, landing, asked_s, None, (fetch, run)))
+        except BaseException:
+            await fetch.aclose()
+            raise
+
+    async def _beyond(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
+        """The range lies outside the object: it may be empty, else the reader must be told its size."""
+        info = await served.backend.head(ask.key)
+        if info.size_bytes == 0:
+            return _Answer(asked_s, inline=self._keep_inline(served, info, b"", asked_s))
+        _resolve(ask.range, info.size_bytes)
+        raise Unavailable(f"{ask.key} changed while it was opened: try again")
+
+    async def _read_inline(self, served: Served, fetch: Fetch, asked_s: float) -> Record:
+        info, body = fetch.info, bytearray()
+        async for chunk in fetch:
+            body += chunk
+        await fetch.aclose()
+        if fetch.start != 0 or len(body) != info.size_bytes:
+            raise Unavailable(f"the backend sent {len(body)} bytes of {info.size_bytes} of {info.key}: try again")
+        return self._keep_inline(served, info, bytes(body), asked_s)
+
+    def _keep_inline(self, served: Served, info: ObjectInfo, body: bytes, asked_s: float) -> Record:
+        bucket = served.bucket
+        try:
+            record = self.store.put_inline(
+                bucket.name, info, body, checked_s=asked_s, pinned=is_pinned(bucket, info.key)
+            )
+        except Unavailable:
+            self._tally.passed_bytes += len(body)
+            return make_record(info, asked_s, inline=body)
+        volume_id = self.store.volume_of(bucket.name, info.key)
+        self.evictor.landed(volume_id, record.object_id, 0, len(body), bucket.name, info.key)
+        self._flush_soon()
+        return record
+
+    # --- flights -----------------------------------------------------------------------------------------------------
+    def _landing(self, bucket: Bucket, info: ObjectInfo, checked_s: float) -> Landing | None:
+        """A data file for this version; None if no disk takes it now."""
+        try:
+            landing = self.store.begin(bucket.name, info, checked_s=checked_s, pinned=is_pinned(bucket, info.key))
+        except Unavailable as error:
+            log.info("%s/%s passes through: %s", bucket.name, info.key, error)
+            self.evictor.make_room()
+            return None
+        until_s = self._slow.get(landing.volume.path, 0.0)
+        if self.clock.monotonic_s() < until_s:
+            landing.close()
+            return None
+        return landing
+
+    def _take_off(
+        self,
+        served: Served,
+        info: ObjectInfo,
+        landing: Landing,
+        checked_s: float,
+        record: Record | None,
+        adopted: tuple[Fetch, Run] | None = None,
+    ) -> Flight:
+        """A flight that others can join."""
+        name = (served.bucket.name, info.key)
+        sink = DiskSink(landing, self.workers)
+        flight = Flight(self, name[0], served.backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
+        self.flights[name] = flight
+        self._enter(flight)
+        return flight
+
+    def _enter(self, flight: Flight) -> None:
+        self.all_flights.add(flight)
+        self._by_object.setdefault(flight.object_id, []).append(flight)
+
+    def busy(self, object_id: int, block: int) -> bool:
+        """Whether somebody may still read this block, or it is landing: it must not be evicted now."""
+        return any(flight.needs(block) for flight in self._by_object.get(object_id, ()))
+
+    async def _pass(
+        self,
+        read: Read,
+        served: Served,
+        info: ObjectInfo,
+        checked_s: float,
+        *,
+        record: Record | None = None,
+        body: tuple[Fetch, Run] | None = None,
+        rest: tuple[int, int] | None = None,
+    ) -> None:
+        """Serve one reader from memory, over the blocks that `record` has. `rest`: what is left of a broken flight."""
+        try:
+            if read.ask.version not in ("", info.version):
+                raise _changed(read.ask.bucket, read.ask.key)
+            start, end = rest or _resolve(read.ask.range, info.size_bytes)
+            below = self._path_of(record) if record is not None else ""
+            if not below:
+                record = None
+            promised = 0
+            if record is None or not record.has(start, end) or record.state & State.UNVERIFIED:
+                promised = min(PASS_WINDOW_BYTES + _BLOCK, -(-info.size_bytes // _BLOCK) * _BLOCK)
+                await self.budget.take(promised)
+        except BaseException:
+            if body:
+                await body[0].aclose()
+            raise
+        self._tally.passed_bytes += (end - start) if promised else 0
+        sink = MemorySink(below, lambda: self.budget.give(promised))
+        flight = Flight(
+            self,
+            served.bucket.name,
+            served.backend,
+            info,
+            sink,
+            checked_s=checked_s,
+            record=record,
+            adopted=body,
+            window_bytes=PASS_WINDOW_BYTES,
+            run_blocks_max=1,
+        )
+        self._enter(flight)
+        read.follow(flight, start, end)
+        if read.closed:
+            read.detach()
+
+    def _path_of(self, record: Record) -> str:
+        paths = [volume.data_path(record.object_id) for volume in self.store.usable()]
+        return next((path for path in paths if os.path.exists(path)), "")
+
+    def record_of(self, flight: Flight) -> Record:
+        """The record of a flight's object, for a front: what is stored, or what would be."""
+        sink = flight.sink
+        stored = sink.landing.record if isinstance(sink, DiskSink) else flight.record
+        if stored is not None:
+            return stored
+        return make_record(flight.info, flight.checked_s, object_id=flight.object_id)
+
+    # --- as the flights' surroundings --------------------------------------------------------------------------------
+    def block_kept(self, flight: Flight, block: int) -> None:
+        size = min(_BLOCK, flight.info.size_bytes - block * _BLOCK)
+        assert isinstance(flight.sink, DiskSink)
+        volume_id = flight.sink.landing.volume.id
+        self.evictor.landed(volume_id, flight.object_id, block, size, flight.bucket, flight.info.key)
+        self._flush_soon()
+
+    def flight_over(self, flight: Flight) -> None:
+        self.all_flights.discard(flight)
+        beside = self._by_object[flight.object_id]
+        beside.remove(flight)
+        if not beside:
+            del self._by_object[flight.object_id]
+        name = (flight.bucket, flight.info.key)
+        if self.flights.get(name) is flight:
+            del self.flights[name]
+
+    def flight_gone(self, flight: Flight) -> None:
+        self._replaced((flight.bucket, flight.info.key), flight.info.version)
+
+    def disk_trouble(self, flight: Flight, error: DiskTrouble) -> None:
+        name = (flight.bucket, flight.info.key)
+        if self.flights.get(name) is flight:
+            del self.flights[name]
+        assert isinstance(flight.sink, DiskSink)
+        if error.slow:
+            self._slow[flight.sink.landing.volume.path] = self.clock.monotonic_s() + SLOW_DISK_FOR_S
+        leaving = flight.depart()
+        if leaving:
+            log.warning("%s/%s goes on through memory: %s", *name, error)
+        self.evictor.make_room()
+        for reader, start, end in leaving:
+            assert isinstance(reader, Read)
+            reader.task = self.spawn(self._pass_on(reader, flight, start, end))
+
+    async def _pass_on(self, read: Read, flight: Flight, start: int, end: int) -> None:
+        """The rest of a read whose flight lost its disk."""
+        assert isinstance(flight.sink, DiskSink)
+        try:
+            served = await self._buckets.get(flight.bucket)
+            record = flight.sink.landing.record
+            await self._pass(read, served, flight.info, flight.checked_s, record=record, rest=(start, end))
+        except ForebayError as error:
+            self._fail(read, error)
+
+    def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
+        self._tally.corrupt_blocks += len(blocks)
+        self.evictor.removed(flight.object_id, blocks)
+        self._flush_soon()
+
+    def evicted(self, object_id: int, blocks: list[int]) -> None:
+        """Blocks left the store: whoever fetches this object must know."""
+        for flight in list(self._by_object.get(object_id, ())):
+            flight.lost(blocks)
+
+    # --- suspicion ---------------------------------------------------------------------------------------------------
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        """A front could not read what the record says is there: check it before anybody is told so again."""
+        name = (bucket, key)
+        if name not in self._suspected:
+            log.warning("%s/%s could not be read (%s): checking it", bucket, key, reason)
+            task = self._suspected[name] = self.spawn(self._examine(bucket, key, object_id))
+            task.add_done_callback(lambda done: self._suspected.pop(name, None))
+
+    async def _examine(self, bucket: str, key: str, object_id: int) -> None:
+        before = self.store.lookup(bucket, key)
+        if before is None or before.object_id != object_id:
+            return
+        record = self.store.examine(bucket, key, object_id)
+        blocks = present_blocks(before)
+        if record is None:
+            bad = blocks
+        else:
+            loop = asyncio.get_running_loop()
+            bad = await loop.run_in_executor(self.workers, self.store.check_blocks, record, bucket, key, blocks)
+            self.store.settle_checked(bucket, key, object_id, [b for b in blocks if b not in set(bad)], bad)
+            self._tally.corrupt_blocks += len(bad)
+        if bad:
+            self.evictor.removed(object_id, bad)
+            self.evicted(object_id, bad)
+            if record is None and (flight := self.flights.get((bucket, key))) is not None:
+                del self.flights[bucket, key]  # its file is gone
+                log.warning("%s/%s: %d readers keep a file that was removed", bucket, key, len(flight.machine.readers))
+        self._flush_soon()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that is kept until it ends; what it raises is logged."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._spawned)
+        return task
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the engine broke", exc_info=error)
+
+    async def aclose(self) -> None:
+        """End every flight and opening. Readers are told `Closed`."""
+        for opening in list(self._openings.values()):
+            opening.done.cancel()
+        for flight in list(self.all_flights):
+            flight.shut(Closed("the node is stopping: connect again in a moment"))
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+# --- small rules -----------------------------------------------------------------------------------------------------
+def _need(ask: Ask, served: Served, arrived_s: float) -> float:
+    """The moment since when the version must have been confirmed."""
+    freshness_s = served.bucket.freshness_s
+    if ask.revalidate or freshness_s <= 0:
+        return arrived_s
+    return _ANY if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
+
+
+def _tolerant(ask: Ask, served: Served) -> bool:
+    """Whether a stale version is better than none."""
+    return not ask.revalidate and served.bucket.freshness_s > 0
+
+
+def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:
+    return (0, size_bytes) if asked is None else asked.resolve(size_bytes)
+
+
+def _first_request(asked: RangeSpec | None) -> RangeSpec:
+    """The range that finds out what an unknown object is, and brings the first bytes that are asked for."""
+    if asked is None:
+        return RangeSpec(0, FIRST_BYTES - 1)
+    if asked.first is None:
+        return RangeSpec(None, min((asked.last or 0) + _BLOCK, FIRST_BYTES))
+    first = asked.first // _BLOCK * _BLOCK
+    last = first + FIRST_BYTES - 1
+    return RangeSpec(first, last if asked.last is None else min(last, (asked.last // _BLOCK + 1) * _BLOCK - 1))
+
+
+def _whole_blocks(fetch: Fetch) -> Run:
+    """The blocks that a first body covers whole."""
+    first = -(-fetch.start // _BLOCK)
+    end = -(-fetch.end // _BLOCK) if fetch.end == fetch.info.size_bytes else fetch.end // _BLOCK
+    if first >= end:
+        raise Unavailable(
+            f"the backend answered bytes {fetch.start}-{fetch.end} of {fetch.info.size_bytes} of {fetch.info.key}, "
+            "which is not what was asked for: check the backend for a proxy that rewrites answers"
+        )
+    return Run(first, end)
+
+
+def _changed(bucket: str, key: str) -> Precondition:
+    return Precondition(f"{bucket}/{key} changed under an open read: open it again", code="PreconditionFailed")
+
+
+def _unreachable(bucket: str) -> Unavailable:
+    return Unavailable(f"the backend of {bucket} does not answer: try again later", retry_after_s=DOWN_FOR_S)

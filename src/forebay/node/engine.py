@@ -1,0 +1,353 @@
+"""The engine: the one writer of a node. It fetches what is missing, keeps what fits, and answers the fronts.
+
+Theory. Everything of the engine is put together here, and this is the only place that knows all of it: store, buckets,
+cold reads, room, fronts, jobs. It runs on one event loop; worker threads only move bytes (writes to data files, checks,
+reclaiming). Changes to the index gather for FLUSH_S and become visible to fronts together.
+
+In the background: volumes are looked after every HOUSEKEEP_S, free space is followed, rotten blocks are searched for at
+a low rate, and files that no record names are swept once after each start.
+
+One engine has a directory: it holds the node's lock, unless its supervisor does and says so.
+
+Invariants. (1) A front is welcomed only when the store is open and the buckets are loaded. (2) After `stop` nothing of
+the engine is left: no task, thread, descriptor or socket file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from forebay.backends.counting import BackendCounters
+from forebay.backends.seam import Backend
+from forebay.backends.stack import open_backend
+from forebay.core.access import encode_identities, parse_identities
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.types import Bucket
+from forebay.core.wire import Welcome
+from forebay.meta.sqlite import SqliteMeta
+from forebay.node import child
+from forebay.node.buckets import Buckets, OpenBackend
+from forebay.node.cold import ColdReads
+from forebay.node.fronts import Connection, Fronts
+from forebay.node.jobs.runner import Jobs
+from forebay.node.jobs.work import JobWork
+from forebay.node.room import Room
+from forebay.node.settings import Settings
+from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.tally import Tally
+from forebay.node.verbs import Verbs
+from forebay.node.vitals import raise_file_limit
+from forebay.ports import chance as system_chance
+from forebay.ports import clock as system_clock
+from forebay.ports.chance import Chance
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.engine")
+
+FLUSH_S = 0.003  # one index transaction for what comes within it
+HOUSEKEEP_S = 5.0
+WORKERS = 8  # threads that move bytes: several disks, and one that stalls must not stop the others
+FILES_NEEDED = 1024
+
+
+def _open(bucket: Bucket, counters: BackendCounters) -> Backend:
+    return open_backend(bucket, counters=counters)
+
+
+class Engine:
+    """One engine. `start`, then `stop`; both on the loop that it shall run on. `opener` opens backends."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        opener: OpenBackend = _open,
+        clock: Clock = system_clock.system,
+        chance: Chance = system_chance.system,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.node_id = ""
+        self.started_s = clock.wall_s()
+        self._opener = opener
+        self._chance = chance
+        self._identities = b""
+        self._identities_at: tuple[int, int] = (0, 0)
+        self._flushing: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
+
+    # --- starting and stopping ---------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Open everything and accept fronts. Raises what keeps it from starting, and leaves nothing open then."""
+        directory = Path(self.settings.dir)
+        for path in (directory, self.settings.run_dir):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._read_identities()
+        self._meta = SqliteMeta(self.settings.meta_file)
+        try:
+            self.node_id = await self._know_myself()
+            for volume in self.settings.volume_dirs:
+                volume.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.store = Store.open(
+                self.settings.volume_dirs, capacity_bytes=self.settings.capacity_bytes, on_event=self._store_event
+            )
+        except BaseException:
+            await self._meta.aclose()
+            raise
+        self._assemble()
+        try:
+            await self.buckets.load()
+            self.room.restore()
+            self.room.set_quotas(self.buckets.all())
+            await self._listen()
+        except BaseException:
+            await self.stop(clean=False)
+            raise
+        await self.jobs.resume()
+        self._background = [asyncio.create_task(work()) for work in (self._housekeep, self._scrub, self._sweep)]
+
+    def _assemble(self) -> None:
+        self.tally = Tally()
+        self.index = StoreReader(self.store.volumes())
+        self.scrubber = Scrubber(self.store, rate_bytes_s=max(1.0, self.settings.scrub_bytes_s))
+        self.buckets = Buckets(
+            self._meta, self._opener, self.clock, auto=self.settings.auto_buckets, changed=self._buckets_changed
+        )
+        self.room = Room(
+            self.store,
+            self.tally,
+            self._workers,
+            busy=lambda object_id, block: self.cold.busy(object_id, block),
+            evicted=lambda object_id, blocks: self.cold.evicted(object_id, blocks),
+            flush=self.flush,
+        )
+        self.cold = ColdReads(
+            self.store,
+            self.buckets,
+            self.room,
+            self.tally,
+            self.clock,
+            self._workers,
+            flush_soon=self.flush_soon,
+        )
+        self.work = JobWork(self.buckets, self.cold, self.room, self.index, self.tally, self.flush_soon)
+        self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
+        self.verbs = Verbs(self)
+        self.fronts = Fronts(self.cold, welcome=self.welcome, answer=self.verbs.answer, touched=self._touched)
+
+    async def _know_myself(self) -> str:
+        entry = await self._meta.get("node/id")
+        if entry is not None:
+            return entry.value.decode()
+        node_id = self._chance.token_hex(8)
+        await self._meta.put("node/id", node_id.encode())
+        return node_id
+
+    async def _listen(self) -> None:
+        path = self.settings.engine_socket
+        path.unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
+        before = os.umask(0o077)
+        try:
+            self._server = await loop.create_unix_server(lambda: Connection(self.fronts), str(path), backlog=512)
+        except OSError as error:
+            raise Invalid(f"the socket {path} cannot be made ({error}): choose a shorter or writable --dir") from error
+        finally:
+            os.umask(before)
+
+    async def stop(self, *, clean: bool = True) -> None:
+        """Let go of everything. `clean` puts all on the disks, so that the next start trusts the index."""
+        self._stopping = True
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        await self.jobs.aclose()
+        await self.cold.aclose()
+        self.fronts.close()
+        await self.room.aclose()
+        await self.buckets.aclose()
+        if self._flushing is not None:
+            self._flushing.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._workers.shutdown)
+        self.index.close()
+        self.store.close(clean=clean)
+        await self._meta.aclose()
+        self.settings.engine_socket.unlink(missing_ok=True)
+
+    # --- what fronts are told ----------------------------------------------------------------------------------------
+    def welcome(self) -> Welcome:
+        """What a front needs before it serves."""
+        return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities)
+
+    def _touched(self, object_id: int, first: int, end: int) -> None:
+        self.room.touched(object_id, first, end)
+        self.store.touch((object_id,), int(self.clock.wall_s() // 60))
+
+    def _buckets_changed(self) -> None:
+        self.room.set_quotas(self.buckets.all())
+        self.fronts.greet_again()
+
+    def _store_event(self, event: StoreEvent) -> None:
+        log.warning("%s on volume %s: %s", event.kind, event.volume_id or "?", event.detail)
+        if hasattr(self, "fronts"):
+            asyncio.get_running_loop().call_soon(self._volumes_changed)
+
+    def _volumes_changed(self) -> None:
+        if not self._stopping:
+            volumes = self.store.volumes()
+            self.index.refresh(volumes)
+            self.room.follow_volumes()
+            self.fronts.greet_again()
+
+    # --- the index ---------------------------------------------------------------------------------------------------
+    def flush_soon(self) -> None:
+        """Make what changed visible within FLUSH_S."""
+        if self._flushing is None and not self._stopping:
+            self._flushing = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        """Make what changed visible now, and let fronts close what was dropped."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self.store.flush()
+        dropped = self.store.take_dropped()
+        if dropped:
+            self.index.dropped(dropped)
+            self.fronts.dropped(dropped)
+            self.room.reclaim()
+
+    # --- in the background -------------------------------------------------------------------------------------------
+    async def _housekeep(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEP_S)
+            try:
+                self.store.housekeep()
+                self.flush()
+                self.room.follow_volumes()
+                if self._read_identities():
+                    self.fronts.greet_again()
+            except Exception:
+                log.exception("housekeeping broke; it goes on")
+
+    async def _scrub(self) -> None:
+        if self.settings.scrub_bytes_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        while True:
+            unit = self.scrubber.next_unit(self.clock.monotonic_s())
+            wait_s = 60.0
+            if unit is not None:
+                try:
+                    bad = await loop.run_in_executor(
+                        self._workers, self.store.check_blocks, unit.record, unit.bucket, unit.key, [unit.block]
+                    )
+                    self.scrubber.settle(unit, bad)
+                    if bad:
+                        self.tally.corrupt_blocks += len(bad)
+                        self.room.removed(unit.record.object_id, bad)
+                        self.cold.evicted(unit.record.object_id, bad)
+                    self.flush_soon()
+                    wait_s = self.scrubber.pace(unit, self.clock.monotonic_s())
+                except ForebayError as error:
+                    log.warning("scrubbing waits: %s", error)
+            await asyncio.sleep(wait_s)
+
+    async def _sweep(self) -> None:
+        removed = 0
+        for count in self.store.sweep():
+            removed += count
+            await asyncio.sleep(0.001)
+        self.flush()
+        self.room.reclaim()
+        if removed:
+            log.info("%d files that no record names were removed", removed)
+
+    def _read_identities(self) -> bool:
+        """Read the identities file if it changed; whether it did. A broken file changes nothing after the start."""
+        if not self.settings.identities:
+            return False
+        path = Path(self.settings.identities)
+        try:
+            stat = path.stat()
+            if (stat.st_mtime_ns, stat.st_size) == self._identities_at:
+                return False
+            identities = encode_identities(parse_identities(path.read_bytes()))
+        except OSError as error:
+            problem: ForebayError = Invalid(f"the identities file {path} cannot be read ({error}): check --identities")
+        except Invalid as error:
+            problem = error
+        else:
+            self._identities_at = (stat.st_mtime_ns, stat.st_size)
+            changed, self._identities = identities != self._identities, identities
+            return changed
+        if not self._identities:
+            raise problem
+        log.error("the identities stay as they were: %s", problem)
+        return False
+
+
+async def run_until_stopped(
+    settings: Settings, after_start: Callable[[], None] | None = None, *, single: bool = False
+) -> int:
+    """Run an engine (with a front in the same process if `single`) until a signal, or until the supervisor ends."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    child.watch_parent(loop, stopping.set)
+    engine = Engine(settings)
+    await engine.start()
+    front = None
+    try:
+        if single:
+            from forebay.node.front import Front
+
+            front = Front(settings, 0)
+            await front.start(reuse_port=True)
+        log.info("engine of node %s is ready", engine.node_id)
+        if after_start is not None:
+            after_start()
+        await stopping.wait()
+    finally:
+        if front is not None:
+            await front.stop()
+        await engine.stop()
+    return 0
+
+
+def main() -> int:
+    """The process: settings from standard input; the exit status."""
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if raise_file_limit() < FILES_NEEDED:
+        log.error(
+            "only %d open files are allowed, and %d are needed: raise `ulimit -n`", raise_file_limit(), FILES_NEEDED
+        )
+        return child.EXIT_REFUSED
+    try:
+        settings = child.receive()
+        status: int = uvloop.run(run_until_stopped(settings, single=settings.fronts == 0))
+        return status
+    except (ForebayError, msgspec.MsgspecError) as error:
+        log.error("engine: %s", error)
+        return child.EXIT_REFUSED if getattr(error, "retry", "never") == "never" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

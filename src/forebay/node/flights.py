@@ -1,0 +1,400 @@
+"""Flights at work: the shell of `core/flight.py`, which fetches, writes and tells.
+
+Theory. A `Flight` performs the machine's effects: a run is a task that streams one ranged request into the sink, block
+by block; a check re-reads a block in a worker thread; what landed is told to readers as segments of files. The machine
+decides everything that a second reader, a failure or a slow client could change.
+
+What a run reports is batched: progress is told to the machine at most every TELL_EVERY_S, and at once when nothing was
+told for that long, so the first bytes go out as they come and a fast backend does not cost a message for each packet.
+
+A *private* flight serves one reader from memory (see `node/sink.py`); it is not found by other readers.
+
+Invariants. (1) Every `Fetch` effect is answered by one of Ended, GaveUp, Failed, whatever happens in the task. (2) A
+block is reported kept only after the store listed it. (3) When the machine is idle the sink is closed, and the flight
+is out of the books, in the same turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from forebay.backends.seam import Backend, Fetch
+from forebay.core import flight as machine
+from forebay.core import flight_events as events
+from forebay.core import limits
+from forebay.core.errors import Bug, Corrupt, ErrorOnWire, ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.ranges import Run, bitmap_full, iterate_present
+from forebay.core.record import Record, blocks_in
+from forebay.core.types import ObjectInfo, RangeSpec
+from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
+from forebay.node.store import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.flights")
+
+TELL_EVERY_S = 0.002  # 400 KiB at 200 MB/s: a message costs a few µs, a reader's wake-up more
+
+
+class Reader(Protocol):
+    """Who reads: a front's read, or a job. Called from the engine's loop; must not block."""
+
+    def landed(self, start: int, end: int, path: str, offset: int) -> None:
+        """Bytes [start, end) of the object may be read from `path` at `offset`. Contiguous."""
+        ...
+
+    def finished(self) -> None:
+        """The last byte has been announced."""
+        ...
+
+    def failed(self, error: ErrorOnWire) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What a flight needs of the engine."""
+
+    store: Store
+    clock: Clock
+    workers: Executor
+    admission: asyncio.Semaphore
+
+    def block_kept(self, flight: Flight, block: int) -> None:
+        """A block was listed in the store."""
+        ...
+
+    def flight_over(self, flight: Flight) -> None:
+        """The flight is idle and closed."""
+        ...
+
+    def flight_gone(self, flight: Flight) -> None:
+        """The backend has another version now."""
+        ...
+
+    def disk_trouble(self, flight: Flight, error: DiskTrouble) -> None:
+        """The disk takes no more bytes: move the readers to private flights."""
+        ...
+
+    def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
+        """Blocks on disk did not match their checksums and have been dropped."""
+        ...
+
+
+class Flight:
+    """The reads of one object version. Made by `Reads`; ends itself when nobody reads and nothing is on its way."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        bucket: str,
+        backend: Backend,
+        info: ObjectInfo,
+        sink: Sink,
+        *,
+        checked_s: float,
+        record: Record | None = None,
+        adopted: tuple[Fetch, Run] | None = None,
+        window_bytes: int = limits.READ_WINDOW_BYTES,
+        run_blocks_max: int = machine.RUN_BLOCKS_MAX,
+    ) -> None:
+        self.bucket = bucket
+        self.backend = backend
+        self.info = info
+        self.sink = sink
+        self.record = record
+        self.checked_s = checked_s
+        self.private = isinstance(sink, MemorySink)
+        self.object_id = sink.landing.object_id if isinstance(sink, DiskSink) else record.object_id if record else 0
+        self.gone = False
+        self.closed = False
+        self._around = around
+        self._readers: dict[int, Reader] = {}
+        self._next_reader = 1
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+        self._ends: dict[int, int] = {}  # run -> block to stop before
+        self._events: deque[events.Event] = deque()
+        self._stepping = False
+        self._untold: dict[int, int] = {}  # run -> position landed, not yet told to the machine
+        self._told_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        present, doubted = self._known_blocks(record)
+        self.machine = machine.Flight(
+            info.size_bytes,
+            present,
+            doubted=doubted,
+            adopted=adopted[1] if adopted else None,
+            window_bytes=window_bytes,
+            run_blocks_max=run_blocks_max,
+        )
+        if adopted:
+            self._start_run(0, adopted[1].first, adopted[1].end, adopted[0])
+
+    def _known_blocks(self, record: Record | None) -> tuple[bytes, set[int]]:
+        if record is None:
+            return b"", set()
+        present = bitmap_full(blocks_in(record.size_bytes)) if record.complete else record.present
+        return present, set(self._around.store.doubtful(record, list(iterate_present(present))))
+
+    # --- readers -----------------------------------------------------------------------------------------------------
+    def join(self, reader: Reader, start: int, end: int, ahead_to: int = 0) -> int:
+        """Serve bytes [start, end) to `reader`; its number, for `took` and `leave`."""
+        assert not self.closed
+        number, self._next_reader = self._next_reader, self._next_reader + 1
+        self._readers[number] = reader
+        self._step(events.Join(number, start, end, ahead_to))
+        return number
+
+    def took(self, number: int, position: int) -> None:
+        """The reader's client has taken every byte below `position`."""
+        if number in self._readers:
+            self._step(events.Took(number, position))
+
+    def leave(self, number: int) -> None:
+        """The reader is done, or its client is gone."""
+        if self._readers.pop(number, None) is not None:
+            self._step(events.Leave(number))
+
+    def needs(self, block: int) -> bool:
+        """Whether the block must not be evicted now."""
+        return self.machine.needs(block)
+
+    def has(self, start: int, end: int) -> bool:
+        return self.machine.has(start, end)
+
+    def lost(self, blocks: list[int]) -> None:
+        """Blocks were evicted or found bad by somebody else."""
+        self._step(events.Lost(tuple(blocks)))
+
+    def depart(self) -> list[tuple[Reader, int, int]]:
+        """Take all readers that are not done out, as (reader, next byte, end). The runs end."""
+        leaving = [
+            (self._readers[number], state.told, state.end)
+            for number, state in self.machine.readers.items()
+            if number in self._readers and not state.finished
+        ]
+        for number in [number for number, state in self.machine.readers.items() if not state.finished]:
+            self._readers.pop(number, None)
+            self._step(events.Leave(number))
+        return leaving
+
+    # --- the machine -------------------------------------------------------------------------------------------------
+    def _step(self, event: events.Event) -> None:
+        """Feed the machine, and perform. A reader's callback may come back here: its event waits for its turn."""
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events and not self.closed:
+                event = self._events.popleft()
+                for effect in self.machine.step(self._around.clock.monotonic_s(), event):
+                    self._perform(effect)
+        except Exception as error:
+            log.exception("the flight of %s/%s broke at %r", self.bucket, self.info.key, event)
+            self.shut(Bug(f"reading {self.bucket}/{self.info.key} broke: {error!r}"))
+        finally:
+            self._stepping = False
+        if self.machine.idle and not self._tasks and not self.closed:
+            self._close()
+
+    def _perform(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Land(number, start, end):
+                reader = self._readers.get(number)
+                if reader is not None:
+                    for segment in self.sink.segments(start, end):
+                        reader.landed(*segment)
+            case events.Finish(number):
+                if reader := self._readers.get(number):
+                    reader.finished()
+            case events.Fail(number, error):
+                if reader := self._readers.pop(number, None):
+                    reader.failed(error)
+            case events.Fetch(run, first, end):
+                self._start_run(run, first, end, None)
+            case events.Cut(run, end):
+                self._cut(run, end)
+            case events.Verify(block):
+                check = asyncio.create_task(self._check(block))
+                self._checks.add(check)
+                check.add_done_callback(self._checks.discard)
+            case events.Drop(block):
+                self.sink.drop(block)
+
+    def shut(self, error: ForebayError) -> None:
+        """Fail every reader and be gone, at once."""
+        if self.closed:
+            return
+        readers, self._readers = self._readers, {}
+        self._events.clear()
+        self._close()
+        for task in [*self._tasks.values(), *self._checks]:
+            task.cancel()
+        for reader in readers.values():
+            reader.failed(error.to_wire())
+
+    def _close(self) -> None:
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.sink.close()
+        self._around.flight_over(self)
+
+    # --- progress ----------------------------------------------------------------------------------------------------
+    def _landed(self, run: int, upto: int) -> None:
+        self._untold[run] = upto
+        if self._timer is not None:
+            return
+        wait_s = self._told_s + TELL_EVERY_S - self._around.clock.monotonic_s()
+        if wait_s <= 0:
+            self._tell()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._told_s = self._around.clock.monotonic_s()
+        untold, self._untold = self._untold, {}
+        for run, upto in untold.items():
+            if run in self.machine.runs:
+                self._step(events.Progress(run, upto))
+
+    # --- runs --------------------------------------------------------------------------------------------------------
+    def _start_run(self, run: int, first: int, end: int, fetch: Fetch | None) -> None:
+        self._ends[run] = end
+        self._tasks[run] = asyncio.create_task(self._run(run, first, end, fetch))
+
+    def _cut(self, run: int, end: int) -> None:
+        self._ends[run] = end
+        if end <= self.machine.runs[run].first:
+            self._tasks[run].cancel()
+
+    async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> None:
+        outcome: events.Event
+        try:
+            async with self._around.admission if fetch is None else _nothing():
+                if fetch is None:
+                    fetch = await self._open(first, end)
+                try:
+                    await self._pump(run, first, fetch)
+                finally:
+                    await fetch.aclose()
+            outcome = events.Ended(run)
+        except asyncio.CancelledError:
+            outcome = events.GaveUp(run)
+        except DiskTrouble as error:
+            outcome = events.GaveUp(run)
+            self._around.disk_trouble(self, error)
+        except (NotFound, Precondition) as error:
+            outcome = self._changed(run, error)
+        except ForebayError as error:
+            outcome = events.Failed(run, error.to_wire())
+        except Exception as error:
+            log.exception("run %d of %s/%s broke", run, self.bucket, self.info.key)
+            outcome = events.Failed(run, Bug(f"reading from the backend broke: {error!r}").to_wire())
+        self._over(run, outcome)
+
+    def _over(self, run: int, outcome: events.Event) -> None:
+        if self._untold:
+            self._tell()
+        del self._tasks[run]
+        del self._ends[run]
+        self._step(outcome)
+
+    def _changed(self, run: int, error: ForebayError) -> events.Event:
+        changed = Precondition(
+            f"{self.bucket}/{self.info.key} changed under an open read: open it again to read the new version",
+            code=error.code if isinstance(error, NotFound) else "PreconditionFailed",
+        ).to_wire()
+        self.gone = True
+        self._around.flight_gone(self)
+        self._step(events.Gone(changed))
+        return events.Failed(run, changed)
+
+    async def _open(self, first: int, end: int) -> Fetch:
+        block_bytes, size = self.machine.block_bytes, self.info.size_bytes
+        start, stop = first * block_bytes, min(end * block_bytes, size)
+        fetch = await self.backend.fetch(self.info.key, RangeSpec(start, stop - 1), version=self.info.version)
+        if fetch.info.version != self.info.version:
+            await fetch.aclose()
+            raise Precondition(f"{self.info.key} has version {fetch.info.version} now, not {self.info.version}")
+        if fetch.info.size_bytes != size or (fetch.start, fetch.end) != (start, stop):
+            await fetch.aclose()
+            raise Corrupt(
+                f"the backend answered bytes {fetch.start}-{fetch.end} of {fetch.info.size_bytes} when asked for "
+                f"{start}-{stop} of {size} in {self.info.key}: check the backend for a proxy that rewrites answers"
+            )
+        return fetch
+
+    async def _pump(self, run: int, first: int, fetch: Fetch) -> None:
+        """Stream the body into the sink up to the run's end, which may come closer meanwhile."""
+        block_bytes, size = self.machine.block_bytes, self.info.size_bytes
+        start = first * block_bytes
+        position = fetch.start
+        hashes = BlockHashes(start, size, block_bytes)
+        async for chunk in fetch:
+            data = memoryview(chunk)
+            if position < start:  # the body of a suffix request begins inside a block that it does not cover
+                skip = min(len(data), start - position)
+                data, position = data[skip:], position + skip
+            stop = min(self._ends[run] * block_bytes, size)
+            data = data[: max(0, stop - position)]
+            if data:
+                whole = await self.sink.write(position, data, hashes)
+                position += len(data)
+                self._wrote(run, position, whole)
+            if position >= min(self._ends[run] * block_bytes, size):
+                return
+        stop = min(self._ends[run] * block_bytes, size)
+        if position < stop:
+            raise Corrupt(f"the backend's answer for {self.info.key} ended at {position}, before {stop}: try again")
+
+    def _wrote(self, run: int, position: int, whole: list[tuple[int, int]]) -> None:
+        block_bytes = self.machine.block_bytes
+        for block, checksum in whole:
+            if block >= self._ends[run]:
+                break  # cut while it landed: nobody owns the block any more
+            if isinstance(self.sink, DiskSink):
+                try:
+                    listed = self.sink.landing.finish_block(block, checksum)
+                except Unavailable as error:
+                    raise DiskTrouble(str(error)) from error
+                if listed:
+                    self._around.block_kept(self, block)
+            self._untold.pop(run, None)
+            self._step(events.Arrived(run, block, kept=not self.private))
+        if position % block_bytes and position // block_bytes < self._ends[run]:
+            self._landed(run, position)
+
+    # --- doubted blocks ----------------------------------------------------------------------------------------------
+    async def _check(self, block: int) -> None:
+        good = False
+        record, key = self.record, self.info.key
+        try:
+            if record is not None:
+                store = self._around.store
+                loop = asyncio.get_running_loop()
+                bad = await loop.run_in_executor(
+                    self._around.workers, store.check_blocks, record, self.bucket, key, [block]
+                )
+                good = not bad
+                store.settle_checked(self.bucket, key, record.object_id, [block] if good else [], bad)
+                if bad:
+                    self._around.blocks_bad(self, bad)
+        except ForebayError as error:
+            log.warning("block %d of %s/%s cannot be checked: %s", block, self.bucket, key, error)
+        self._step(events.Verified(block, good))
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield

@@ -1,0 +1,243 @@
+"""The fronts as the engine sees them: connections on the engine's socket, and their reads and calls.
+
+Theory. One connection per front carries everything (`core/wire.py`). A front that goes away takes its reads and calls
+with it. What the engine has to say to all (`Welcome`, `Dropped`) goes to each; what it asks of all (`Report`) is
+answered within REPORT_TIMEOUT_S or left out.
+
+A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX it is cut.
+
+Invariants. (1) A read number of a front is open at most once. (2) When a connection is lost, all its reads are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol, cast
+
+from forebay.core import limits, wire
+from forebay.core.calls import decode_call, encode_answer
+from forebay.core.errors import Bug, ErrorOnWire, ForebayError
+from forebay.core.metrics import Snapshot, decode_snapshot
+from forebay.core.record import Record
+from forebay.node.read import Ask, Out, Read
+
+log = logging.getLogger("forebay.fronts")
+
+REPORT_TIMEOUT_S = 1.0
+BUFFERED_BYTES_MAX = 64 * limits.MIB
+
+
+class Reads(Protocol):
+    """What opens reads (`node/cold.py`)."""
+
+    def open(self, ask: Ask, out: Out) -> Read: ...
+
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None: ...
+
+
+class FrontSeen(NamedTuple):
+    front: int
+    pid: int
+
+
+class _Answers:
+    """Where one read's answers go."""
+
+    __slots__ = ("_connection", "_number")
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self._connection, self._number = connection, number
+
+    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+        self._connection.post(wire.Opened(self._number, record, start, end, hit, body))
+
+    def landed(self, start: int, end: int, path: str, offset: int) -> None:
+        self._connection.post(wire.Landed(self._number, start, end, path, offset))
+
+    def finished(self) -> None:
+        pass  # the front knows the range, so it knows the end
+
+    def failed(self, error: ErrorOnWire) -> None:
+        self._connection.read_failed(self._number, error)
+
+
+class Connection(asyncio.Protocol):
+    """One front."""
+
+    def __init__(self, fronts: Fronts) -> None:
+        self._fronts = fronts
+        self._frames = wire.Frames()
+        self._reads: dict[int, Read] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._transport: asyncio.Transport | None = None
+        self.hello: wire.Hello | None = None
+
+    # --- the socket --------------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by birth
+        self._fronts.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self._take(message)
+        except Exception:
+            log.exception("a front sent what cannot be understood; its connection is closed")
+            self.cut()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._fronts.connections.discard(self)
+        if self.hello is not None:
+            log.info("front %d (process %d) is gone", self.hello.front, self.hello.pid)
+        reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.close()
+        for call in self._calls:
+            call.cancel()
+
+    def post(self, message: wire.Message) -> None:
+        """Send, if the front is there."""
+        transport = self._transport
+        if transport is None:
+            return
+        transport.write(wire.encode(message))
+        if transport.get_write_buffer_size() > BUFFERED_BYTES_MAX:
+            log.error("a front does not read its socket: its connection is closed")
+            self.cut()
+
+    def cut(self) -> None:
+        """Close the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+    def _take(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Consumed):
+            if read := self._reads.get(message.read):
+                read.took(message.position)
+        elif isinstance(message, wire.OpenRead):
+            ask = Ask(
+                message.bucket, message.key, message.range, message.version, message.head_only, message.revalidate
+            )
+            if message.read in self._reads:
+                raise Bug(f"read {message.read} is open already")
+            self._reads[message.read] = self._fronts.reads.open(ask, _Answers(self, message.read))
+        elif isinstance(message, wire.CloseRead):
+            if read := self._reads.pop(message.read, None):
+                read.close()
+        elif isinstance(message, wire.Touched):
+            hits = message.hits
+            for at in range(0, len(hits) - 2, 3):
+                self._fronts.touched(hits[at], hits[at + 1], hits[at + 2])
+        elif isinstance(message, wire.Call):
+            call = asyncio.create_task(self._call(message))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+        elif isinstance(message, wire.Suspect):
+            self._fronts.reads.suspect(message.bucket, message.key, message.object_id, message.reason)
+        elif isinstance(message, wire.Reported):
+            self._fronts.reported(message.report, message.body)
+        elif isinstance(message, wire.Hello):
+            self._greet(message)
+        else:
+            raise Bug(f"a front sent {type(message).__name__}, which only the engine sends")
+
+    def _greet(self, hello: wire.Hello) -> None:
+        if hello.wire_version != wire.WIRE_VERSION:
+            raise Bug(
+                f"the front speaks version {hello.wire_version}, the engine {wire.WIRE_VERSION}: restart the node"
+            )
+        self.hello = hello
+        log.info("front %d (process %d) is here", hello.front, hello.pid)
+        self.post(self._fronts.welcome())
+
+    def read_failed(self, number: int, error: ErrorOnWire) -> None:
+        """The read has ended; the front will not close it."""
+        if read := self._reads.pop(number, None):
+            read.close()
+        self.post(wire.Failed(number, error))
+
+    async def _call(self, message: wire.Call) -> None:
+        try:
+            arguments = decode_call(message.verb, message.body)
+            answer = await self._fronts.answer(message.verb, arguments)
+            self.post(wire.Answer(message.call, encode_answer(answer)))
+        except ForebayError as error:
+            self.post(wire.Failed(message.call, error.to_wire()))
+        except Exception as error:
+            log.exception("the call %s broke", message.verb)
+            self.post(wire.Failed(message.call, Bug(f"{message.verb} broke: {error!r}").to_wire()))
+
+
+class Fronts:
+    """All connections. `welcome` makes the message that greets; `answer` serves a call; `touched` hears of hits."""
+
+    def __init__(
+        self,
+        reads: Reads,
+        *,
+        welcome: Callable[[], wire.Welcome],
+        answer: Callable[[str, Any], Awaitable[Any]],
+        touched: Callable[[int, int, int], None],
+    ) -> None:
+        self.connections: set[Connection] = set()
+        self.reads = reads
+        self.welcome = welcome
+        self.answer = answer
+        self.touched = touched
+        self._report = 0
+        self._reports: dict[int, tuple[asyncio.Event, list[Snapshot], int]] = {}
+
+    def present(self) -> list[FrontSeen]:
+        """The fronts that have said hello, by number."""
+        return sorted(FrontSeen(c.hello.front, c.hello.pid) for c in self.connections if c.hello is not None)
+
+    def greet_again(self) -> None:
+        """Something in `Welcome` changed."""
+        message = self.welcome()
+        for connection in list(self.connections):
+            if connection.hello is not None:
+                connection.post(message)
+
+    def dropped(self, object_ids: list[int]) -> None:
+        """Close cached files of these objects."""
+        for connection in list(self.connections):
+            connection.post(wire.Dropped(object_ids))
+
+    async def snapshots(self) -> list[Snapshot]:
+        """What each front counted; those that do not answer in time are left out."""
+        asked = [connection for connection in self.connections if connection.hello is not None]
+        if not asked:
+            return []
+        self._report += 1
+        number = self._report
+        done = asyncio.Event()
+        answers: list[Snapshot] = []
+        self._reports[number] = (done, answers, len(asked))
+        try:
+            for connection in asked:
+                connection.post(wire.Report(number))
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                await done.wait()
+        except TimeoutError:
+            log.warning("%d of %d fronts did not report in time", len(asked) - len(answers), len(asked))
+        finally:
+            del self._reports[number]
+        return answers
+
+    def reported(self, number: int, body: bytes) -> None:
+        """A front answered a `Report`."""
+        waiting = self._reports.get(number)
+        if waiting is not None:
+            done, answers, count = waiting
+            answers.append(decode_snapshot(body))
+            if len(answers) >= count:
+                done.set()
+
+    def close(self) -> None:
+        """Cut every connection."""
+        for connection in list(self.connections):
+            connection.cut()

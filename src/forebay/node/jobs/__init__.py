@@ -1,0 +1,1 @@
+"""Jobs: bounded plans of units that the engine works off in the background."""

@@ -1,0 +1,177 @@
+"""What each kind of job does: prefetch, evict, refresh, pin and unpin, as plans and actions.
+
+Theory. `prefetch` plans from the backend's listing, since what is not here is its point; the others plan from the
+index, since they concern only what is here. A prefetch reads like any reader, through the same flights, but has no
+client: what lands is taken at once. It never passes bytes through memory: where no disk takes them, prefetching means
+nothing.
+
+Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already.
+
+Invariant. Every action may be done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+import msgspec
+
+from forebay.backends.seam import Backend
+from forebay.core import limits
+from forebay.core.calls import JobCall, JobVerb
+from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
+from forebay.core.record import Record
+from forebay.core.types import Bucket, check_key
+from forebay.node.buckets import Buckets
+from forebay.node.cold import ColdReads
+from forebay.node.jobs.runner import JobUnit, Work
+from forebay.node.read import Ask, Read
+from forebay.node.records import cached_bytes, present_blocks
+from forebay.node.room import Room
+from forebay.node.store import StoreReader
+from forebay.node.tally import Tally
+
+SCAN_LIMIT = 1000
+
+
+class _Prefetch:
+    """A reader without a client."""
+
+    def __init__(self) -> None:
+        self.read: Read | None = None
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+        self._size_bytes = 0 if hit else end - start
+
+    def landed(self, start: int, end: int, path: str, offset: int) -> None:
+        if path.startswith("/proc/"):
+            self._end(Unavailable("no disk takes bytes now: make room (`forebay status`), then prefetch again"))
+        elif self.read is not None:
+            self.read.took(end)
+
+    def finished(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self._size_bytes)
+
+    def failed(self, error: ErrorOnWire) -> None:
+        self._end(from_wire(error))
+
+    def _end(self, error: ForebayError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class JobWork:
+    """Makes the work of each verb."""
+
+    def __init__(
+        self, buckets: Buckets, cold: ColdReads, room: Room, index: StoreReader, tally: Tally, flush: Callable[[], None]
+    ) -> None:
+        self._buckets = buckets
+        self._cold = cold
+        self._room = room
+        self._index = index
+        self._tally = tally
+        self._flush = flush
+
+    async def make(self, verb: JobVerb, call: JobCall) -> Work:
+        """The work of a call; `NotFound` for an unknown bucket, `Invalid` for a key that cannot be."""
+        served = await self._buckets.get(call.bucket)
+        for key in call.keys:
+            check_key(key)
+        if verb == "prefetch":
+            return Work(lambda: _listed(served.backend, call), lambda unit: self._prefetch(call.bucket, unit))
+        if verb in ("pin", "unpin") and not call.dry_run:
+            await self._pin_prefixes(served.bucket, call, verb == "pin")
+
+        def plan() -> AsyncIterator[JobUnit]:
+            return self._cached(call)
+
+        actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
+            "evict": lambda unit: self._evict(call.bucket, unit),
+            "refresh": lambda unit: self._refresh(call.bucket, unit),
+            "pin": lambda unit: self._pin(call.bucket, unit, True),
+            "unpin": lambda unit: self._pin(call.bucket, unit, False),
+        }
+        return Work(plan, actions[verb])
+
+    async def evict_bucket(self, bucket: str) -> None:
+        """Drop everything that is cached of a bucket."""
+        async for unit in self._cached(JobCall(bucket)):
+            await self._evict(bucket, unit)
+        self._flush()
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+    async def _cached(self, call: JobCall) -> AsyncIterator[JobUnit]:
+        if call.keys:
+            for key in call.keys:
+                record = self._index.lookup(call.bucket, key)
+                if record is not None:
+                    yield JobUnit(key, cached_bytes(record))
+            return
+        after = ""
+        while found := self._index.scan(call.bucket, call.prefix, after, SCAN_LIMIT):
+            for key, record in found:
+                yield JobUnit(key, cached_bytes(record))
+            after = found[-1][0]
+            await asyncio.sleep(0)
+
+    # --- actions -----------------------------------------------------------------------------------------------------
+    async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
+        out = _Prefetch()
+        out.read = self._cold.open(Ask(bucket, unit.key), out)
+        try:
+            return await out.done
+        finally:
+            out.read.close()
+
+    async def _evict(self, bucket: str, unit: JobUnit) -> int:
+        freed_bytes = self._cold.forget(bucket, unit.key)
+        self._tally.evictions["asked"] += 1
+        self._tally.evicted_bytes += freed_bytes
+        self._room.reclaim()
+        await asyncio.sleep(0)
+        return freed_bytes
+
+    async def _refresh(self, bucket: str, unit: JobUnit) -> int:
+        served = await self._buckets.get(bucket)
+        try:
+            await self._cold.metadata(Ask(bucket, unit.key, revalidate=True), served)
+        except NotFound:
+            pass  # it is gone at the backend, and so here
+        return unit.size_bytes
+
+    async def _pin(self, bucket: str, unit: JobUnit, pinned: bool) -> int:
+        store = self._cold.store
+        record = store.lookup(bucket, unit.key)
+        if record is None:
+            return 0
+        store.set_pinned(bucket, unit.key, pinned)
+        self._room.pin(record.object_id, present_blocks(record), pinned)
+        self._flush()
+        await asyncio.sleep(0)
+        return unit.size_bytes
+
+    async def _pin_prefixes(self, bucket: Bucket, call: JobCall, pinned: bool) -> None:
+        names: Iterable[str] = call.keys or [call.prefix]
+        before = set(bucket.pinned)
+        after = before | set(names) if pinned else before - set(names)
+        if after != before:
+            await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))), probe=False)
+
+
+async def _listed(backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
+    if call.keys:
+        for key in call.keys:
+            yield JobUnit(key, (await backend.head(key)).size_bytes if call.dry_run else 0)
+        return
+    after = ""
+    while True:
+        page = await backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
+        for entry in page.entries:
+            yield JobUnit(entry.key, entry.size_bytes)
+        after = page.next_after
+        if not after:
+            return

@@ -1,0 +1,198 @@
+"""Room on the volumes: which blocks leave, and their leaving in steps that no reader notices.
+
+Theory. Each volume has its own eviction machine (`core/eviction.py`), because a key's volume is fixed by placement:
+room on one disk is no help to another. The machine is told what landed and what was used; when a volume is above its
+mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the files, and the
+space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
+
+A volume may fill what the store says it may, less SLACK_BYTES: bytes land before their room is made.
+
+Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
+ghost must be found all the same, so it is filed under a number made from bucket, key and block.
+
+Invariants. (1) What the machine forgot was dropped from the store in the same turn of the loop. (2) One reclaim at a
+time. (3) A block that a flight needs is not a victim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+
+import xxhash
+
+from forebay.core import limits
+from forebay.core.eviction import Eviction, split_unit, unit_of
+from forebay.core.record import State
+from forebay.core.types import Bucket
+from forebay.node.store import Store, Unit, VolumeUsage
+from forebay.node.tally import Tally
+
+log = logging.getLogger("forebay.room")
+
+SLACK_BYTES = 2 * limits.BLOCK_BYTES
+RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
+BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks, or 4,096 small objects
+
+
+def ghost_name(bucket: str, key: str, block: int) -> int:
+    """What a block's history is filed under, whatever object id it has at the time."""
+    return xxhash.xxh3_64_intdigest(f"{bucket}/{key}\0{block}".encode())
+
+
+class Room:
+    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        tally: Tally,
+        workers: Executor,
+        *,
+        busy: Callable[[int, int], bool],
+        evicted: Callable[[int, list[int]], None],
+        flush: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._tally = tally
+        self._workers = workers
+        self._busy = busy
+        self._evicted = evicted
+        self._flush = flush
+        self._machines: dict[str, Eviction] = {}
+        self._quotas: dict[str, int | None] = {}
+        self._reclaiming: asyncio.Task[None] | None = None
+        self._making: asyncio.Handle | None = None
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+    def restore(self) -> None:
+        """Learn what the store holds, after a start."""
+        by_volume: dict[str, list[Unit]] = {}
+        for unit in self._store.units():
+            by_volume.setdefault(self._store.volume_of(unit.bucket, unit.key), []).append(unit)
+        for usage in self._store.usage():
+            if usage.state == "out":
+                continue
+            machine = self._machines[usage.volume_id] = Eviction(_mark(usage))
+            machine.restore(_restorable(by_volume.pop(usage.volume_id, [])))
+        self.set_quotas(())
+        self.make_room()
+
+    def set_quotas(self, buckets: Iterable[Bucket]) -> None:
+        """Bound buckets' shares; each volume takes its part by capacity."""
+        for bucket in buckets:
+            self._quotas[bucket.name] = bucket.quota_bytes
+        marks = {volume_id: machine.capacity_bytes for volume_id, machine in self._machines.items()}
+        total = sum(marks.values()) or 1
+        for name, quota_bytes in self._quotas.items():
+            for volume_id, machine in self._machines.items():
+                machine.set_quota(name, None if quota_bytes is None else quota_bytes * marks[volume_id] // total)
+
+    def follow_volumes(self) -> None:
+        """Every few seconds: the disks' free space changes, and volumes go out."""
+        usages = {usage.volume_id: usage for usage in self._store.usage() if usage.state != "out"}
+        for volume_id in list(self._machines):
+            if volume_id not in usages:
+                del self._machines[volume_id]
+        for volume_id, usage in usages.items():
+            if volume_id in self._machines:
+                self._machines[volume_id].set_capacity(_mark(usage))
+        self.make_room()
+
+    # --- what reads tell ---------------------------------------------------------------------------------------------
+    def landed(self, volume_id: str, object_id: int, block: int, size_bytes: int, bucket: str, key: str) -> None:
+        """A block (or, as block 0, an inline object) was listed in the store."""
+        machine = self._machines.get(volume_id)
+        if machine is None:
+            return
+        machine.landed(unit_of(object_id, block), size_bytes, bucket, ghost_name(bucket, key, block))
+        if machine.excess_bytes:
+            self.make_room()
+
+    def touched(self, object_id: int, first: int, end: int) -> None:
+        """Blocks were read."""
+        for machine in self._machines.values():
+            machine.touched_blocks(object_id, first, end)
+
+    def removed(self, object_id: int, blocks: list[int]) -> None:
+        """Blocks left the store by another way."""
+        for machine in self._machines.values():
+            for block in blocks:
+                machine.removed(unit_of(object_id, block))
+
+    def pin(self, object_id: int, blocks: list[int], pinned: bool) -> None:
+        """Never evict these, or evict them again."""
+        for machine in self._machines.values():
+            for block in blocks:
+                machine.pin(unit_of(object_id, block), pinned)
+
+    # --- making room -------------------------------------------------------------------------------------------------
+    def make_room(self) -> None:
+        """Evict what is above the marks, in the next turn of the loop."""
+        if self._making is None:
+            self._making = asyncio.get_running_loop().call_soon(self._make_room)
+
+    def _make_room(self) -> None:
+        self._making = None
+        again = False
+        for machine in self._machines.values():
+            excess_bytes = machine.excess_bytes
+            if not excess_bytes:
+                continue
+            chosen = machine.victims(min(excess_bytes, BATCH_BYTES), lambda unit: self._busy(*split_unit(unit)))
+            self.drop([split_unit(unit) for unit in chosen.units])
+            self._tally.evictions["capacity"] += len(chosen.units)
+            self._tally.evicted_bytes += chosen.freed_bytes
+            again |= not chosen.stuck and machine.excess_bytes > 0
+        if again:
+            self.make_room()
+
+    def drop(self, units: list[tuple[int, int]]) -> None:
+        """Take (object id, block) pairs out of the store; the machines have forgotten them or are told by `removed`."""
+        if not units:
+            return
+        self._store.drop_units(units)
+        blocks: dict[int, list[int]] = {}
+        for object_id, block in units:
+            blocks.setdefault(object_id, []).append(block)
+        for object_id, gone in blocks.items():
+            self._evicted(object_id, gone)
+        self._flush()
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Give the space of what was dropped back to the disks, in the background."""
+        if self._reclaiming is None:
+            self._reclaiming = asyncio.create_task(self._reclaim())
+
+    async def _reclaim(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                done = await loop.run_in_executor(self._workers, self._store.reclaim)
+                if done.deferred:
+                    await asyncio.sleep(RECLAIM_AGAIN_S)
+                elif not done.freed_bytes:
+                    return
+        finally:
+            self._reclaiming = None
+
+    async def aclose(self) -> None:
+        """Stop working in the background."""
+        if self._making is not None:
+            self._making.cancel()
+        if self._reclaiming is not None:
+            self._reclaiming.cancel()
+            await asyncio.gather(self._reclaiming, return_exceptions=True)
+
+
+def _mark(usage: VolumeUsage) -> int:
+    return max(limits.BLOCK_BYTES, usage.capacity_bytes - SLACK_BYTES)
+
+
+def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
+    for unit in units:
+        pinned = bool(unit.state & State.PINNED)
+        yield unit_of(unit.object_id, unit.block), unit.size_bytes, unit.bucket, unit.used_minute, pinned
