@@ -67,7 +67,7 @@ def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> N
     weed = stack.enter_context(SeaweedFS())
     upload(weed, shards)
     rate, latency = arguments.rate * MB, arguments.latency / 1000
-    remote = stack.enter_context(Shaper(("127.0.0.1", weed.port), rate_bytes_s=rate, latency_s=latency))
+    remote = stack.enter_context(Shaper(weed.endpoint, rate_bytes_s=rate, latency_s=latency))
     say(f"at {remote.endpoint}")
 
     step("3. a node in front of it")

@@ -23,14 +23,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from forebay.bench import load
 from forebay.bench.servers import Nginx, SeaweedFS, Server
-from forebay.bench.workloads import Objects
+from forebay.bench.shaper import Shaper
+from forebay.bench.workloads import Link, Objects
 from forebay.client.sync import Client, connect
 from forebay.core.errors import ForebayError
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
@@ -38,6 +39,7 @@ from forebay.core.types import FRESH_IMMUTABLE, Bucket
 BUCKET = "corpus"
 KEY_ID, SECRET, TOKEN = "BENCHKEY", "bench-secret-of-the-signed-row", "bench-token"
 CHUNK_BYTES = 8 << 20
+QUIET_S = 0.3  # a link on which nothing came for this long has nothing on its way
 
 SERVER_CORE, CLIENT_CORE = (0, 1) if (os.cpu_count() or 1) > 1 else (None, None)
 
@@ -133,6 +135,25 @@ class Node(Server):
     def processes(self) -> list[int]:
         """Engine and fronts: the supervisor's children."""
         return [int(child) for child in _children(self.pid)]
+
+
+class Remote:
+    """The bucket at the far end of a link. `endpoint` is what its readers use."""
+
+    def __init__(self, shaper: Shaper) -> None:
+        self._shaper = shaper
+        self.endpoint = shaper.endpoint
+
+    def bytes_down(self) -> int:
+        """Bytes that have come over the link so far: bodies and heads."""
+        return self._shaper.counters()["response_bytes"]
+
+    def settle(self) -> None:
+        """Return when nothing comes any more, so that read-ahead is counted too."""
+        before = -1
+        while before != (now := self.bytes_down()):
+            before = now
+            time.sleep(QUIET_S)
 
 
 def _children(pid: int) -> list[str]:
@@ -236,6 +257,20 @@ class Lab:
         return self._weed
 
     @contextlib.contextmanager
+    def remote(self, link: Link, core: int | None = None) -> Iterator[Remote]:
+        """The bucket behind `link`; bucket and link run on `core`, or anywhere."""
+        pin(self.weed.pid, core)
+        shaper = Shaper(
+            self.weed.endpoint,
+            rate_bytes_s=link.rate_bytes_s,
+            latency_s=link.latency_s,
+            connection_rate_bytes_s=link.connection_bytes_s,
+        )
+        with shaper:
+            pin(shaper.pid, core)
+            yield Remote(shaper)
+
+    @contextlib.contextmanager
     def node(
         self, *, fronts: int = 1, capacity_bytes: int = 0, core: int | None = SERVER_CORE, signed: bool = False
     ) -> Iterator[Node]:
@@ -252,12 +287,3 @@ def pin(pid: int, core: int | None) -> None:
             os.sched_setaffinity(int(task.name), cores)
     for child in _children(pid):
         pin(int(child), core)
-
-
-def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Poll `condition` until it is true; `LoadFailed` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise load.LoadFailed(f"{what} did not come true within {timeout_s:.0f} s")
-        time.sleep(0.02)

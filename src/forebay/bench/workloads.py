@@ -125,10 +125,10 @@ LAN = Link(200 * MB)
 
 
 def _warm(
-    name: str, objects: Objects, what: str, peer: Literal["nginx", "seaweedfs"], goal: Goal, **more: object
+    name: str, objects: Objects, what: str, peer: Literal["nginx", "seaweedfs"], goal: Goal, *, signed: bool = False
 ) -> Row:
-    goals = {"rate": goal}
-    return Row(name, "warm", what, "forebay.bench.warm:throughput", (objects,), (objects,), goals=goals, peer=peer, **more)  # type: ignore[arg-type]
+    run = "forebay.bench.warm:throughput"
+    return Row(name, "warm", what, run, (objects,), (objects,), goals={"rate": goal}, peer=peer, signed=signed)
 
 
 def _cold(name: str, objects: Objects, link: Link, what: str, rate: Goal, first: Goal) -> Row:

@@ -1,0 +1,172 @@
+"""Cold rows: what only the bucket has, read through a node and directly, over the same link.
+
+The direct side is the same client at the shaped bucket itself. Both sides begin each round with a fresh connection, and
+the node reads the bucket under a name it has not seen, so nothing of the round before helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+
+from forebay.bench import load
+from forebay.bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, Lab, Node, Remote
+from forebay.bench.report import Result
+from forebay.bench.stats import Measure, bounded, compared
+from forebay.bench.workloads import MIB, Objects, Row
+
+FIRST_BYTE_FACTOR, FIRST_BYTE_EXTRA_S = 1.1, 0.002  # the goal of a cold first byte: at most 1.1 x theirs + 2 ms
+CONNECT_TIMEOUT_S = 30.0
+
+
+def sequential(lab: Lab, row: Row) -> Result:
+    """One client reads object after object: throughput and time to first byte, against the same client direct."""
+    (objects,) = row.quick if lab.quick else row.objects
+    lab.upload(objects)
+    unpinned = not (row.link.rate_bytes_s or row.link.connection_bytes_s)  # then both cores are the limit
+    rounds = 2 if lab.quick else row.rounds
+    ours: list[list[load.Read]] = []
+    theirs: list[list[load.Read]] = []
+    with (
+        lab.remote(row.link, core=None if unpinned else CLIENT_CORE) as remote,
+        lab.node(core=None if unpinned else SERVER_CORE) as node,
+    ):
+        load.pin_self(None if unpinned else CLIENT_CORE)
+        _check(lab, row, node, remote, objects)
+        for turn in range(rounds):
+            node.add_bucket(f"round-{turn}", lab, remote.endpoint)
+            ours.append(_read_all(node.endpoint, f"round-{turn}", objects))
+            theirs.append(_read_all(remote.endpoint, BUCKET, objects))
+        load.pin_self(None)
+        fetched = node.counter("forebay_backend_read_bytes_total")
+    measures: list[Measure] = [
+        compared("rate", "B/s", row.goals["rate"], [_rate(reads) for reads in ours], [_rate(reads) for reads in theirs])
+    ]
+    if "first byte" in row.goals:
+        measures.append(_first_byte(row, ours, theirs))
+    return Result(row, tuple(measures), extra={"backend_bytes": fetched, "bytes_read": rounds * objects.bytes_total})
+
+
+def _check(lab: Lab, row: Row, node: Node, remote: Remote, objects: Objects) -> None:
+    """Both sides serve the bytes of the first object, under a name that no round uses."""
+    node.add_bucket("checked", lab, remote.endpoint)
+    lab.compare(node.endpoint, f"/checked/{objects.key(0)}", objects.key(0))
+    if objects.size_bytes <= 64 * MIB:  # comparing costs a read of the whole object over the link
+        lab.compare(remote.endpoint, f"/{BUCKET}/{objects.key(0)}", objects.key(0))
+
+
+def _read_all(endpoint: str, bucket: str, objects: Objects) -> list[load.Read]:
+    with load.Reader(endpoint) as reader:
+        return [reader.get(f"/{bucket}/{objects.key(index)}") for index in range(objects.count)]
+
+
+def _rate(reads: Sequence[load.Read]) -> float:
+    return sum(read.size_bytes for read in reads) / sum(read.total_s for read in reads)
+
+
+def _first_byte(row: Row, ours: list[list[load.Read]], theirs: list[list[load.Read]]) -> Measure:
+    """The median time to first byte of each round, judged as the goal says."""
+    mine = [statistics.median(read.first_byte_s for read in reads) for reads in ours]
+    others = [statistics.median(read.first_byte_s for read in reads) for reads in theirs]
+    allowed = (max(0.0, us - FIRST_BYTE_EXTRA_S) / (FIRST_BYTE_FACTOR * them) for us, them in zip(mine, others))
+    return Measure("first byte", "s", row.goals["first byte"], tuple(mine), tuple(others), tuple(allowed))
+
+
+def ranged(lab: Lab, row: Row) -> Result:
+    """Backend bytes for one small range in the middle of a large cold object."""
+    (objects,) = row.quick if lab.quick else row.objects
+    lab.upload(objects)
+    start = objects.size_bytes // 2 + 12_345  # in the middle of a block: two blocks hold the range at worst
+    fetched: list[float] = []
+    with lab.remote(row.link) as remote, lab.node() as node:
+        for turn in range(2 if lab.quick else row.rounds):
+            node.add_bucket(f"round-{turn}", lab, remote.endpoint)
+            before = remote.bytes_down()
+            header = {"Range": f"bytes={start}-{start + row.range_bytes - 1}"}
+            with load.Reader(node.endpoint) as reader:
+                read = reader.get(f"/round-{turn}/{objects.key(0)}", header)
+            assert read.size_bytes == row.range_bytes
+            remote.settle()
+            fetched.append((remote.bytes_down() - before) / MIB)
+    return Result(row, (bounded("backend MiB", "MiB", row.goals["backend MiB"], fetched),))
+
+
+def crowd(lab: Lab, row: Row) -> Result:
+    """Many readers of one cold object at once against a single reader of it."""
+    (objects,) = row.quick if lab.quick else row.objects
+    lab.upload(objects)
+    key, rounds = objects.key(0), 2 if lab.quick else row.rounds
+    slowest: list[float] = []
+    single: list[float] = []
+    fetched: list[float] = []
+    with lab.remote(row.link, core=CLIENT_CORE) as remote, lab.node() as node:
+        load.pin_self(CLIENT_CORE)
+        for turn in range(rounds):
+            node.add_bucket(f"alone-{turn}", lab, remote.endpoint)
+            node.add_bucket(f"crowd-{turn}", lab, remote.endpoint)
+            single.append(max(read_together(node.endpoint, f"/alone-{turn}/{key}", 1, objects.size_bytes)))
+            before = remote.bytes_down()
+            slowest.append(
+                max(read_together(node.endpoint, f"/crowd-{turn}/{key}", row.connections, objects.size_bytes))
+            )
+            remote.settle()
+            fetched.append((remote.bytes_down() - before) / objects.size_bytes)
+            lab.compare(node.endpoint, f"/crowd-{turn}/{key}", key)
+        load.pin_self(None)
+    ratio = row.goals["slowest / single"]
+    once = row.goals["backend bytes / object"]
+    return Result(
+        row,
+        (
+            compared("slowest / single", "s", ratio, slowest, single),
+            bounded("backend bytes / object", "", once, fetched),
+        ),
+    )
+
+
+def read_together(endpoint: str, path: str, readers: int, size_bytes: int) -> list[float]:
+    """Seconds each of `readers` connections took for the whole object, all asking at once, served by one thread."""
+    host, _, port = endpoint.removeprefix("http://").partition(":")
+    request = load.request_bytes(f"{host}:{port}", path)
+    buffer = memoryview(bytearray(load.RECV_BYTES))
+    left: dict[socket.socket, int] = {}
+    ended: list[float] = []
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for _ in range(readers):
+            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S))
+            left[sock] = -1
+            selector.register(sock, selectors.EVENT_READ)
+        started = time.perf_counter()
+        for sock in left:
+            sock.sendall(request)
+            sock.setblocking(False)
+        while selector.get_map():
+            ready = selector.select(load.TIMEOUT_S)
+            if not ready:
+                raise load.LoadFailed(f"{path}: no byte for {load.TIMEOUT_S:.0f} s")
+            for selected, _ in ready:
+                assert isinstance(selected.fileobj, socket.socket)
+                sock = selected.fileobj
+                left[sock] = _receive(sock, path, buffer, left[sock], size_bytes)
+                if left[sock] == 0:
+                    ended.append(time.perf_counter() - started)
+                    selector.unregister(sock)
+                    sock.close()
+    return ended
+
+
+def _receive(sock: socket.socket, path: str, buffer: memoryview, left: int, size_bytes: int) -> int:
+    """Bytes still to come after taking what is there; -1 stands for a head that has not come."""
+    got = sock.recv_into(buffer)
+    if got == 0:
+        raise load.LoadFailed(f"{path}: the connection ended early")
+    if left >= 0:
+        return left - got
+    head, blank, rest = bytes(buffer[:got]).partition(b"\r\n\r\n")
+    if not blank or not head.startswith(b"HTTP/1.1 200 "):
+        raise load.LoadFailed(f"{path}: answered {head[:200]!r}")
+    return size_bytes - len(rest)
