@@ -340,3 +340,37 @@ def test_no_more_than_limits_allow_goes_inline(bench: Bench) -> None:
     assert objects.read(bench.reader(), "most") == objects.make("most", size_bytes)[1]
     with pytest.raises(AssertionError):
         bench.store.put_inline(objects.BUCKET, *objects.make("more", size_bytes + 1), checked_s=1.0)
+
+
+def test_a_landing_that_lost_its_key_leaves_the_file_that_is_still_listed(bench: Bench) -> None:
+    info, data = objects.make("k", 200 * KIB, "v1")
+    old = bench.store.begin(objects.BUCKET, info, checked_s=1.0)
+    objects.land_block(old, data, 0)
+    new = bench.store.begin(objects.BUCKET, objects.make("k", 200 * KIB, "v2")[0], checked_s=1.0)
+    old.close()
+    new.close()
+    bench.store.flush()
+    bench.store.reclaim()
+    objects.land(bench.store, "k", 200 * KIB, "v1", blocks=[1, 2, 3])
+    assert objects.read(bench.reader(), "k") == data
+
+
+def test_a_landing_and_its_successor_on_one_file_do_not_punch_each_other(bench: Bench) -> None:
+    info, data = objects.make("k", 200 * KIB, "v1")
+    old = bench.store.begin(objects.BUCKET, info, checked_s=1.0)
+    objects.land_block(old, data, 0)
+    bench.store.flush()
+    bench.store.begin(objects.BUCKET, objects.make("k", 200 * KIB, "v2")[0], checked_s=1.0).close()
+    new = bench.store.begin(objects.BUCKET, info, checked_s=1.0)
+    assert new is not old
+    assert new.object_id == old.object_id
+    old.write(64 * KIB, data[64 * KIB : 65 * KIB])
+    new.write(64 * KIB, data[64 * KIB : 65 * KIB])
+    old.close()
+    bench.store.flush()
+    objects.land_block(new, data, 1)
+    bench.store.flush()
+    bench.store.reclaim()
+    new.close()
+    objects.land(bench.store, "k", 200 * KIB, "v1", blocks=[2, 3])
+    assert objects.read(bench.reader(), "k") == data

@@ -70,6 +70,15 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.now[key] = (landing.info.version, (blocks if same and blocks else frozenset()) | {block})
 
     @precondition(lambda self: self.landings)
+    @rule(data=st.data(), block=st.integers(0, 4))
+    def write_half_a_block(self, data: st.DataObject, block: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.landings)))
+        landing = self.landings[key]
+        start = block * BLOCK
+        part = objects.make(key, SIZE, landing.info.version)[1][start : start + BLOCK]
+        landing.write(start, part[: len(part) // 2])
+
+    @precondition(lambda self: self.landings)
     @rule(data=st.data())
     def close_landing(self, data: st.DataObject) -> None:
         self._end(data.draw(st.sampled_from(sorted(self.landings))))
@@ -198,7 +207,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 
 StoreAgainstDict.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

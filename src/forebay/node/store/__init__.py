@@ -33,8 +33,8 @@ from forebay.node.store.landing import Landing
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.reclaim import Reclaimed
 from forebay.node.store.scrub import Scrubber, ScrubUnit
-from forebay.node.store.volume import StoreEvent
-from forebay.node.store.writer import Store, Unit, VolumeUsage
+from forebay.node.store.volume import StoreEvent, Unit, VolumeUsage
+from forebay.node.store.writer import Store
 
 __all__ = [
     "Landing",

@@ -58,6 +58,30 @@ class StoreEvent(NamedTuple):
     detail: str
 
 
+class Unit(NamedTuple):
+    """What eviction counts: one present block of a data file, or a whole inline object (`block` is then 0)."""
+
+    bucket: str
+    key: str
+    object_id: int
+    block: int
+    size_bytes: int
+    used_minute: int
+    state: int  # core.record.State
+
+
+class VolumeUsage(NamedTuple):
+    volume_id: str
+    path: str
+    state: str  # ok | full | out
+    reason: str
+    used_bytes: int  # bytes of present blocks and inline objects
+    capacity_bytes: int  # what the store may fill
+    free_bytes: int  # what the filesystem still gives, less the reserve
+    objects: int
+    buckets: dict[str, int]  # bytes by bucket
+
+
 class Mark(msgspec.Struct, omit_defaults=False):
     """`volume.json`. Unknown fields are ignored; a higher `format` is refused."""
 
@@ -70,6 +94,7 @@ class Mark(msgspec.Struct, omit_defaults=False):
     index: int = 0
     epoch: int = 0
     members: list[str] = []
+    ids_below: int = 0  # every object id that may have been used is below: what holds if the index is lost
 
 
 def boot_id() -> str:

@@ -22,10 +22,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -40,35 +39,12 @@ from forebay.core.wire import VolumeAt
 from forebay.node.store import files, keys, ledger, presence, rebuild
 from forebay.node.store.landing import Landing
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import StoreEvent, Usage, Volume
+from forebay.node.store.volume import StoreEvent, Unit, Usage, Volume, VolumeUsage
 from forebay.ports import clock
 
 TOUCHES_HELD_MAX = 65_536
+IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
 IDS_SINCE_S = 1_700_000_000  # ids are milliseconds from here, so that an id and a block fit 64 bits (core/eviction.py)
-
-
-class Unit(NamedTuple):
-    """What eviction counts: one present block of a data file, or a whole inline object (`block` is then 0)."""
-
-    bucket: str
-    key: str
-    object_id: int
-    block: int
-    size_bytes: int
-    used_minute: int
-    state: int  # core.record.State
-
-
-class VolumeUsage(NamedTuple):
-    volume_id: str
-    path: str
-    state: str  # ok | full | out
-    reason: str
-    used_bytes: int  # bytes of present blocks and inline objects
-    capacity_bytes: int  # what the store may fill
-    free_bytes: int  # what the filesystem still gives, less the reserve
-    objects: int
-    buckets: dict[str, int]  # bytes by bucket
 
 
 class Store:
@@ -85,10 +61,10 @@ class Store:
         self._owner = threading.get_ident()
         self._events: deque[StoreEvent] = deque()
         self._landings: dict[tuple[str, str], Landing] = {}
-        self._landing_ids: set[int] = set()
+        self._landing_ids: Counter[int] = Counter()  # one that lost its object may overlap with its successor
         self._reclaimer = Reclaimer(self._tell)
         self._touched: dict[int, int] = {}
-        self._next_id = 0
+        self._next_id = self._ids_below = 0
         self._closed = False
         self._members = Members([])
         self._by_id: dict[str, Volume] = {}
@@ -154,10 +130,12 @@ class Store:
             if volume.mark.epoch < epoch and volume.mark.epoch > 0:
                 volume.age_records()
         self._place()
-        start = max(0, int((clock.wall_s() - IDS_SINCE_S) * 1e3))  # ids grow even past an index that was lost
+        start = max(1, int((clock.wall_s() - IDS_SINCE_S) * 1e3))
         for volume in self._all:
-            start = max(start, int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big"))
+            kept = int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big")
+            start = max(start, kept, volume.mark.ids_below)
         self._next_id = start
+        self._reserve_ids()
         if changed:
             if len(self._all) > 1 or epoch > 0:
                 self._drop_misplaced()
@@ -172,6 +150,10 @@ class Store:
         ids = sorted(self._by_id)
         for volume in self._by_id.values():
             volume.mark.epoch, volume.mark.members = epoch, ids
+        self._write_marks()
+
+    def _write_marks(self) -> None:
+        for volume in self._by_id.values():
             try:
                 volume.write_mark()
             except OSError as error:
@@ -372,7 +354,7 @@ class Store:
             raise volume.trouble(error, "making a data file") from error
         landing = Landing(self, volume, bucket, info, fd, header, checked_s=checked_s, pinned=pinned)
         self._landings[bucket, info.key] = landing
-        self._landing_ids.add(landing.object_id)
+        self._landing_ids[landing.object_id] += 1
         return landing
 
     def _resume(self, volume: Volume, bucket: str, info: ObjectInfo) -> tuple[int, files.Header] | None:
@@ -414,7 +396,16 @@ class Store:
 
     def _new_id(self) -> int:
         self._next_id += 1
+        if self._next_id >= self._ids_below:
+            self._reserve_ids()
         return self._next_id - 1
+
+    def _reserve_ids(self) -> None:
+        """Note on each volume which ids may be used from now on, so that none is used twice if an index is lost."""
+        self._ids_below = self._next_id + IDS_RESERVED
+        for volume in self._by_id.values():
+            volume.mark.ids_below = self._ids_below
+        self._write_marks()
 
     def list_block(self, landing: Landing, header: files.Header, block: int, stored_sum: int) -> None:
         """For `Landing.finish_block`, which see."""
@@ -469,11 +460,14 @@ class Store:
         """For `Landing.close`: give back what no record will name."""
         if self._landings.get((landing.bucket, landing.info.key)) is landing:
             del self._landings[landing.bucket, landing.info.key]
-        self._landing_ids.discard(landing.object_id)
-        volume, record = landing.volume, landing.record
+        self._landing_ids[landing.object_id] -= 1
+        if self._landing_ids[landing.object_id]:
+            return  # the file is still being written
+        del self._landing_ids[landing.object_id]
+        volume, record = landing.volume, self.lookup(landing.bucket, landing.info.key)
         if volume.state == "out":
             return
-        if record is None:
+        if record is None or record.object_id != landing.object_id:
             self._reclaimer.after_commit(volume, [commit.Unlink(landing.path)])
         elif partial:
             bits = presence.bits_of(record)
