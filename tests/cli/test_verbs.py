@@ -249,7 +249,7 @@ def looks() -> tuple[Snapshot, Snapshot]:
             series("forebay_evictions_total", reason="full"): 4.0,
             "forebay_evicted_bytes_total": 8 * 2.0**20,
             "forebay_flights": 3.0,
-            "forebay_connections": 5.0,
+            "forebay_connections_open": 5.0,
         },
         {
             "forebay_hit_seconds": histogram(b4=1090, b7=10),

@@ -91,7 +91,7 @@ def look(before: Snapshot, after: Snapshot, interval_s: float, state: NodeState)
         evicted_bytes_s=rate("forebay_evicted_bytes_total"),
         passed_bytes_s=rate("forebay_passed_bytes_total"),
         flights=int(total(after, "forebay_flights")),
-        connections=int(total(after, "forebay_connections")),
+        connections=int(total(after, "forebay_connections_open")),
         jobs_running=state.jobs_running,
         used_bytes=sum(volume.used_bytes for volume in state.volumes),
         capacity_bytes=sum(volume.capacity_bytes for volume in state.volumes),

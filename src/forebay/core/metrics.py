@@ -44,7 +44,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_sent_bytes_total", "counter", "Bytes handed to client sockets, headers included."),
         Metric("forebay_hit_seconds", "histogram", "A hit, from request parsed to last byte handed to the kernel."),
         Metric("forebay_miss_first_byte_seconds", "histogram", "A miss, from request parsed to first body byte sent."),
-        Metric("forebay_connections", "gauge", "Client connections open."),
+        Metric("forebay_connections_open", "gauge", "Client connections open."),
         Metric("forebay_connections_total", "counter", "Client connections accepted."),
         Metric("forebay_connections_refused_total", "counter", "Connections refused at the limit, or lacking files."),
         Metric("forebay_connections_cut_total", "counter", "Connections cut by us, by reason.", ("reason",)),

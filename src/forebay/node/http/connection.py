@@ -34,7 +34,7 @@ from forebay.core.errors import Bug, Busy, ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
-from forebay.node.http.requests import STATUS_LINES, BodySink, File, Handler, Request
+from forebay.node.http.requests import STATUS_LINES, BodySink, File, Handler, Request, status_of
 from forebay.node.http.sending import ClientGone, Sender
 
 if TYPE_CHECKING:
@@ -317,7 +317,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._phase = BUSY
         self._stage = NONE
         response = self._handler.render_error(error, request)
-        self.respond(response.status, response.head, response.body)
+        # What is not a request of any API yet gets HTTP's own status: S3, for one, says 400 for a timeout.
+        self.respond(status_of(error) if request is None else response.status, response.head, response.body)
 
     # --- answers (Exchange) ------------------------------------------------------------------------------------------
     def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
@@ -640,9 +641,11 @@ class Connection(Sender, asyncio.BufferedProtocol):
                     Invalid("the request did not arrive in time: send it faster, or again", code="RequestTimeout")
                 )
         elif self._phase == BUSY:
-            if self._sending and waited_s >= timeouts.stall_s:
+            if self._sending and self._client_reads():
+                self._since_s = now_s
+            elif self._sending and waited_s >= timeouts.stall_s:
                 self._close("stall", reset=True)
-        elif self._phase == LINGER and waited_s >= LINGER_S:
+        elif self._phase == LINGER and waited_s >= (LINGER_S if not self._server.draining else timeouts.tick_s):
             self._close("")
 
     def drain(self) -> bool:

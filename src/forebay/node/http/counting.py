@@ -64,7 +64,7 @@ class FrontCounts:
             series("forebay_read_bytes_total", result="hit"): self.hit_bytes,
             series("forebay_read_bytes_total", result="miss"): self.miss_bytes,
             "forebay_sent_bytes_total": self.sent_bytes,
-            "forebay_connections": self.connections,
+            "forebay_connections_open": self.connections,
             "forebay_connections_total": self.connections_total,
             "forebay_connections_refused_total": self.connections_refused,
             "forebay_requests_refused_total": self.requests_refused,

@@ -116,7 +116,7 @@ class Native:
     # --- objects -----------------------------------------------------------------------------------------------------
     def _object(self, request: Request, exchange: Exchange) -> None:
         raw, slash, key = request.path[len(_OBJECTS) :].partition(b"/")
-        if not slash or not key:
+        if not raw or not slash or not key:
             raise NotFound("there is nothing at this path: name it objects/BUCKET/KEY", code="NoSuchPath")
         name = decode_component(raw)
         identity = self._auth.bearer(request)

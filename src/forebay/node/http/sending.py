@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import socket
+import struct
+import termios
 
 from forebay.core.errors import Unavailable
 
@@ -42,6 +45,7 @@ class Sender:
     _file_offset = 0
     _file_left = 0
     _sending = False
+    _held = -1  # bytes the kernel held for the client when `_client_reads` looked last
     _writer_armed = False
     _waiter: asyncio.Future[None] | None = None
 
@@ -165,6 +169,16 @@ class Sender:
         if self._writer_armed:
             self._writer_armed = False
             self._loop.remove_writer(self._fd)
+
+    def _client_reads(self) -> bool:
+        """Whether the client took bytes since this was asked last.
+
+        A socket is called writable only when much of its buffer (megabytes) is free, so a slow client may read all the
+        time and make no such progress; how much the kernel still holds for it tells.
+        """
+        held: int = struct.unpack("i", fcntl.ioctl(self._fd, termios.TIOCOUTQ, b"\0\0\0\0"))[0]
+        moved, self._held = held != self._held, held
+        return moved
 
     async def _put_and_wait(self, data: bytes, file_fd: int = -1, offset: int = 0, left: int = 0) -> None:
         """`_put`, and return when the socket has taken everything. `ClientGone`; `Unavailable` if the file ends."""

@@ -1,0 +1,296 @@
+"""The native API: each route, its errors, its description, and the speed of a listing's pages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.front.fake_engine import Cold, Node
+
+from forebay.core import calls
+from forebay.core.access import Grant, Identity, encode_identities
+from forebay.core.calls import CachedPage
+from forebay.core.errors import Denied, NotFound
+from forebay.core.metrics import METRICS, Snapshot
+from forebay.core.types import Bucket, ListEntry, ListPage
+from forebay.node.http.routes import ROUTES, find
+
+JOB = calls.JobState("j1", "evict", "b")
+ANSWERS: dict[str, Any] = {
+    "bucket_put": lambda bucket: bucket,
+    "bucket_delete": calls.Nothing(),
+    "bucket_check": calls.Nothing(),
+    "stat": calls.ObjectState("b", "k", 1, "v", "e", 0.0, 1, False, False, 0.0),
+    "job": JOB,
+    "jobs": [JOB],
+    "job_cancel": JOB,
+    "status": calls.NodeState("n1", "0", 1, 0.0),
+    "map": calls.NodeMap(1, [calls.MapNode("n1", "http://x")]),
+    "metrics": Snapshot({"forebay_connections_open": 3.0}),
+    **dict.fromkeys(("prefetch", "refresh", "pin", "unpin", "evict"), JOB),
+}
+
+
+def ask(node: Node, target: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, Any]:
+    with node.connect() as client:
+        answer = client.ask(target, method, b"" if body is None else msgspec.json.encode(body), **headers)
+    assert answer.headers["content-type"] == "application/json"
+    return answer.status, json.loads(answer.body) if answer.body else None
+
+
+def body_for(route: Any) -> Any:
+    if route.body is Bucket:
+        return Bucket("strict", "memory://")
+    return calls.JobCall("b", "p/") if route.body is not None else None
+
+
+def target_for(route: Any) -> str:
+    bucket = "strict" if route.body is Bucket else "b"  # the other's name is too short to be made anew
+    path: str = route.path
+    return path.replace("{bucket}", bucket).replace("{key}", "k").replace("{job}", "j1")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method}-{route.name}")
+def test_every_route_answers_as_described(node: Node, route: Any) -> None:
+    node.engine.answers.update(ANSWERS)
+    node.put("k", b"data")
+    target = target_for(route)
+    with node.connect() as client:
+        body = body_for(route)
+        answer = client.ask(target, route.method, b"" if body is None else msgspec.json.encode(body))
+    assert answer.status == (202 if route.method == "POST" else 200)
+    if route.media == "application/json" and isinstance(route.answer, type):
+        msgspec.json.decode(answer.body, type=route.answer)
+
+
+def test_paths_and_methods_that_are_none(node: Node) -> None:
+    for target in (
+        "/-/",
+        "/-/v1",
+        "/-/v1/objects/b",
+        "/-/v1/objects//k",
+        "/-/v1/buckets/b/other",
+        "/-/v2/map",
+        "/-/v1/stat/b/",
+    ):
+        status, said = ask(node, target)
+        assert (status, said["error"]["kind"], said["error"]["code"]) == (404, "NotFound", "NoSuchPath")
+    status, said = ask(node, "/-/v1/map", "DELETE")
+    assert (status, "use GET" in said["error"]["message"]) == (405, True)
+    assert ask(node, "/-/v1/evict", "POST", {"prefix": 3})[0] == 400
+    assert ask(node, "/-/v1/buckets/b", "DELETE", {"a": 1})[0] == 413
+    assert ask(node, "/-/v1/stat/b/%zz")[0] == 400
+    assert ask(node, "/-/v1/stat/b/" + "x" * 1025)[0] == 400
+
+
+def test_a_key_keeps_its_slashes_and_escapes() -> None:
+    route, taken = find("GET", b"/-/v1/stat/b/a//b/../%2F%C3%BC+%25")
+    assert (route.name, taken) == ("stat", {"bucket": "b", "key": "a//b/..//ü+%"})
+
+
+def test_calls_carry_what_was_asked(node: Node) -> None:
+    node.engine.answers.update(ANSWERS)
+    ask(node, "/-/v1/stat/b/a/b?revalidate=1")
+    ask(node, "/-/v1/list/b?prefix=a%2Fb&delimiter=/&start_after=a+b&limit=7")
+    ask(node, "/-/v1/evict", "POST", calls.JobCall("b", keys=["x", "y"], dry_run=True))
+    ask(node, "/-/v1/jobs/j9", "DELETE")
+    assert node.engine.calls == [
+        ("stat", calls.StatCall("b", "a/b", True)),
+        ("list", calls.ListCall("b", "a/b", "/", "a b", 7)),
+        ("evict", calls.JobCall("b", keys=["x", "y"], dry_run=True)),
+        ("job_cancel", calls.JobNamed("j9")),
+    ]
+    assert ask(node, "/-/v1/evict", "POST", calls.JobCall("b", "p", ["x"]))[0] == 400
+    assert ask(node, "/-/v1/list/b?limit=1001")[0] == 400
+    assert ask(node, "/-/v1/list/b?limit=x")[0] == 400
+    assert ask(node, "/-/v1/list/nowhere")[0] == 404
+
+
+def test_engine_errors_keep_their_kind(node: Node) -> None:
+    node.engine.answers["stat"] = NotFound("no such key: check the name", code="NoSuchKey")
+    status, said = ask(node, "/-/v1/stat/b/k")
+    assert (status, said["error"]["kind"], said["error"]["code"]) == (404, "NotFound", "NoSuchKey")
+
+
+# --- listings ---------------------------------------------------------------------------------------------------------
+def cached(node: Node, query: str) -> CachedPage:
+    with node.connect() as client:
+        return msgspec.json.decode(client.ask(f"/-/v1/list/b?cached=1&{query}").body, type=CachedPage)
+
+
+def test_the_index_is_listed_in_pages_and_rolled_up(node: Node) -> None:
+    keys = ["a", "dir/1", "dir/2", "dir/sub/3", "dir\U0010ffff", "dir/\U0010ffff", "e/1", "z", "é"]
+    for key in keys:
+        node.put(key, b"x" * 5)
+    ordered = sorted(keys, key=str.encode)
+    for limit in (1, 2, 3, 4, 1000):
+        for prefix, delimiter in (("", ""), ("", "/"), ("dir", "/"), ("dir/", "/"), ("none", "/"), ("", "ir")):
+            seen_keys: list[str] = []
+            seen_prefixes: list[str] = []
+            after = ""
+            for _ in range(50):
+                query = f"prefix={prefix}&delimiter={delimiter}&limit={limit}&start_after={_quote(after)}"
+                page = cached(node, query)
+                assert len(page.entries) + len(page.prefixes) <= limit
+                seen_keys += [entry.key for entry in page.entries]
+                seen_prefixes += page.prefixes
+                after = page.next_after
+                if not after:
+                    break
+            rest = {key: key[len(prefix) :] for key in ordered if key.startswith(prefix)}
+            rolled = {
+                key: prefix + tail[: tail.index(delimiter) + len(delimiter)]
+                for key, tail in rest.items()
+                if delimiter and delimiter in tail
+            }
+            assert seen_keys == [key for key in rest if key not in rolled]
+            assert list(dict.fromkeys(seen_prefixes)) == list(dict.fromkeys(rolled.values()))
+    assert not node.engine.calls
+
+
+def _quote(text: str) -> str:
+    from urllib.parse import quote
+
+    return quote(text, safe="")
+
+
+def test_cached_bytes_of_a_partial_object(node: Node) -> None:
+    block = 4 * 1024 * 1024
+    node.put("part", bytes(2 * block + 10), blocks={0, 2})
+    node.put("whole", bytes(100_000))
+    page = cached(node, "")
+    assert [(entry.key, entry.cached_bytes) for entry in page.entries] == [("part", block + 10), ("whole", 100_000)]
+
+
+def test_everything_that_is_cached_streams_as_lines(node: Node) -> None:
+    for number in range(2500):
+        node.store.put_inline("b", _info(f"p/{number:05}"), b"x", checked_s=1.0)
+    node.store.flush()
+    answer = node.get("/-/v1/list/b?format=ndjson&prefix=p/&start_after=p/00099")
+    lines = [json.loads(line) for line in answer.body.splitlines()]
+    assert answer.headers["transfer-encoding"] == "chunked"
+    assert [line["key"] for line in lines] == [f"p/{number:05}" for number in range(100, 2500)]
+    assert set(lines[0]) == {"key", "size_bytes", "etag", "modified_s"}
+
+
+def _info(key: str) -> Any:
+    from tests.front.fake_engine import info
+
+    return info(key, 1)
+
+
+def test_the_backends_listing_comes_from_the_engine(node: Node) -> None:
+    node.engine.answers["list"] = ListPage([ListEntry("k", 1, "e", 2.0)], ["p/"], "more")
+    _, said = ask(node, "/-/v1/list/b")
+    assert said == [[["k", 1, "e", 2.0]], ["p/"], "more"]
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+def test_secrets_do_not_leave_the_node_and_survive_a_change(node: Node) -> None:
+    options = {"aws_secret_access_key": "hush", "sas_token": "hush", "aws_access_key_id": "id", "region": "eu"}
+    node.buckets[1] = msgspec.structs.replace(node.buckets[1], options=options)
+    node.engine.answers.update(ANSWERS)
+    _, shown = ask(node, "/-/v1/buckets/strict")
+    assert shown["options"] == {
+        "aws_secret_access_key": "***", "sas_token": "***", "aws_access_key_id": "id", "region": "eu",
+    }  # fmt: skip
+    assert "hush" not in json.dumps(ask(node, "/-/v1/buckets")[1])
+    status, shown = ask(node, "/-/v1/buckets/strict", "PUT", {**shown, "options": {**shown["options"], "region": "us"}})
+    assert (status, shown["options"]["region"], shown["options"]["sas_token"]) == (200, "us", "***")
+    assert dict(node.engine.calls)["bucket_put"].options == {**options, "region": "us"}
+    assert (
+        ask(node, "/-/v1/buckets/new", "PUT", {"name": "new", "url": "s3://x", "options": {"token": "***"}})[0] == 400
+    )
+    assert ask(node, "/-/v1/buckets/other", "PUT", {"name": "b", "url": "s3://x"})[0] == 400
+
+
+def test_a_bucket_whose_backend_does_not_answer_is_not_kept_if_that_was_asked(node: Node) -> None:
+    node.engine.answers.update(ANSWERS, bucket_check=Denied("no such credentials: set a profile"))
+    assert ask(node, "/-/v1/buckets/new?check=1", "PUT", {"name": "new", "url": "s3://x"})[0] == 403
+    assert [verb for verb, _ in node.engine.calls] == ["buckets", "bucket_put", "bucket_check", "bucket_delete"]
+    node.engine.calls.clear()
+    assert ask(node, "/-/v1/buckets/strict?check=1", "PUT", {"name": "strict", "url": "s3://other"})[0] == 403
+    assert node.engine.calls[-1] == ("bucket_put", node.buckets[1])
+
+
+# --- who may ----------------------------------------------------------------------------------------------------------
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def test_tokens_and_grants_hold(node: Node) -> None:
+    reader = Identity("reader", token_sha256=_hash("read-token"), grants=(Grant("read", "b"),))
+    admin = Identity("admin", token_sha256=_hash("admin-token"), grants=(Grant("admin", "*"),))
+    node.engine.answers.update(ANSWERS)
+    node.put("k", b"data")
+    node.engine.identities = encode_identities([reader, admin])
+    node.run(node.engine.stop())
+    node.run(node.engine.start())
+    node.run(node.front.link.wait(5))
+    for route in ROUTES:
+        target = target_for(route)
+        statuses = []
+        for token in (None, "wrong", "read-token", "admin-token"):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            with node.connect() as client:
+                body = body_for(route)
+                sent = b"" if body is None else msgspec.json.encode(body)
+                statuses.append(client.ask(target, route.method, sent, **headers).status // 100)
+        expected = [2, 2] if route.may is None else [4, 4]
+        assert statuses == [*expected, 4 if route.may == "admin" else 2, 2], route
+    headers = {"Authorization": "Bearer read-token"}
+    assert ask(node, "/-/v1/list/strict", **headers)[0] == 403
+    assert ask(node, "/-/v1/prefetch", "POST", calls.JobCall("strict"), **headers)[0] == 403
+    assert [bucket["name"] for bucket in ask(node, "/-/v1/buckets", **headers)[1]] == ["b"]
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+def test_the_description_names_every_route_and_resolves(node: Node) -> None:
+    document = ask(node, "/-/openapi.json")[1]
+    described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert described == {(route.method, route.path) for route in ROUTES}
+    assert document["openapi"].startswith("3.1")
+    ids = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
+    assert len(ids) == len(set(ids))
+    schemas = document["components"]["schemas"]
+    for reference in re.findall(r'"\$ref": ?"([^"]+)"', json.dumps(document)):
+        assert reference.removeprefix("#/components/schemas/") in schemas
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            named = {at["name"] for at in operation["parameters"] if at["in"] == "path"}
+            assert named == set(re.findall(r"{(\w+)}", path))
+            assert {"default"} < set(operation["responses"])
+
+
+def test_the_protocol_document_names_every_route() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    for route in ROUTES:
+        assert f"`{route.method} {route.path}" in text, f"docs/protocol.md does not name {route.method} {route.path}"
+
+
+def test_metrics_are_what_prometheus_reads(node: Node) -> None:
+    node.put("o", b"x")
+    node.get("/b/o")
+    node.engine.answers["metrics"] = lambda _: node.front.snapshot()
+    text = node.get("/-/metrics").body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for family in families.values():
+        metric = METRICS.get(family.name) or METRICS[family.name + "_total"]
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+    (hits,) = [s for s in families["forebay_reads"].samples if s.labels == {"result": "hit"}]
+    assert hits.value == 1
+    buckets = [s for s in families["forebay_hit_seconds"].samples if s.name.endswith("_bucket")]
+    assert [s.value for s in buckets] == sorted(s.value for s in buckets)
+    assert (buckets[-1].labels["le"], buckets[-1].value) == ("+Inf", 1)
+
+
+def test_openapi_bodies_are_checked_like_the_engine_would(node: Node) -> None:
+    node.engine.cold["b", "k"] = Cold(b"x", whole=True)
+    status, said = ask(node, "/-/v1/prefetch", "POST", {"bucket": "b", "keys": ["k" * 1025]})
+    assert (status, said["error"]["code"]) == (400, "KeyTooLongError")
