@@ -1,0 +1,35 @@
+"""`python -m forebay.node`: a node in the foreground, with `forebay node`'s flags and nothing else imported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from forebay.core.errors import ForebayError
+from forebay.node.app import run
+from forebay.node.settings import load
+
+
+def main(arguments: list[str]) -> int:
+    """Parse flags, run, and turn an error into a message and a status."""
+    parser = argparse.ArgumentParser(prog="python -m forebay.node", description="Run a Forebay node.")
+    parser.add_argument("--dir", help="the node's directory")
+    parser.add_argument("--listen", help="HOST:PORT; port 0 takes any free one and prints it")
+    parser.add_argument("--fronts", type=int, help="front processes; 0 runs all in one process")
+    parser.add_argument("--capacity", help="what all volumes together may hold, such as 100GiB")
+    parser.add_argument("--volume", action="append", dest="volumes", help="a disk's directory; may be repeated")
+    parser.add_argument("--config", help="a TOML file with the same names")
+    parser.add_argument("--identities", help="a file of identities; needed to listen beyond loopback")
+    parser.add_argument("--domain", help="suffix of virtual-host bucket names")
+    parser.add_argument("--no-auto-buckets", action="store_const", const=False, dest="auto_buckets")
+    parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
+    flags = vars(parser.parse_args(arguments))
+    try:
+        return run(load(flags.pop("config"), **flags))
+    except ForebayError as error:
+        print(f"forebay: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
