@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -136,6 +137,36 @@ def test_no_node_says_how_to_get_one(free_port: int) -> None:
 def test_what_is_not_a_whole_answer_is_an_error(answer: bytes, kind: type[Exception], words: str) -> None:
     with listener(answer) as url, Client(url) as client, pytest.raises(kind, match=words):
         client.get("corpus", "a")
+
+
+@pytest.mark.parametrize("part", [b"HTTP/1.1 200 OK\r\nContent-Le", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab"])
+def test_a_connection_that_is_reset_within_an_answer_is_an_error(part: bytes) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        peer, _ = server.accept()
+        peer.recv(65536)
+        peer.sendall(part)
+        arrived.wait(10)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # a reset, not an end of file
+
+    arrived = threading.Event()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with Client(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
+        threading.Timer(0.2, arrived.set).start()
+        with pytest.raises(Unavailable, match="middle of an answer|cut after 2 of 9"):
+            client.get("corpus", "a")
+    thread.join(10)
+    server.close()
+
+
+def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with connect(url, patience_s=0.2) as client, pytest.raises(Unavailable, match=r"sent nothing for 0\.2 s"):
+            client.status()
 
 
 def test_bodies_of_unknown_length_are_read_to_their_end() -> None:

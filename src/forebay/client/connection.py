@@ -109,8 +109,10 @@ class Connection:
     def _exchange(self, request: Request, more: tuple[tuple[str, str], ...]) -> Response:
         try:
             self._sock.sendall(build_request(request, self.place.authority, more))
-            data = self._receive()
-        except (BrokenPipeError, ConnectionResetError) as error:
+            data = self._sock.recv(_FIRST_BYTES)
+        except (BlockingIOError, TimeoutError):
+            raise self._silent() from None
+        except OSError as error:
             raise self._gone(error) from error
         if not data:
             raise self._gone(None)
@@ -153,17 +155,20 @@ class Connection:
                 return head, data
 
     def _receive(self, size_bytes: int = _FIRST_BYTES) -> bytes:
+        """More of an answer that has begun; nothing when the other side has ended it, however."""
         try:
             return self._sock.recv(size_bytes)
         except (BlockingIOError, TimeoutError):
             raise self._silent() from None
+        except OSError:
+            return b""
 
     def _receive_into(self, view: memoryview) -> int:
         try:
             return self._sock.recv_into(view)
         except (BlockingIOError, TimeoutError):
             raise self._silent() from None
-        except ConnectionError:
+        except OSError:
             return 0
 
     def _silent(self) -> Unavailable:
