@@ -374,3 +374,15 @@ def test_a_landing_and_its_successor_on_one_file_do_not_punch_each_other(bench: 
     new.close()
     objects.land(bench.store, "k", 200 * KIB, "v1", blocks=[2, 3])
     assert objects.read(bench.reader(), "k") == data
+
+
+def test_nothing_is_taken_from_readers_before_the_commit(bench: Bench) -> None:
+    ids = [objects.land(bench.store, key, 250 * KIB) for key in ("part", "whole", "replaced")]
+    reader = bench.reader()
+    bench.store.drop_units([(ids[0], 1)])
+    bench.store.forget(objects.BUCKET, "whole")
+    bench.store.put_inline(objects.BUCKET, *objects.make("replaced", 10, "v2"), checked_s=1.0)
+    bench.store.reclaim()
+    assert bench.store.take_dropped() == []
+    for key in ("part", "whole", "replaced"):
+        assert objects.read(reader, key) == objects.make(key, 250 * KIB)[1]
