@@ -19,10 +19,19 @@ import socket
 
 from obstore import exceptions as obstore_errors
 
-from forebay.core.errors import Busy, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import (
+    KINDS,
+    Busy,
+    Denied,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
 
 BODY_CHARS_MAX = 300  # enough for the code and message of every cloud's error document
-BUSY_RETRY_AFTER_S = 0.0  # obstore does not tell Retry-After; the retry policy's own delays apply
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})[^:]*: ?(.*?)(?:\n\nDebug source:|\Z)", re.DOTALL)
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
@@ -42,11 +51,11 @@ _DENIED_CODES = {
     "InvalidAuthenticationInfo",
     "RequestTimeTooSkewed",
     "AuthorizationHeaderMalformed",
-    "InvalidRequest",
 }
 # obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
 _OUT_OF_RANGE = ("Requested range was invalid", "Wanted range starting at", "bytes 0--1/0")
-_IMDS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
+# What our own credential providers raised comes back through obstore as text.
+_PROVIDER = re.compile(r"credential provider: ([A-Z][A-Za-z]+): (.*?)(?:\n\nDebug source:|\Z)", re.DOTALL)
 
 
 def from_obstore(error: BaseException, what: str) -> ForebayError:
@@ -57,6 +66,9 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
     found = _STATUS.search(text)
     if found:
         return from_status(int(found[1]), found[2], what)
+    provider = _PROVIDER.search(text)
+    if provider and provider[1] in KINDS:
+        return KINDS[provider[1]](f"{what}: {provider[2].strip()}")
     if isinstance(error, FileNotFoundError):
         return _not_found(text, what)
     if isinstance(error, (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError)):
@@ -69,11 +81,8 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
         return Invalid(f"{what}: {_quote(text)}; change the name or option", code="InvalidURI")
     if any(words in text for words in _OUT_OF_RANGE):
         return out_of_range(what)
-    if any(host in text for host in _IMDS):
-        return Denied(
-            f"{what}: no credentials were found (environment, profile, and this machine's metadata service): set them, "
-            "or set the option skip_signature=true for a public bucket"
-        )
+    if "redirect without LOCATION" in text:
+        return Invalid(f"{what}: the bucket is in another region: set the bucket's option region")
     return Unavailable(f"{what}: the backend does not answer ({_quote(text)}): check the endpoint and the network")
 
 
@@ -83,7 +92,8 @@ def from_status(status: int, body: str, what: str) -> ForebayError:
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
     if status in (429, 503) or code in _BUSY_CODES:
-        return Busy(f"{what}: the backend asks to slow down ({said})", retry_after_s=BUSY_RETRY_AFTER_S)
+        # obstore does not tell Retry-After; the retry policy's own delays apply.
+        return Busy(f"{what}: the backend asks to slow down ({said}): try again later")
     if status == 404:
         return _not_found(body, what)
     if status == 416:

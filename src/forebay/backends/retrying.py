@@ -75,6 +75,11 @@ class RetryingFetch:
             try:
                 inner = await self._stack.inner.fetch(self._key, rest, version=self.info.version)
             except ForebayError as failed:
+                if failed.code == "InvalidRange":
+                    raise Corrupt(
+                        f"{self._key}: the backend said the object has {self.info.size_bytes} bytes, but it ends "
+                        f"before {self._position + 1}: read it again"
+                    ) from failed
                 error = failed
                 continue
             if inner.info.version != self.info.version or (inner.start, inner.end) != (self._position, self.end):

@@ -219,6 +219,8 @@ class Wire:
 
     def _release(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
         """Keep the connection if its answer was read to the end, else close it."""
+        if answer.length == 0:
+            answer.read()  # nothing is left to read, but only this tells the connection so
         if answer.isclosed() and not answer.will_close:
             with self._lock:
                 if len(self._idle) < IDLE_MAX and not self._is_closed:

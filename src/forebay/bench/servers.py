@@ -174,6 +174,7 @@ class Server:
 
     name = "server"
     ports_wanted = 1
+    stop_signals = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(self) -> None:
         self.dir = Path()
@@ -217,7 +218,7 @@ class Server:
         atexit.unregister(self.stop)
         process, self._process = self._process, None
         if process is not None:
-            for how in (signal.SIGTERM, signal.SIGKILL):
+            for how in self.stop_signals:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, how)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -298,6 +299,7 @@ class SeaweedFS(Server):
 
     name = "seaweedfs"
     ports_wanted = 8
+    stop_signals = (signal.SIGKILL,)  # asked politely it takes five seconds, for data that nobody will miss
 
     def __init__(self, access_key: str = "", secret_key: str = "", *, anonymous_reads: bool = True) -> None:
         super().__init__()

@@ -1,0 +1,256 @@
+"""The stack over a faulty backend: passing faults are invisible, lasting ones end in the error that they are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.backends.backend_places import list_all, read, run
+
+from forebay.backends.counting import BackendCounters, Counting
+from forebay.backends.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Reset, Truncate
+from forebay.backends.memory import MemoryBackend
+from forebay.backends.retrying import Retrying
+from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.retry import RetryPolicy
+from forebay.core.types import RangeSpec
+from forebay.ports.chance import Seeded
+from forebay.ports.clock import SystemClock
+
+DATA = os.urandom(5_000_000)
+
+
+class Stack:
+    """Memory, disturbed, counted and retried, on a clock that sleeping moves."""
+
+    def __init__(self, *script: Fault, plan: FaultPlan | None = None, policy: RetryPolicy | None = None) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+        self.memory = MemoryBackend()
+        self.memory.put("data", DATA)
+        self.faulty = Faulty(self.memory, plan, script=list(script), clock=self, sleep=self._sleep)
+        self.counters = BackendCounters()
+        counting = Counting(self.faulty, self.counters, SystemClock())
+        self.top = Retrying(counting, self, Seeded(1), self.counters, policy or RetryPolicy(), self._sleep)
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+def test_a_reset_in_the_middle_is_resumed_where_it_was() -> None:
+    stack = Stack(Reset(1_234_567), Reset(100), Reset(0))
+
+    async def story() -> None:
+        assert await read(stack.top, "data") == DATA
+        assert stack.counters.requests["fetch"] == 4
+        assert stack.counters.retries == 3
+        assert stack.counters.errors == {"Unavailable": 3}
+        assert stack.counters.read_bytes == len(DATA), "no byte was asked for twice"
+
+    run(story())
+
+
+def test_a_body_that_just_ends_is_resumed_too() -> None:
+    stack = Stack(Truncate(1), Truncate(2_000_000))
+
+    async def story() -> None:
+        assert await read(stack.top, "data", RangeSpec(1000, 4_000_000)) == DATA[1000:4_000_001]
+
+    run(story())
+
+
+def test_an_object_that_changes_in_the_middle_is_never_glued_together() -> None:
+    stack = Stack(Reset(2_000_000))
+
+    async def story() -> None:
+        fetch = await stack.top.fetch("data")
+        chunks = fetch.__aiter__()
+        got = bytes(await chunks.__anext__()) + bytes(await chunks.__anext__())
+        stack.memory.put("data", DATA[::-1])
+        with pytest.raises(Precondition):
+            await chunks.__anext__()
+        assert got == DATA[:2_000_000]
+
+    run(story())
+
+
+def test_a_backend_that_lies_about_its_size_ends_in_an_error_not_in_a_wait() -> None:
+    stack = Stack(Lie(10))
+
+    async def story() -> None:
+        with pytest.raises(Corrupt, match="5000010 bytes"):
+            await read(stack.top, "data")
+
+    run(story())
+
+
+def test_busy_backends_are_left_alone_for_as_long_as_they_ask() -> None:
+    stack = Stack(Fail(Busy("slow down", retry_after_s=7.0)))
+
+    async def story() -> None:
+        assert await read(stack.top, "data") == DATA
+        assert stack.slept == [pytest.approx(7.0)]
+
+    run(story())
+
+
+@pytest.mark.parametrize("kind", [NotFound, Denied, Precondition])
+def test_what_will_not_pass_by_itself_is_not_tried_again(kind: type[ForebayError]) -> None:
+    stack = Stack(Fail(kind("no")), Fail(kind("never asked")))
+
+    async def story() -> None:
+        with pytest.raises(kind, match="no"):
+            await stack.top.fetch("data")
+        assert stack.counters.requests["fetch"] == 1
+        assert stack.slept == []
+
+    run(story())
+
+
+def test_patience_ends_and_the_last_error_is_told() -> None:
+    stack = Stack(*[Fail(Unavailable(f"attempt {number}")) for number in range(1, 9)])
+
+    async def story() -> None:
+        with pytest.raises(Unavailable, match="attempt 5"):
+            await stack.top.fetch("data")
+        assert stack.counters.requests["fetch"] == 5
+        assert len(stack.slept) == 4
+
+    run(story())
+
+
+def test_progress_renews_the_patience_of_a_body() -> None:
+    """A hundred resets, each after a megabyte less than before: slow, but never given up."""
+    stack = Stack(*[Reset(40_000)] * 100)
+
+    async def story() -> None:
+        assert await read(stack.top, "data") == DATA
+
+    run(story())
+
+
+def test_a_body_without_progress_is_given_up() -> None:
+    stack = Stack(*[Reset(0)] * 10)
+
+    async def story() -> None:
+        with pytest.raises(Unavailable):
+            await read(stack.top, "data")
+        assert stack.counters.requests["fetch"] == 5
+
+    run(story())
+
+
+def test_an_outage_drains_the_budget_and_then_costs_one_request_each() -> None:
+    stack = Stack(plan=FaultPlan(error_rate=1.0))
+
+    async def story() -> None:
+        for _ in range(100):
+            with pytest.raises(Unavailable):
+                await stack.top.head("data")
+        before = stack.counters.requests["head"]
+        for _ in range(10):
+            with pytest.raises(Unavailable):
+                await stack.top.head("data")
+        assert stack.counters.requests["head"] - before == 10
+        assert before <= 100 + 100
+
+    run(story())
+
+
+def test_a_closed_body_gives_no_more_and_asks_no_more() -> None:
+    stack = Stack(Reset(1_500_000))
+
+    async def story() -> None:
+        fetch = await stack.top.fetch("data")
+        await fetch.__aiter__().__anext__()
+        await fetch.aclose()
+        assert [chunk async for chunk in fetch] == []
+        assert stack.counters.requests["fetch"] == 1
+
+    run(story())
+
+
+def test_a_probe_is_one_attempt() -> None:
+    stack = Stack(plan=FaultPlan(error_rate=1.0))
+
+    async def story() -> None:
+        with pytest.raises(Unavailable):
+            await stack.top.probe()
+        assert stack.counters.requests["probe"] == 1
+
+    run(story())
+
+
+def test_a_stale_listing_is_what_the_bucket_said_before() -> None:
+    stack = Stack(plan=FaultPlan(stale_rate=1.0))
+
+    async def story() -> None:
+        assert await list_all(stack.top) == (["data"], [])
+        stack.memory.put("more", b"")
+        assert await list_all(stack.top) == (["data"], [])
+        assert await list_all(stack.top, after="data") == (["more"], [])
+
+    run(story())
+
+
+def test_salting_versions_makes_every_object_look_changed() -> None:
+    stack = Stack()
+
+    async def story() -> None:
+        old = await stack.top.head("data")
+        assert await stack.top.check("data", old.version) is None
+        stack.faulty.version_salt += 1
+        now = await stack.top.check("data", old.version)
+        assert now is not None
+        with pytest.raises(Precondition):
+            await stack.top.fetch("data", version=old.version)
+        assert await read(stack.top, "data", version=now.version) == DATA
+
+    run(story())
+
+
+def test_pacing_and_latency_take_the_time_they_say() -> None:
+    stack = Stack(plan=FaultPlan(latency_s=0.5, rate_bytes_s=1e6))
+
+    async def story() -> None:
+        assert await read(stack.top, "data") == DATA
+        assert stack.now_s == pytest.approx(0.5 + 5.0, rel=0.01)
+
+    run(story())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    resets=st.floats(0, 0.6),
+    truncations=st.floats(0, 0.6),
+    failures=st.floats(0, 0.3),
+    first=st.integers(0, len(DATA) - 1),
+    length=st.integers(1, len(DATA)),
+)
+def test_whatever_goes_wrong_the_bytes_are_right_or_there_is_an_error(
+    seed: int, resets: float, truncations: float, failures: float, first: int, length: int
+) -> None:
+    plan = FaultPlan(
+        seed, reset_rate=resets, truncate_rate=truncations, error_rate=failures, change_rate=0.02, lie_rate=0.02
+    )
+    stack = Stack(plan=plan)
+    last = min(first + length, len(DATA)) - 1
+
+    async def story() -> None:
+        try:
+            got = await read(stack.top, "data", RangeSpec(first, last))
+        except (Unavailable, Precondition, Corrupt):
+            return
+        assert got == DATA[first : last + 1]
+
+    run(story())

@@ -1,0 +1,264 @@
+"""The requests that Forebay makes itself, against a server whose answers are written out here: keys go out exactly as
+they are, and an S3 listing is believed only as far as it keeps its promises."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import pytest
+from tests.backends.backend_places import list_all, read, run
+from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
+
+from forebay.backends.pages import HIGHEST
+from forebay.backends.stack import open_backend
+from forebay.core.errors import Busy, Denied, Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.retry import RetryPolicy
+from forebay.core.types import Bucket, RangeSpec
+
+ETAG = '"e1"'
+
+
+def bucket(server: ScriptedServer, path: str = "") -> Bucket:
+    return Bucket("corpus", f"s3://corpus{path}", options={"endpoint": server.url, "skip_signature": "true"})
+
+
+def object_named_by_its_target(asked: Asked) -> bytes:
+    return answer("200 OK", unquote(asked.target).encode(), etag=ETAG, x_amz_meta_Color="red", content_type="a/b")
+
+
+UNTIDY = ["a//b", "/lead", "trail/", "//", "x\x01y", "x\ny", "x\x7f", "a///b/", "über//😀", "q?//#%20+ &="]
+
+
+def test_keys_that_obstore_would_change_are_asked_for_exactly() -> None:
+    async def story() -> None:
+        with ScriptedServer(object_named_by_its_target) as server:
+            backend = open_backend(bucket(server))
+            for key in UNTIDY:
+                assert await read(backend, key) == b"/corpus/" + key.encode()
+                asked = server.asked[-1]
+                assert asked.target == "/corpus/" + quote(key, safe="/-_.~")
+                info = await backend.head(key)
+                assert (info.key, info.version, info.etag) == (key, ETAG, "e1")
+                assert info.headers == (("content-type", "a/b"), ("x-amz-meta-color", "red"))
+            assert server.connections == 1, "one connection is kept and used again"
+            await backend.aclose()
+
+    run(story())
+
+
+def test_keys_that_proxies_would_resolve_are_never_sent() -> None:
+    async def story() -> None:
+        with ScriptedServer(object_named_by_its_target) as server:
+            backend = open_backend(bucket(server, "/inside"))
+            for key in ("..", "../x", "a/../../x", "./x", "a/.", "a/./b", "."):
+                for ask in (backend.fetch(key), backend.head(key), backend.check(key, ETAG)):
+                    with pytest.raises(Invalid, match="resolve") as refused:
+                        await ask
+                    assert refused.value.code == "InvalidURI"
+            assert server.asked == []
+            await backend.aclose()
+
+    run(story())
+
+
+def test_ranges_and_versions_of_untidy_keys_are_checked() -> None:
+    replies = [
+        answer("206 Partial Content", b"234", etag=ETAG, content_range="bytes 2-4/10"),
+        answer("206 Partial Content", b"234", etag='"e2"', content_range="bytes 2-4/10"),
+        answer("412 Precondition Failed"),
+        answer("416 Requested Range Not Satisfiable", b"<Code>InvalidRange</Code>"),
+    ]
+
+    async def story() -> None:
+        with ScriptedServer(lambda _: replies.pop(0)) as server:
+            backend = open_backend(bucket(server))
+            fetch = await backend.fetch("a//b", RangeSpec(2, 4), version=ETAG)
+            assert (fetch.start, fetch.end, fetch.info.size_bytes) == (2, 5, 10)
+            assert b"".join([bytes(chunk) async for chunk in fetch]) == b"234"
+            assert server.asked[-1].headers["range"] == "bytes=2-4"
+            assert server.asked[-1].headers["if-match"] == ETAG
+            with pytest.raises(Precondition):
+                await backend.fetch("a//b", RangeSpec(2, 4), version=ETAG)  # the server ignored If-Match
+            with pytest.raises(Precondition):
+                await backend.fetch("a//b", version=ETAG)
+            with pytest.raises(Invalid) as refused:
+                await backend.fetch("a//b", RangeSpec(20, None))
+            assert refused.value.code == "InvalidRange"
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_connection_that_went_away_while_idle_is_replaced() -> None:
+    async def story() -> None:
+        with ScriptedServer(object_named_by_its_target) as server:
+            backend = open_backend(bucket(server))
+            await read(backend, "a//b")
+            for sock in server._open:
+                sock.shutdown(2)
+            assert await read(backend, "a//c") == b"/corpus/a//c"
+            await backend.aclose()
+
+    run(story())
+
+
+# --- listings --------------------------------------------------------------------------------------------------------
+def listing(keys: list[str], prefixes: tuple[str, ...] = (), *, more: bool = False, token: str = "") -> bytes:
+    contents = "".join(
+        f"<Contents><Key>{quote(key)}</Key><Size>1</Size><ETag>&quot;e&quot;</ETag>"
+        "<LastModified>2026-01-02T03:04:05.000Z</LastModified></Contents>"
+        for key in keys
+    )
+    common = "".join(f"<CommonPrefixes><Prefix>{quote(prefix)}</Prefix></CommonPrefixes>" for prefix in prefixes)
+    tail = f"<IsTruncated>{str(more).lower()}</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+    body = f"<ListBucketResult><EncodingType>url</EncodingType>{contents}{common}{tail}</ListBucketResult>"
+    return answer("200 OK", body.encode(), content_type="application/xml")
+
+
+def query(asked: Asked) -> dict[str, str]:
+    return {name: values[0] for name, values in parse_qs(urlsplit(asked.target).query).items()}
+
+
+def test_a_page_is_one_request_and_keeps_names_as_they_are() -> None:
+    keys = ["a\x01b", "marker/", "x//y", "x/y", "é +&%"]
+    keys.sort()
+
+    async def story() -> None:
+        with ScriptedServer(lambda _: listing(keys, ("zz/",))) as server:
+            backend = open_backend(bucket(server))
+            page = await backend.list_page("", "/", "", 100)
+            assert [entry.key for entry in page.entries] == keys
+            assert page.prefixes == ["zz/"]
+            assert page.entries[0].etag == "e"
+            assert page.entries[0].modified_s == 1767323045.0
+            assert len(server.asked) == 1
+            assert query(server.asked[0]) == {
+                "list-type": "2",
+                "encoding-type": "url",
+                "max-keys": "100",
+                "delimiter": "/",
+            }
+            await backend.aclose()
+
+    run(story())
+
+
+def test_pages_go_on_after_the_last_key_or_past_the_last_folder() -> None:
+    def pages(asked: Asked) -> bytes:
+        after = query(asked).get("start-after", "")
+        return {
+            "": listing(["a"], ("b/",), more=True),
+            "b/" + HIGHEST: listing(["c"], (), more=True),
+            "c": listing(["d"]),
+        }[after]
+
+    async def story() -> None:
+        with ScriptedServer(pages) as server:
+            backend = open_backend(bucket(server))
+            assert await list_all(backend, delimiter="/", limit=2) == (["a", "c", "d"], ["b/"])
+            await backend.aclose()
+
+    run(story())
+
+
+def test_empty_pages_that_promise_more_are_followed_by_their_token() -> None:
+    def pages(asked: Asked) -> bytes:
+        token = query(asked).get("continuation-token", "")
+        return listing(["k"]) if token == "t2" else listing([], more=True, token="t2" if token == "t1" else "t1")
+
+    async def story() -> None:
+        with ScriptedServer(pages) as server:
+            backend = open_backend(bucket(server))
+            assert await list_all(backend) == (["k"], [])
+            assert len(server.asked) == 3
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_server_that_ignores_position_prefix_and_page_size_is_corrected() -> None:
+    keys = [f"k{number}" for number in range(9)]
+
+    async def story() -> None:
+        with ScriptedServer(lambda _: listing(["other", *keys][:0] + sorted([*keys, "other"]))) as server:
+            backend = open_backend(bucket(server))
+            assert await list_all(backend, prefix="k", limit=4) == (keys, [])
+            page = await backend.list_page("k", "", "k6", 4)
+            assert [entry.key for entry in page.entries] == ["k7", "k8"]
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_server_without_order_is_not_listed() -> None:
+    async def story() -> None:
+        with ScriptedServer(lambda _: listing(["b", "a", "c"], more=True)) as server:
+            backend = open_backend(bucket(server))
+            with pytest.raises(NotSupported, match="keeps no order"):
+                await backend.list_page("", "", "", 10)
+            await backend.aclose()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "code"),
+    [
+        ("404 Not Found", "<Code>NoSuchBucket</Code>", NotFound, "NoSuchBucket"),
+        ("403 Forbidden", "<Code>AccessDenied</Code>", Denied, "AccessDenied"),
+        ("403 Forbidden", "<Code>SignatureDoesNotMatch</Code>", Denied, "AccessDenied"),
+        ("400 Bad Request", "<Code>ExpiredToken</Code>", Denied, "AccessDenied"),
+        ("301 Moved Permanently", "<Code>PermanentRedirect</Code><Endpoint>b.s3.eu</Endpoint>", Invalid, None),
+        ("400 Bad Request", "<Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region>", Invalid, None),
+        ("503 Slow Down", "<Code>SlowDown</Code>", Busy, None),
+        ("500 Internal Server Error", "<Code>InternalError</Code>", Unavailable, None),
+        ("501 Not Implemented", "<Code>NotImplemented</Code>", NotSupported, None),
+        ("200 OK", "<html>login here</html>", Unavailable, None),
+        ("200 OK", "not xml", Unavailable, None),
+    ],
+)
+def test_each_refusal_becomes_the_kind_that_says_what_to_do(status: str, body: str, kind: type, code: str) -> None:
+    """By the wire's listing and by obstore's read alike."""
+
+    async def story() -> None:
+        said = f"<Error>{body}<Message>why</Message></Error>" if body.startswith("<Code>") else body
+        with ScriptedServer(lambda _: answer(status, said.encode())) as server:
+            backend = open_backend(bucket(server))
+            backend._policy = RetryPolicy(attempts_max=1)  # type: ignore[attr-defined]
+            with pytest.raises(kind) as refused:
+                await backend.list_page("", "", "", 10)
+            assert not code or refused.value.code == code
+            assert "/corpus" in str(refused.value)
+            if not status.startswith("200"):
+                with pytest.raises(kind) as refused:
+                    await backend.fetch("key")
+                assert not code or refused.value.code == code
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_body_that_is_shorter_than_it_said_is_never_taken_for_whole() -> None:
+    """Both ways of reading notice; what is missing is asked for again, of the same version."""
+    whole = bytes(range(256)) * 400
+
+    def cut(asked: Asked) -> bytes:
+        stored = {"etag": ETAG, "last_modified": "Fri, 02 Jan 2026 03:04:05 GMT"}
+        if "range" not in asked.headers:
+            return Closing(answer("200 OK", whole[:70_000], content_length=str(len(whole)), **stored))
+        first, last = asked.headers["range"].removeprefix("bytes=").split("-")
+        assert int(first) <= 70_000
+        assert int(last) == len(whole) - 1
+        assert asked.headers["if-match"] == ETAG
+        span = f"bytes {first}-{last}/{len(whole)}"
+        return answer("206 Partial Content", whole[int(first) :], content_range=span, **stored)
+
+    async def story() -> None:
+        for key in ("plain", "un//tidy"):
+            with ScriptedServer(cut) as server:
+                backend = open_backend(bucket(server))
+                assert await read(backend, key) == whole
+                assert len(server.asked) == 2
+                await backend.aclose()
+
+    run(story())
