@@ -173,3 +173,24 @@ def test_readers_racing_with_eviction_see_right_bytes_or_none(bench: Bench) -> N
         thread.join(30)
     assert wrong == []
     assert min(seen) >= 20, "both whole and holed records were met"
+
+
+def test_the_slot_of_a_killed_reader_is_cleared(bench: Bench) -> None:
+    """A dead reader's transaction would keep every page that was ever replaced."""
+    _landed(bench)
+    code = (
+        "import sys; from forebay.core.wire import VolumeAt; from forebay.node.store import StoreReader; "
+        "reader = StoreReader([VolumeAt(sys.argv[1], sys.argv[2])]); "
+        "view = reader._sole; txn = view.begin(view.records); "
+        "print(txn.get(b'corpus\\0k') is not None, flush=True); sys.stdin.read()"
+    )
+    at = bench.store.volumes()[0]
+    command = [sys.executable, "-c", code, at.volume_id, at.path]
+    env = bench.store.usable()[0].index.env
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        assert str(process.pid) in env.readers()
+        process.kill()
+    bench.store.housekeep()
+    assert str(process.pid) not in env.readers()
