@@ -82,7 +82,7 @@ class Front:
             self._store,
             self.link,
             open_to_all=lambda: self._auth.open,
-            id_line=RequestIds().line,
+            ids=RequestIds(),
             path_style=lambda host: not self._addressing.bucket_of_host(host),
             clock=clock,
         )

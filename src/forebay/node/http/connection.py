@@ -34,6 +34,7 @@ from forebay.core.errors import Bug, Busy, ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
+from forebay.node.http.lane import TARGET_BYTES as LANE_BYTES
 from forebay.node.http.requests import STATUS_LINES, BodySink, File, Handler, Request, status_of
 from forebay.node.http.sending import ClientGone, Sender
 
@@ -60,9 +61,47 @@ NONE, WHOLE, PARTS = range(3)  # stages
 class Connection(Sender, asyncio.BufferedProtocol):
     """See the module's header. It is the `Exchange` of whatever request it is answering."""
 
-    request: Request
+    __slots__ = (
+        "_block",
+        "_body_left",
+        "_body_progress",
+        "_chunked",
+        "_counts",
+        "_eof",
+        "_file",
+        "_file_size",
+        "_framed",
+        "_handler",
+        "_head",
+        "_http11",
+        "_in_loop",
+        "_keep",
+        "_lane",
+        "_latency",
+        "_mute",
+        "_on_fault",
+        "_owed",
+        "_paused",
+        "_pending",
+        "_phase",
+        "_scanned",
+        "_server",
+        "_since_s",
+        "_sink",
+        "_stage",
+        "_status",
+        "_tail",
+        "_task",
+        "_transport",
+        "_verb",
+        "fields",
+        "peer",
+        "request",
+    )
 
     def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.request: Request
         self._server = server
         self._counts = server.counts
         self._phase = IDLE
@@ -123,7 +162,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             tail = self._tail
             if data.endswith(tail) and data.startswith(b"GET /"):
                 target = data[4 : -len(tail)]  # more than one request would show as characters not allowed in it
-                if not target.translate(None, parsing.TARGET_BYTES) and self._lane.serve(self, target):
+                if not target.translate(None, LANE_BYTES) and self._lane.serve(self, target):
                     return
             self._take(data)
         elif phase == BODY:
@@ -495,16 +534,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._close("error", reset=True)
 
     # --- the fast lane (lane.py) -------------------------------------------------------------------------------------
-    def answer_whole(self, head: bytes, more: bytes, body: bytes) -> None:
-        """200 with a body in memory, from IDLE and, if the socket takes it at once, back to it."""
-        server = self._server
-        data = b"HTTP/1.1 200 OK\r\n%b%b%bContent-Length: %d\r\n\r\n%b" % (
-            server.standing,
-            head,
-            more,
-            len(body),
-            body,
-        )
+    def answer_whole(self, data: bytes) -> None:
+        """Send a finished 200, from IDLE and, if the socket takes it at once, back to it."""
         counts = self._counts
         counts.sent_bytes += len(data)
         try:
@@ -516,7 +547,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             return
         if taken == len(data):
             counts.requests[2] += 1
-            self._since_s = server.now_s
+            self._since_s = self._server.now_s
             return
         self._phase, self._stage, self._status, self._verb, self._keep = BUSY, WHOLE, 200, 0, True
         if self._put(data[taken:]):

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING
 
 from forebay.core import limits
 from forebay.core.freshness import is_fresh
+from forebay.core.metrics import BUCKETS
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket
+from forebay.node.http import parsing
 from forebay.node.http.parsing import Fields
 from forebay.node.http.reads import Plan, Reads
+from forebay.node.http.s3_errors import RequestIds
 from forebay.node.link import Link
 from forebay.node.store.reader import StoreReader
 from forebay.ports import clock as clocks
@@ -30,6 +33,7 @@ from forebay.ports import clock as clocks
 if TYPE_CHECKING:
     from forebay.node.http.connection import Connection
 
+TARGET_BYTES = bytes(byte for byte in parsing.TARGET_BYTES if byte not in b"%?")  # nothing to decode, no query
 _UNVERIFIED = int(State.UNVERIFIED)
 # Fields that change nothing about an anonymous read; any other keeps the request in the chain.
 _HARMLESS = frozenset(
@@ -49,7 +53,7 @@ _HARMLESS = frozenset(
 
 
 class Lane:
-    """`open_to_all` says whether the node has no identities; `id_line` makes a request id's header line;
+    """`open_to_all` says whether the node has no identities; `ids` gives each answer its `x-amz-request-id`;
     `path_style` says whether a Host header leaves the bucket to the path."""
 
     def __init__(
@@ -59,7 +63,7 @@ class Lane:
         link: Link,
         *,
         open_to_all: Callable[[], bool],
-        id_line: Callable[[], bytes],
+        ids: RequestIds,
         path_style: Callable[[bytes], bool],
         clock: clocks.Clock,
     ) -> None:
@@ -69,7 +73,9 @@ class Lane:
         self._touched = link.touched
         self._counts = reads.counts
         self._open_to_all = open_to_all
-        self._id_line = id_line
+        self._ids = ids
+        self._id_start = b"x-amz-request-id: " + ids.prefix
+        self.ok = b""  # the first lines of every answer here, made by the server once a second
         self._path_style = path_style
         self._wall_s = clock.wall_s
         self._monotonic_s = clock.monotonic_s
@@ -91,14 +97,15 @@ class Lane:
         )
 
     def serve(self, connection: Connection, target: bytes) -> bool:
-        """Answer `target` (origin form, characters checked) on an idle connection whose fields `admits`; or False."""
-        if not self._open:
+        """Answer `target` (only TARGET_BYTES in it) on an idle connection whose fields `admits`; or say False."""
+        slash = target.find(b"/", 1)
+        if slash < 0 or not self._open:
             return False
-        name, _, raw = target[1:].partition(b"/")
-        bucket = self._buckets.get(name)
-        if bucket is None or not raw or b"%" in raw or b"?" in raw or len(raw) > limits.KEY_BYTES_MAX:
-            return False
+        bucket = self._buckets.get(target[1:slash])
         started_s = self._monotonic_s()
+        raw = target[slash + 1 :]
+        if bucket is None or not 0 < len(raw) <= limits.KEY_BYTES_MAX:
+            return False
         key = raw.decode("ascii")
         record = self._lookup(bucket.name, key)
         if (
@@ -108,28 +115,35 @@ class Lane:
         ):
             return False
         inline = record.inline
-        if inline is None:
+        if not inline:
             return self._serve_file(connection, target, bucket.name, key, record, started_s)
-        if not inline or b"x-amz-checksum-" in record.head:
-            return False
+        self._ids.count += 1
+        size = len(inline)
+        connection.answer_whole(
+            b"%b%b%b%08X\r\nContent-Length: %d\r\n\r\n%b"
+            % (self.ok, record.head, self._id_start, self._ids.count, size, inline)
+        )
         touched = self._touched
         touched[record.object_id, 0, 1] = None
         if len(touched) >= limits.TOUCHES_MAX:
             self._link.flush()
         counts = self._counts
         counts.hits += 1
-        counts.hit_bytes += len(inline)
-        connection.answer_whole(record.head, self._id_line(), inline)
-        counts.hit_seconds.add(self._monotonic_s() - started_s)
+        counts.hit_bytes += size
+        taken_s = self._monotonic_s() - started_s
+        index = int(taken_s * 1e6).bit_length()  # Histogram.add, here without the call
+        histogram = counts.hit_seconds
+        histogram.counts[index if index < BUCKETS else -1] += 1
+        histogram.sum_s += taken_s
         return True
 
     def _serve_file(
         self, connection: Connection, target: bytes, bucket: str, key: str, record: Record, started_s: float
     ) -> bool:
-        if not record.complete or b"x-amz-checksum-" in record.head:
+        if not record.complete or not record.size_bytes:
             return False
         connection.begin_plain_get(target, started_s)
-        plan = Plan(200, record.head + self._id_line(), 0, record.size_bytes)
+        plan = Plan(200, record.head + self._ids.line(), 0, record.size_bytes)
         if self._reads.hit(connection, bucket, key, record, plan):
             return True
         connection.undo_begin()

@@ -81,13 +81,13 @@ class RequestIds:
     """Identifiers for `x-amz-request-id`: unguessable prefix per process, then a counter, since one is made per hit."""
 
     def __init__(self) -> None:
-        self._prefix = chance.token_hex(4).upper().encode()
-        self._count = 0
+        self.prefix = chance.token_hex(4).upper().encode()
+        self.count = 0
 
     def line(self) -> bytes:
         """A finished header line with the next id."""
-        self._count += 1
-        return b"x-amz-request-id: %b%08X\r\n" % (self._prefix, self._count)
+        self.count += 1
+        return b"x-amz-request-id: %b%08X\r\n" % (self.prefix, self.count)
 
 
 def render(error: ForebayError, request: Request | None, id_line: bytes, host_id: str) -> Response:

@@ -37,17 +37,35 @@ class ClientGone(ConnectionError):
 class Sender:
     """See the module's header. A subclass says what follows when all is sent, and when file or client fail."""
 
-    _loop: asyncio.AbstractEventLoop
-    _socket: socket.socket
-    _fd = -1  # our duplicate; -1 when closed
-    _out: memoryview | None = None  # what is left of the bytes that go first
-    _file_fd = -1
-    _file_offset = 0
-    _file_left = 0
-    _sending = False
-    _held = -1  # bytes the kernel held for the client when `_client_reads` looked last
-    _writer_armed = False
-    _waiter: asyncio.Future[None] | None = None
+    # Slots, not a dictionary: with more than thirty attributes the interpreter stops sharing keys between instances,
+    # and each access costs three times as much (Python 3.11; 1 µs in a hit).
+    __slots__ = (
+        "_fd",
+        "_file_fd",
+        "_file_left",
+        "_file_offset",
+        "_held",
+        "_loop",
+        "_out",
+        "_send",
+        "_sending",
+        "_socket",
+        "_waiter",
+        "_writer_armed",
+    )
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop
+        self._socket: socket.socket
+        self._fd = -1  # our duplicate; -1 when closed
+        self._out: memoryview | None = None  # what is left of the bytes that go first
+        self._file_fd = -1
+        self._file_offset = 0
+        self._file_left = 0
+        self._sending = False
+        self._held = -1  # bytes the kernel held for the client when `_client_reads` looked last
+        self._writer_armed = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def _open_socket(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
         """Duplicate `fd`. OSError when descriptors are short."""

@@ -19,7 +19,7 @@ from forebay.core.errors import Invalid
 from forebay.node.http.connection import Connection
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.lane import Lane
-from forebay.node.http.requests import Handler
+from forebay.node.http.requests import STATUS_LINES, Handler
 from forebay.ports import clock as clocks
 
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
@@ -116,6 +116,7 @@ class Server:
         self.now_s = now_s = self.clock.monotonic_s()
         date = email.utils.formatdate(self.clock.wall_s(), usegmt=True)
         self.standing = b"Date: %s\r\nServer: forebay\r\n" % date.encode()
+        self.lane.ok = STATUS_LINES[200] + self.standing
         for connection in list(self.connections):
             connection.check_deadline(now_s)
         self._timer = self.loop.call_later(self.timeouts.tick_s, self._tick)
