@@ -13,6 +13,7 @@ import botocore.config
 import pytest
 
 from forebay.backends.counting import BackendCounters
+from forebay.backends.faulty import FaultPlan
 from forebay.backends.seam import Backend, Fetch
 from forebay.backends.stack import open_backend
 from forebay.bench import servers
@@ -32,9 +33,9 @@ class Place:
         self.kind, self.url, self.options, self.put = kind, url, options, put
         self.counters = BackendCounters()
 
-    def open(self, prefix: str = "", **wrap: Callable[[Backend], Backend]) -> Backend:
+    def open(self, prefix: str = "", faults: FaultPlan | None = None) -> Backend:
         url = f"{self.url}/{prefix}" if prefix else self.url
-        return open_backend(Bucket("corpus", url, options=self.options), counters=self.counters, **wrap)
+        return open_backend(Bucket("corpus", url, options=self.options), counters=self.counters, faults=faults)
 
 
 def s3_client(server: servers.SeaweedFS) -> object:

@@ -8,6 +8,7 @@ import os
 import pytest
 from tests.backends.backend_places import KINDS, LISTED, Place, list_all, read, run
 
+from forebay.backends.faulty import FaultPlan
 from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import RangeSpec
 
@@ -354,3 +355,19 @@ def test_closing_a_body_early_frees_it_and_harms_nothing(place: Place) -> None:
     before = len(os.listdir("/proc/self/fd"))
     run(story())
     assert len(os.listdir("/proc/self/fd")) <= before + 25, "connections may stay pooled, but not one per body"
+
+
+@on_every_backend
+def test_a_backend_with_passing_faults_reads_as_one_without(place: Place) -> None:
+    place.put("data", DATA)
+
+    async def story() -> None:
+        plan = FaultPlan(seed=7, error_rate=0.1, reset_rate=0.2, truncate_rate=0.2)
+        backend = place.open(faults=plan)
+        for first in range(0, len(DATA), 500_000):
+            asked = RangeSpec(first, first + 499_999)
+            assert await read(backend, "data", asked) == DATA[first : first + 500_000]
+        assert place.counters.retries > 0
+        await backend.aclose()
+
+    run(story())

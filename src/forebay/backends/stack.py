@@ -1,15 +1,14 @@
 """The whole stack of a backend in one function.
 
 Theory. Behaviour is added by wrapping, never by options deep inside, so what happens to a request can be read here from
-the bottom up: the bare backend answers; `between` (tests, benchmarks, the demo) may disturb it; `Counting` sees every
+the bottom up: the bare backend answers; `faults` (tests, benchmarks, the demo) may disturb it; `Counting` sees every
 request that really leaves; `Retrying`, the only layer that retries, makes passing faults invisible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from forebay.backends.counting import BackendCounters, Counting
+from forebay.backends.faulty import FaultPlan, Faulty
 from forebay.backends.locate import locate
 from forebay.backends.retrying import Retrying
 from forebay.backends.seam import Backend
@@ -26,15 +25,15 @@ def open_backend(
     clock: Clock = system_clock.system,
     chance: Chance = system_chance.system,
     counters: BackendCounters | None = None,
-    between: Callable[[Backend], Backend] | None = None,
+    faults: FaultPlan | None = None,
 ) -> Backend:
     """The backend of `bucket`, ready to use; it connects on first use. Close it with `aclose`.
 
-    `Invalid` says what is wrong with the URL or options. `between` wraps the bare backend (`faulty.Faulty`).
+    `Invalid` says what is wrong with the URL or options.
     """
     counters = counters or BackendCounters()
     backend = locate(bucket, clock)
-    if between is not None:
-        backend = between(backend)
+    if faults is not None:
+        backend = Faulty(backend, faults, clock=clock)
     backend = Counting(backend, counters, clock)
     return Retrying(backend, clock, chance, counters)

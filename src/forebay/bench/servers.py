@@ -174,7 +174,7 @@ class Server:
 
     name = "server"
     ports_wanted = 1
-    stop_signals = (signal.SIGTERM, signal.SIGKILL)
+    stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(self) -> None:
         self.dir = Path()
