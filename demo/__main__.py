@@ -75,9 +75,8 @@ def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> N
 
     step(f"4. training, {arguments.epochs} epochs: through the node, then from the bucket")
     through, direct = Run("through Forebay"), Run("from the bucket")
-    train(stack, endpoint, arguments.epochs, through, counters_of_node(endpoint))
-    train(stack, remote.endpoint, arguments.epochs, direct, lambda: (0.0, 0.0))
-    direct.backend_bytes = [float(read) for read in direct.bytes_read]
+    train(stack, endpoint, arguments.epochs, through, counters(remote, endpoint))
+    train(stack, remote.endpoint, arguments.epochs, direct, counters(remote))
 
     step("5. what came of it")
     report = table(direct, through)
@@ -153,21 +152,24 @@ def forebay(*words: str, url: str = "", quiet: bool = False) -> None:
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-def counters_of_node(endpoint: str) -> Callable[[], tuple[float, float]]:
-    """Backend bytes and the ratio of hit bytes since the last look, from the node's own metrics."""
+def counters(remote: Shaper, node_endpoint: str = "") -> Callable[[], tuple[float, float]]:
+    """Since the last look: bytes that came over the link, and the ratio of hit bytes by the node's own metrics."""
     seen: dict[str, float] = {}
 
-    def since(name: str) -> float:
-        with connect(endpoint) as client:
-            values = client.metrics().values
-        now = sum(value for series, value in values.items() if series.startswith(name))
-        grown, seen[name] = now - seen.get(name, 0.0), now
-        return grown
+    def grown(name: str, now: float) -> float:
+        before, seen[name] = seen.get(name, 0.0), now
+        return now - before
 
     def look() -> tuple[float, float]:
-        hit = since('forebay_read_bytes_total{result="hit"')
-        every = since("forebay_read_bytes_total")
-        return since("forebay_backend_read_bytes_total"), hit / every if every else 0.0
+        fetched = grown("link", remote.counters()["response_bytes"])
+        if not node_endpoint:
+            return fetched, 0.0
+        with connect(node_endpoint) as client:
+            values = client.metrics().values
+        reads = {name: value for name, value in values.items() if name.startswith("forebay_read_bytes_total")}
+        hit = grown("hit", reads.get('forebay_read_bytes_total{result="hit"}', 0.0))
+        every = grown("every", sum(reads.values()))
+        return fetched, hit / every if every else 0.0
 
     return look
 
@@ -178,7 +180,8 @@ def train(
     """Run the training job at `endpoint`, filling `run` from what it reports."""
     look()
     command = [sys.executable, "-W", "ignore", "-m", "demo.train", endpoint, BUCKET, str(epochs)]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    # A session of its own: Ctrl-C reaches us alone, and we end the job with all its workers.
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     stack.callback(end, job)
     assert job.stdout is not None
     for line in job.stdout:
@@ -190,7 +193,6 @@ def train(
             fetched, hits = look()
             run.seconds.append(said["seconds"])
             run.samples.append(said["samples"])
-            run.bytes_read.append(said["bytes"])
             run.backend_bytes.append(fetched)
             run.hit_ratio.append(hits)
             show_progress("")
@@ -202,13 +204,13 @@ def train(
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """Stop the job if it still runs, its workers with it (they end when their parent does)."""
+    """Stop the job and its workers, if they still run."""
     if job.poll() is None:
-        job.terminate()
+        os.killpg(job.pid, signal.SIGTERM)
         try:
             job.wait(5)
         except subprocess.TimeoutExpired:
-            job.kill()
+            os.killpg(job.pid, signal.SIGKILL)
             job.wait()
 
 
@@ -221,7 +223,7 @@ def show_progress(text: str) -> None:
 # --- results ---------------------------------------------------------------------------------------------------------
 def table(direct: Run, through: Run) -> str:
     """Both runs, epoch by epoch, and their totals."""
-    head = ("", "epoch", "seconds", "samples/s", "from the bucket", "hit ratio")
+    head = ("", "epoch", "seconds", "samples/s", "bucket sent", "hit ratio")
     lines = [head]
     for run in (direct, through):
         for number, seconds in enumerate(run.seconds):

@@ -15,7 +15,6 @@ class Run:
     name: str
     seconds: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    bytes_read: list[int] = field(default_factory=list)
     backend_bytes: list[float] = field(default_factory=list)
     hit_ratio: list[float] = field(default_factory=list)
     progress: list[tuple[float, int]] = field(default_factory=list)

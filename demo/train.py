@@ -151,8 +151,5 @@ def accuracy(model: FragmentNet, endpoint: str, bucket: str) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        trained = train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-        say(accuracy=accuracy(trained, sys.argv[1], sys.argv[2]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    trained = train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    say(accuracy=accuracy(trained, sys.argv[1], sys.argv[2]))

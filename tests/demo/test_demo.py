@@ -83,7 +83,7 @@ def test_the_demo_ends_with_a_table_and_a_picture(marked: dict[str, str], tmp_pa
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["1. shards", "3. a node", "$ forebay bucket", "through Forebay: epoch 1"])
+@pytest.mark.parametrize("moment", ["1. shards", "$ forebay up", "through Forebay: epoch 1"])
 def test_ctrl_c_stops_everything_at_any_moment(marked: dict[str, str], tmp_path: Path, moment: str):
     job = start(marked, tmp_path / "out")
     assert job.stdout is not None
