@@ -32,7 +32,7 @@ from forebay.ports import clock
 PATIENCE_S = 5.0  # for each thing that is asked over the network
 SYNCS = 8
 WRITE_BYTES = 16 * 1024 * 1024
-LIBRARIES = ("obstore", "lmdb", "uvloop", "httptools", "msgspec", "xxhash", "awscrt")
+LIBRARIES = ("obstore", "lmdb", "uvloop", "msgspec", "xxhash", "awscrt")
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 T = TypeVar("T")
 
