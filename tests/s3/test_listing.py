@@ -13,7 +13,7 @@ from forebay.core.access import Grant, Identity
 from forebay.core.errors import Invalid
 from forebay.core.listing import after_prefix, last_shown, merge_pages
 from forebay.core.types import ListEntry, ListPage
-from forebay.node.http.s3_listing import ListRequest, decode_token, encode_token, fetch_page
+from forebay.node.http.s3_listing import ListRequest, decode_token, encode_token, fetch_page, render_list
 
 
 def _front(*keys: str) -> Front:
@@ -248,6 +248,16 @@ def test_short_pages_of_a_backend_are_filled_up() -> None:
     page = asyncio.run(fetch_page(call, "corpus", ListRequest(2, limit=3)))
     assert [entry.key for entry in page.entries] == ["b", "d"]
     assert (page.prefixes, page.next_after, asked) == (["c/"], "d", [3, 3, 1])
+
+
+def test_a_backend_with_an_order_of_its_own_is_paged_by_next_marker() -> None:
+    """SeaweedFS has `a/b` before `a.txt`: the last key shown is not where the backend goes on."""
+    asked = ListRequest(1, limit=2)
+    page = ListPage([ListEntry("a.txt", 1, "", 0), ListEntry("a/b", 1, "", 0)], [], "a.txt")
+    assert b"<NextMarker>a.txt</NextMarker>" in render_list("corpus", asked, page)
+    assert b"NextMarker" not in render_list("corpus", asked, ListPage(page.entries, [], "a/b"))
+    folder = ListPage([ListEntry("a.txt", 1, "", 0)], ["a/"], after_prefix("a/"))
+    assert b"<NextMarker>a/</NextMarker>" in render_list("corpus", ListRequest(1, delimiter="/"), folder)
 
 
 # --- merging two listings ---------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ def start_of_marker(marker: str, prefix: str, delimiter: str) -> str:
     return marker
 
 
+def marker_of(next_after: str) -> str:
+    """The S3 marker that means `next_after`: a common prefix is named by itself (`start_of_marker` reads it back)."""
+    return next_after.removesuffix(HIGHEST)
+
+
 def last_shown(page: ListPage) -> str:
     """The last key or common prefix of a page in its order; "" for an empty page."""
     key = page.entries[-1].key if page.entries else ""

@@ -5,6 +5,9 @@ starts; this module turns a request's parameters into that question and the answ
 there, so memory is one page whatever the bucket's size. Version 2's continuation token is that place, wrapped with a
 format number and a checksum: opaque, and a damaged or foreign one is refused rather than understood as a key.
 
+S3 sends version 1's NextMarker only with a delimiter, since else the last key says the same. It does not where a
+backend keeps an order of its own (`backends/s3list.py`): there NextMarker is always sent, and clients prefer it.
+
 A backend may answer a short page that is not the last; asking goes on until the page is as full as was wished, since
 clients (and S3's promise) take a short page for what there is.
 
@@ -28,7 +31,7 @@ import xxhash
 from forebay.core import limits
 from forebay.core.calls import ListCall
 from forebay.core.errors import Invalid
-from forebay.core.listing import last_shown, start_of_marker
+from forebay.core.listing import last_shown, marker_of, start_of_marker
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.http.requests import Call
 from forebay.node.http.s3_xml import document, element, escape, timestamp
@@ -127,8 +130,9 @@ def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     parts = [element("Name", bucket), f"<Prefix>{name(asked.prefix)}</Prefix>"]
     if asked.version == 1:
         parts.append(f"<Marker>{name(asked.marker or '')}</Marker>")
-        if truncated and asked.delimiter:
-            parts.append(f"<NextMarker>{name(last_shown(page))}</NextMarker>")
+        marker = marker_of(page.next_after)
+        if truncated and (asked.delimiter or marker != last_shown(page)):
+            parts.append(f"<NextMarker>{name(marker)}</NextMarker>")
     else:
         if asked.token is not None:
             parts.append(element("ContinuationToken", asked.token))
