@@ -27,7 +27,7 @@ class Disk:
         return Place(*NAME, object_id, f"data/{object_id}", durable)
 
     def subject(self, data, version):
-        return Subject(version, len(data), 1, data, lambda: self.acknowledged.append(version))
+        return Subject(version, len(data), data=data, acknowledged=lambda: self.acknowledged.append(version))
 
     def clean(self, object_id, data, version, replaces=None):
         """Effects that bring a version in block by block, with what to hold meanwhile."""

@@ -69,8 +69,9 @@ class Subject:
 
     version: str
     size_bytes: int
-    checked_us: int = 0
+    checked_us: Callable[[], int] = int
     data: bytes = b""
+    landed: set[int] | None = None  # of a file that has a record: what is new, since others may have gone meanwhile
     acknowledged: Callable[[], None] | None = None
 
 
@@ -255,10 +256,10 @@ class SimStore:
             effect.path,
             subject.version,
             subject.size_bytes,
-            set(effect.blocks),
+            old.blocks | subject.landed if old and same and subject.landed is not None else set(effect.blocks),
             {block for block in old.unverified if block in effect.blocks} if old and same else set(),
             None if effect.path else subject.data,
-            max(subject.checked_us, old.checked_us if old and same else 0),
+            max(subject.checked_us(), old.checked_us if old and same else 0),
             effect.durable,
         )
 

@@ -1,0 +1,113 @@
+"""Bugs to plant, one per machine: a simulator that finds nothing must be shown to find something.
+
+Theory. Each plant changes one machine the way a tired programmer might, for the length of one run. `tests/sim` runs
+seeds until each is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from forebay.core import commit, eviction, flight, freshness, placement, recover, retry
+
+_Patch = tuple[Any, str, Any]
+
+
+def _flight() -> list[_Patch]:
+    """Readers that wait for a run that failed are not told."""
+
+    def failed(self: flight.Flight, number: int, error: object) -> Iterator[Any]:
+        self._end(number)
+        yield from ()
+
+    return [(flight.Flight, "_failed", failed)]
+
+
+def _ranges() -> list[_Patch]:
+    """The first missing block is overlooked when it is the last one asked for."""
+    real = vars(flight)["next_absent"]
+
+    def next_absent(present: bytes, first: int, end: int) -> int:
+        at: int = real(present, first, end)
+        return end if at == end - 1 else at
+
+    return [(flight, "next_absent", next_absent)]
+
+
+def _commit() -> list[_Patch]:
+    """A durable write is acknowledged without fsync of its file (and the plan checker looks away)."""
+    real = commit.plan_durable
+
+    def plan(*args: Any, **kwargs: Any) -> list[commit.Effect]:
+        return [effect for effect in real(*args, **kwargs) if not isinstance(effect, commit.SyncFile)]
+
+    return [(commit, "plan_durable", plan), (commit, "check_plan", lambda effects: None)]
+
+
+def _recover() -> list[_Patch]:
+    """Of two files of an object the one that its durable record names is deleted."""
+    real = recover.judge_file
+
+    def judge(seen: recover.FileSeen, record: recover.RecordSeen | None, trusted: bool) -> list[recover.Action]:
+        actions = real(seen, record, trusted)
+        if record and record.durable and actions == [recover.Delete(seen.path, "superseded")]:
+            return [recover.Delete(record.path, "superseded")]
+        return actions
+
+    return [(recover, "judge_file", judge)]
+
+
+def _eviction() -> list[_Patch]:
+    """Units in use are victims like any other."""
+    return [(eviction.Eviction, "_in_use", lambda self, unit: False)]
+
+
+def _retry() -> list[_Patch]:
+    """Attempts are not counted."""
+    real = retry.delay_before_retry
+    return [(retry, "delay_before_retry", lambda attempt, *rest: real(1, *rest))]
+
+
+def _placement() -> list[_Patch]:
+    """A member draws by its position in the list, not by its name."""
+    real = placement.Members.__init__
+
+    def init(self: placement.Members, weights: Any) -> None:
+        real(self, weights)
+        self._seeds = tuple(range(len(self.ids)))
+
+    return [(placement.Members, "__init__", init)]
+
+
+def _freshness() -> list[_Patch]:
+    """Seconds are taken for minutes."""
+    real = freshness.is_fresh
+    return [(freshness, "is_fresh", lambda checked_s, bound_s, now_s: real(checked_s, bound_s * 60, now_s))]
+
+
+PLANTS: dict[str, Callable[[], list[_Patch]]] = {
+    "commit": _commit,
+    "eviction": _eviction,
+    "flight": _flight,
+    "freshness": _freshness,
+    "placement": _placement,
+    "ranges": _ranges,
+    "recover": _recover,
+    "retry": _retry,
+}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Run with this bug in place (None: as it is)."""
+    patches = PLANTS[name]() if name else []
+    kept = [(where, what, vars(where)[what]) for where, what, _ in patches]
+    for where, what, replacement in patches:
+        setattr(where, what, replacement)
+    try:
+        yield
+    finally:
+        for where, what, original in kept:
+            setattr(where, what, original)
