@@ -11,7 +11,9 @@ from tests.front.fake_engine import Cold, Node, serve
 
 from forebay.core import limits, wire
 from forebay.core.errors import Denied, Unavailable
+from forebay.core.record import Record, State
 from forebay.core.types import RangeSpec
+from forebay.node.store.reader import StoreReader
 
 Eventually = Callable[[Callable[[], bool]], None]
 BLOCK = limits.BLOCK_BYTES
@@ -74,10 +76,31 @@ def test_hits_are_reported_once_for_many(node: Node, eventually: Eventually) -> 
     assert sum(node.snapshot().histograms["forebay_hit_seconds"].counts) == 100
 
 
-def test_what_is_not_fresh_or_not_verified_is_the_engines(node: Node) -> None:
+def test_what_is_not_fresh_is_the_engines(node: Node) -> None:
     node.put("o", b"old", bucket="strict")
     node.engine.cold["strict", "o"] = Cold(b"new", "v2", whole=True)
     assert node.get("/strict/o").body == b"new"
+    assert node.get("/strict/o", "HEAD").headers["etag"] == '"etag-v2"'
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_is_not_verified_is_the_engines(node: Node, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an unclean machine stop a record says so; its bytes may be torn, so they are not served unseen."""
+    node.put("o", bytes(size))
+    node.engine.cold["b", "o"] = Cold(b"verified" * 50, whole=True)
+    lookup = StoreReader.lookup
+
+    def doubted(self: StoreReader, bucket: str, key: str) -> Record | None:
+        record = lookup(self, bucket, key)
+        if record is not None:
+            record.state |= State.UNVERIFIED
+        return record
+
+    with node.connect() as client:
+        assert [client.ask("/b/o").body for _ in range(2)] == [bytes(size)] * 2
+        monkeypatch.setattr(StoreReader, "lookup", doubted)
+        monkeypatch.setattr(node.front._lane, "_lookup", node.front._store.lookup)
+        assert [client.ask("/b/o").body for _ in range(2)] == [b"verified" * 50] * 2
 
 
 def test_a_range_whose_blocks_are_absent_is_the_engines(node: Node) -> None:

@@ -122,7 +122,9 @@ class Front:
         """What this front counted, and how it is."""
         self.counts.engine_connects = self.link.connects
         counted = self.counts.snapshot()
-        snapshot = Snapshot(counted.values | vitals(f"front-{self.number}", self._started_s), counted.histograms)
+        values = counted.values | vitals(f"front-{self.number}", self._started_s)
+        values["forebay_files_open"] = self._store.files_open
+        snapshot = Snapshot(values, counted.histograms)
         snapshot.check()
         return snapshot
 

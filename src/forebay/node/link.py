@@ -33,7 +33,8 @@ log = logging.getLogger("forebay.link")
 
 GRACE_S = 3.0  # an engine restart takes about one second
 BACKOFF_MIN_S = 0.05
-BACKOFF_MAX_S = 1.0
+BACKOFF_MAX_S = 0.25  # a try costs microseconds, and each miss waits for it
+CONNECT_TIMEOUT_S = 5.0  # from connecting to being welcomed
 TOUCH_INTERVAL_S = 0.2
 BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this long loses reports of hits, not reads
 
@@ -314,7 +315,7 @@ class Link:
             self._broken.clear()
             protocol: _Wire | None = None
             try:
-                async with asyncio.timeout(BACKOFF_MAX_S * 5):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     _, protocol = await loop.create_unix_connection(lambda: _Wire(self), self.path)
                     protocol.transport.write(wire.encode(wire.Hello(self.front, os.getpid())))
                     await self._either_ready_or_broken()
