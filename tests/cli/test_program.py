@@ -60,7 +60,9 @@ def test_the_verbs_help_loads_nothing_heavy() -> None:
 
 
 def test_reading_verbs_load_nothing_heavy(program: Program) -> None:
-    assert not [name for name in HEAVY if name in loaded_by("ls", "--url", program.env["FOREBAY_URL"], "corpus")]
+    loaded = loaded_by("ls", "--url", program.env["FOREBAY_URL"], "corpus")
+    assert "forebay.cli.ls" in loaded
+    assert not [name for name in HEAVY if name in loaded]
 
 
 def test_help_takes_little_longer_than_its_framework() -> None:
@@ -140,7 +142,7 @@ def test_a_missing_argument_is_a_usage_error(alone: Program, args: tuple[str, ..
 
 def test_a_mistyped_verb_is_a_usage_error(alone: Program) -> None:
     assert "No such command" in alone("prefetsch", code=2).stderr
-    assert "status" in alone("job", "--help").stdout or "show" in alone("job", "--help").stdout
+    assert "No such command" in alone("job", "shw", code=2).stderr
 
 
 def test_a_node_that_hangs_up_or_talks_nonsense(program: Program, node: FakeNode) -> None:

@@ -156,7 +156,7 @@ def test_a_connection_that_is_reset_within_an_answer_is_an_error(part: bytes) ->
     thread.start()
     with Client(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
         threading.Timer(0.2, arrived.set).start()
-        with pytest.raises(Unavailable, match="middle of an answer|cut after 2 of 9"):
+        with pytest.raises(Unavailable, match=r"middle of an answer|cut after 2 of 9"):
             client.get("corpus", "a")
     thread.join(10)
     server.close()

@@ -55,7 +55,7 @@ def down(
 
 
 def _settled(at: os.PathLike[str]) -> local_node.Running | None:
-    """The running node once it has said its pid; it does so within moments of taking the lock."""
+    """The running node, once it is seen who it is."""
     path = local_node.directory(os.fspath(at))
     give_up_s = clock.monotonic_s() + 10
     while True:
@@ -64,8 +64,7 @@ def _settled(at: os.PathLike[str]) -> local_node.Running | None:
             return there
         if clock.monotonic_s() > give_up_s:
             raise Busy(
-                f"a process holds {path / 'node.lock'} and does not say who it is: see who with `fuser "
-                f"{path / 'node.lock'}` and stop that"
+                f"a process that this user may not see holds {path / 'node.lock'}: stop it as the user who started it"
             )
         time.sleep(LOOK_S)
 

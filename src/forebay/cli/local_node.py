@@ -68,11 +68,14 @@ def said(dir: Path) -> Running:
 
 
 def running(dir: Path) -> Running | None:
-    """The node that runs from `dir`, or None."""
+    """The node that runs from `dir`, or None. One that is not ready yet has said nothing: then its pid is that of the
+    process that holds the lock's file open."""
     if not is_locked(dir):
         return None
     found = said(dir)
-    return found if found.pid and alive(found.pid) else Running(0, "", "")
+    if found.pid and alive(found.pid):
+        return found
+    return Running(_pid_with(str((dir / "node.lock").resolve())), "", "")
 
 
 def alive(pid: int) -> bool:
@@ -134,11 +137,16 @@ def _listening_pid(port: int) -> int:
             cells = line.split()
             if cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{cells[9]}]")
+    return _pid_with(*inodes)
+
+
+def _pid_with(*names: str) -> int:
+    """A process that has one of `names` open (as /proc/PID/fd names it); 0 if none is seen."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
-            if any(str(fd.readlink()) in inodes for fd in Path("/proc", entry, "fd").iterdir()):
+            if any(str(fd.readlink()) in names for fd in Path("/proc", entry, "fd").iterdir()):
                 return int(entry)
         except OSError:  # another user's, or gone
             continue

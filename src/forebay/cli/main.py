@@ -32,7 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "get": ("get", "Copy objects to local files."),
     "cat": ("cat", "Write an object, or a range of it, to standard output."),
     "prefetch": ("prefetch", "Bring objects into the cache."),
-    "pin": ("pin", "Bring objects into the cache and keep them there."),
+    "pin": ("pin", "Never evict objects, cached now or later."),
     "unpin": ("unpin", "Let pinned objects be evicted again."),
     "evict": ("evict", "Drop objects from the cache."),
     "refresh": ("refresh", "Ask the backend whether cached objects are still current."),

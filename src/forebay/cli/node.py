@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any
 
 import typer
@@ -86,5 +85,6 @@ def node(
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
     loaded = settings.load(config, **given, log_to_file=log_to_file or None)
-    run = importlib.import_module("forebay.node.app").run
-    return int(run(loaded) or 0)
+    from forebay.node.app import run
+
+    return run(loaded)

@@ -1,4 +1,4 @@
-"""`forebay pin`: bring objects in and never evict them."""
+"""`forebay pin`: what is never evicted, whether it is cached already or comes in later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pin(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Bring objects into the cache and keep them there.
+    """Never evict objects, cached now or later.
 
     Runs as a job in the node: Ctrl-C stops watching, not the job. With --json a list of JobState (docs/protocol.md).
     """

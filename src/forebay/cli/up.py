@@ -8,6 +8,7 @@ listens elsewhere, a port that somebody else holds.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from forebay.ports import clock
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 LOOK_S = 0.05
+_ABOUT_CHILDREN = re.compile(r"see its message above|starting it again in")  # the supervisor's; the child said why
+_LOG_PREFIX = re.compile(r"^forebay: |^[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")
 
 
 @app.command("up")
@@ -171,14 +174,14 @@ def _wait(at: Path, child: subprocess.Popen[bytes] | None, endpoint: str, timeou
             raise Unavailable("the node that was running has just stopped: run `forebay up` again")
         if clock.monotonic_s() > give_up_s:
             raise Unavailable(
-                f"the node at {endpoint} is not ready after {timeout_s:g} s: see {at / 'log'}, or wait longer with "
-                "--timeout"
+                f"the node at {endpoint} is not ready after {timeout_s:g} s, and goes on trying; its log ends with: "
+                f"{last_words(at)} (more in {at / 'log'}); wait longer with --timeout, or stop it with `forebay down`"
             )
         time.sleep(LOOK_S)
 
 
 def last_words(at: Path) -> str:
-    """The last line that a node wrote before it ended."""
+    """What a node said last before it ended: its output, or its log."""
     for name in ("up.log", "node.log"):
         try:
             size = os.path.getsize(at / "log" / name)
@@ -187,6 +190,7 @@ def last_words(at: Path) -> str:
                 lines = file.read().decode("utf-8", "replace").strip().splitlines()
         except OSError:
             continue
+        lines = [line for line in lines if line.strip() and not _ABOUT_CHILDREN.search(line)]
         if lines:
-            return one_line(lines[-1].removeprefix("forebay: "))
+            return one_line(_LOG_PREFIX.sub("", lines[-1]))
     return "it said nothing"
