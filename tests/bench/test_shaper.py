@@ -179,9 +179,11 @@ def test_a_bucket_keeps_a_burst_when_idle_and_catches_up_when_waited_for() -> No
     bucket = Bucket(100e6)
     start_s = bucket.filled_s
     bucket.rest()
-    assert bucket.room(start_s + 10.0) == bucket.burst_bytes
+    assert bucket.room(start_s + 10.0) > 0
+    assert bucket.tokens == bucket.burst_bytes
     bucket.take(int(bucket.burst_bytes))
-    assert bucket.room(start_s + 10.05) == pytest.approx(5e6, rel=0.01), "woken 50 ms late: nothing is lost"
+    assert bucket.room(start_s + 10.05) > 0
+    assert bucket.tokens == pytest.approx(5e6, rel=0.01), "woken 50 ms late: nothing is lost"
     bucket.rest()
     assert bucket.tokens <= bucket.burst_bytes
 

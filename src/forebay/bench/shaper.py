@@ -46,10 +46,11 @@ from typing import Any
 from forebay.bench.servers import Server
 
 PIPE_BYTES = 1 << 20  # the most an unprivileged process may ask for
-TURN_BYTES = 256 << 10  # what one connection may move before the next has its turn
+TURN_BYTES = 256 << 10  # what one connection may move before the next has its turn, where rates are limited
 BURST_S = 0.005
 CATCH_UP_S = 0.1
 BURST_BYTES_MIN = 64 << 10
+PIECE_BYTES_MIN = 16 << 10  # less than this is not worth a turn
 HELD_BYTES_MAX = 64 << 20  # what a client may have in the delay line before reading from it pauses
 REQUEST_BYTES = 256 << 10
 F_SETPIPE_SZ = 1031
@@ -59,12 +60,13 @@ _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 class Bucket:
     """Tokens in bytes, coming at `rate_bytes_s` (0: unlimited)."""
 
-    __slots__ = ("burst_bytes", "filled_s", "is_idle", "rate_bytes_s", "tokens")
+    __slots__ = ("burst_bytes", "filled_s", "is_idle", "is_open", "rate_bytes_s", "tokens")
 
     def __init__(self, rate_bytes_s: float) -> None:
         self.filled_s = time.monotonic()
         self.tokens = 0.0
         self.is_idle = True
+        self.is_open = False
         self.set_rate(rate_bytes_s)
 
     def set_rate(self, rate_bytes_s: float) -> None:
@@ -73,13 +75,14 @@ class Bucket:
         self.tokens = min(self.tokens, self.burst_bytes)
 
     def room(self, now_s: float) -> int:
-        """Bytes that may pass now: nothing until half a burst has come, so that pieces are large and wake-ups few."""
+        """Bytes that may pass now. It opens at half a burst and shuts near nothing: few wake-ups, large pieces."""
         if not self.rate_bytes_s:
-            return TURN_BYTES
+            return PIPE_BYTES
         most = self.burst_bytes if self.is_idle else max(self.burst_bytes, self.rate_bytes_s * CATCH_UP_S)
         self.tokens = min(most, self.tokens + (now_s - self.filled_s) * self.rate_bytes_s)
         self.filled_s, self.is_idle = now_s, False
-        return int(self.tokens) if self.tokens >= self.burst_bytes / 2 else 0
+        self.is_open = self.tokens >= (PIECE_BYTES_MIN if self.is_open else self.burst_bytes / 2)
+        return min(int(self.tokens), TURN_BYTES) if self.is_open else 0
 
     def take(self, size_bytes: int) -> None:
         if self.rate_bytes_s:
@@ -92,7 +95,7 @@ class Bucket:
 
     def wait_s(self) -> float:
         """How long until `room` is not nothing."""
-        if not self.rate_bytes_s:
+        if not self.rate_bytes_s or self.is_open:
             return 0.0
         return max(0.0, (self.burst_bytes / 2 - self.tokens) / self.rate_bytes_s)
 
@@ -307,7 +310,7 @@ class Proxy:
             link = self.ready.popleft()
             if link.is_closed:
                 continue
-            room = min(room, link.bucket.room(now_s), TURN_BYTES)
+            room = min(room, link.bucket.room(now_s))
             if room <= 0:
                 waiting.append(link)
                 continue
