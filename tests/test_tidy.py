@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def core_modules_open_with_their_theory(tree: Tree) -> Iterator[str]:
             continue
         if "Theory." not in header:
             yield f"{path}: the header has no 'Theory.': say how it works and what was rejected (STYLE.md)"
-        if "Invariants." not in header and name not in stateless:
+        if not re.search(r"^Invariants?\b", header, re.MULTILINE) and name not in stateless:
             yield f"{path}: the header has no 'Invariants.': say what always holds (STYLE.md)"
 
 
@@ -218,9 +219,37 @@ def every_dependency_is_used(tree: Tree) -> Iterator[str]:
     for path, text in python(tree, SOURCE):
         imported |= {name.partition(".")[0] for name in _mentions(path, text)}
     for text in project.get("dependencies", []):
-        name = re.split(r"[^A-Za-z0-9_.-]", text)[0]
-        if name.replace("-", "_") not in imported:
-            yield f"pyproject.toml: nothing imports {name}: a dependency that is not used is a burden to every user"
+        if _package(text) not in imported:
+            yield f"pyproject.toml: nothing imports {_package(text)}: what is not used is a burden to every user"
+
+
+@rule
+def imports_are_declared(tree: Tree) -> Iterator[str]:
+    project = tomllib.loads(tree.get("pyproject.toml", "")).get("project", {})
+    runtime = {_package(text) for text in project.get("dependencies", [])}
+    extras = {_package(text) for extra in project.get("optional-dependencies", {}).values() for text in extra}
+    here = {"forebay", "demo", "tests", *sys.stdlib_module_names}
+    for path, text in python(tree):
+        allowed = (
+            here | runtime | (set() if path.startswith(SOURCE) else extras | {"botocore"})
+        )  # boto3 brings botocore
+        for name in sorted({imported.partition(".")[0] for imported in _imports(text)} - allowed):
+            yield f"{path}: imports {name}, which pyproject.toml does not ask for there"
+
+
+def _package(text: str) -> str:
+    return re.split(r"[^A-Za-z0-9_.-]", text)[0].replace("-", "_")
+
+
+def _imports(text: str) -> set[str]:
+    """Modules imported from elsewhere by an import statement."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module)
+    return found
 
 
 @rule
@@ -322,7 +351,7 @@ def sound_tree() -> Tree:
         "docs/design/0001-a-note.md": "Status: accepted\n",
         "changes/first-read.added.md": "Reads are served.",
         f"{SOURCE}cli/main.py": '"""The command line."""\nimport lmdb\nfrom forebay.core import flight\n',
-        f"{SOURCE}core/flight.py": '"""Cold reads.\n\nTheory. One fetch. Invariants. (1) One.\n"""\n',
+        f"{SOURCE}core/flight.py": '"""Cold reads.\n\nTheory. One fetch.\n\nInvariants. (1) One.\n"""\n',
     }
 
 
@@ -357,6 +386,10 @@ PLANTED: dict[str, list[tuple[str, str | None]]] = {
         ("docs/dependencies.md", "| `lmdb` | the index |\n| `left-pad` | none |\n"),
     ],
     "every_dependency_is_used": [(f"{SOURCE}cli/main.py", '"""No index."""\n')],
+    "imports_are_declared": [
+        ("tests/test_x.py", '"""X."""\nimport left_pad\n'),
+        (f"{SOURCE}node/x.py", '"""X."""\ndef lazy():\n    from numpy import array\n'),
+    ],
     "the_readme_shows_the_way": [("README.md", "Hello.")],
     "links_lead_somewhere": [("docs/x.md", "[see](gone.md)"), ("README.md", "[see](docs/gone/)")],
     "design_notes_have_a_number_and_a_status": [

@@ -15,6 +15,9 @@ fronts to close files of evicted objects. Versions: `Hello.wire_version` must ma
 
 Rejected: gRPC and HTTP between the two (a hundred times the cost per message, no gain on one host); shared memory
 for progress (a futex per reader to save 200 small messages a second).
+
+Invariants. (1) However the bytes of a stream are cut, `Frames` yields the messages that were encoded, in order, or
+raises `Bug`. (2) A number of a read or call is not used again while it is open.
 """
 
 from __future__ import annotations
