@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -34,13 +35,14 @@ def answer(status: str, body: bytes = b"", **headers: str) -> bytes:
 class ScriptedServer:
     """Serves connections in threads until the `with` block ends. `b""` as an answer closes the connection instead."""
 
-    def __init__(self, script: Answer) -> None:
+    def __init__(self, script: Answer, tls: ssl.SSLContext | None = None) -> None:
         self.script = script
         self.asked: list[Asked] = []
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._tls = tls
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -68,6 +70,12 @@ class ScriptedServer:
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+            except OSError:
+                sock.close()
+                return  # the client did not trust us
         with sock, sock.makefile("rb") as lines:
             while first := lines.readline():
                 method, target, _ = first.decode().split(" ", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import ssl
 import subprocess
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -201,6 +202,69 @@ def test_a_bad_backend_is_named_by_its_probe(seaweed_keys: servers.SeaweedFS, az
             backend = open_backend(bucket)
             with pytest.raises(kind):
                 await backend.probe()
+            await backend.aclose()
+        for endpoint, says in {"http://127.0.0.1:1": "refused", "http://no.such.host.invalid": "not known"}.items():
+            backend = locate.locate(Bucket("c", "s3://there", options={**good, "endpoint": endpoint}))
+            with pytest.raises(Unavailable, match=says):
+                await backend.fetch("k")
+            await backend.aclose()
+
+    run(story())
+
+
+# --- the network in between ------------------------------------------------------------------------------------------
+def serve_anything(asked: Asked) -> bytes:
+    if "list-type" in asked.target:
+        return answer("200 OK", b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+    return answer("200 OK", b"body", etag='"e"', last_modified="Fri, 02 Jan 2026 03:04:05 GMT")
+
+
+def test_a_private_authority_is_trusted_when_it_is_named_and_only_then(tmp_path: Path) -> None:
+    openssl = servers.find_program("openssl", "apt-get install openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    request = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    names = [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run([openssl, *request, *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    async def story() -> None:
+        with ScriptedServer(serve_anything, context) as server:
+            options = {"endpoint": server.url, "skip_signature": "true"}
+            for trusting in ({"root_certificate": str(certificate)}, {"allow_invalid_certificates": "true"}):
+                backend = locate.locate(Bucket("corpus", "s3://corpus", options={**options, **trusting}))
+                assert await read(backend, "plain") == b"body"
+                await backend.list_page("", "", "", 10)
+                await backend.aclose()
+            backend = locate.locate(Bucket("corpus", "s3://corpus", options=options))
+            with pytest.raises(Unavailable, match="root_certificate"):
+                await backend.fetch("plain")
+            with pytest.raises(Unavailable, match="certificate"):
+                await backend.list_page("", "", "", 10)
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_proxy_carries_reads_and_listings_alike() -> None:
+    async def story() -> None:
+        with ScriptedServer(serve_anything) as proxy:
+            options = {"endpoint": "http://s3.example", "skip_signature": "true", "proxy_url": proxy.url}
+            backend = open_backend(Bucket("corpus", "s3://corpus", options=options))
+            assert await read(backend, "plain") == b"body"
+            await backend.list_page("", "", "", 10)
+            for asked in proxy.asked:
+                assert asked.target.startswith("http://s3.example/corpus")
+                assert asked.headers["host"] == "s3.example"
             await backend.aclose()
 
     run(story())

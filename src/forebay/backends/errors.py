@@ -54,6 +54,15 @@ _DENIED_CODES = {
 }
 # obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
 _OUT_OF_RANGE = ("Requested range was invalid", "Wanted range starting at", "bytes 0--1/0")
+# obstore says "error sending request" for all of these, and the cause only in the depth of its message.
+_CAUSES = {
+    "InvalidCertificate": "the server's certificate is not trusted: set the option root_certificate to its authority",
+    "dns error": "the host name is not known: check the endpoint",
+    "ConnectionRefused": "the connection is refused: check that the server runs, and the endpoint's port",
+    "TimedOut": "no answer in time: check the endpoint and the network",
+    "ConnectionReset": "the connection was reset: try again",
+    "IncompleteMessage": "the connection was closed before the answer: try again",
+}
 # What our own credential providers raised comes back through obstore as text.
 _PROVIDER = re.compile(r"credential provider: ([A-Z][A-Za-z]+): (.*?)(?:\n\nDebug source:|\Z)", re.DOTALL)
 
@@ -83,6 +92,9 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
         return out_of_range(what)
     if "redirect without LOCATION" in text:
         return Invalid(f"{what}: the bucket is in another region: set the bucket's option region")
+    for sign, said in _CAUSES.items():
+        if sign in text:
+            return Unavailable(f"{what}: {said}")
     return Unavailable(f"{what}: the backend does not answer ({_quote(text)}): check the endpoint and the network")
 
 
