@@ -27,8 +27,8 @@ from forebay.sim.disk import DiskFull, File
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import BLOCK_BYTES, INLINE_BYTES_MAX, Record, SimStore, Subject, encode_header, sum_of
 
-CHECKED_RETRIES_MAX = retry.DEFAULT_POLICY.attempts_max
-BUDGET_AT_START = 60  # a small budget, so that an outage of a second exhausts it
+ATTEMPTS_MAX = retry.DEFAULT_POLICY.attempts_max
+BUDGET_AT_START = 150  # small, so that an outage of a second exhausts it
 
 
 def show(name: Name) -> str:
@@ -404,7 +404,7 @@ class SimNode:
 
     # --- fetching ----------------------------------------------------------------------------------------------------
     def _count_request(self, attempt: int) -> None:
-        assert attempt <= CHECKED_RETRIES_MAX, f"attempt {attempt} of one request"
+        assert attempt <= ATTEMPTS_MAX, f"attempt {attempt} of one request"
         if attempt == 1:
             self.requests_first += 1
         else:

@@ -16,13 +16,14 @@ _Patch = tuple[Any, str, Any]
 
 
 def _flight() -> list[_Patch]:
-    """Readers that wait for a run that failed are not told."""
+    """A block that has begun to land is announced whole."""
+    real = flight.Flight._readable_to
 
-    def failed(self: flight.Flight, number: int, error: object) -> Iterator[Any]:
-        self._end(number)
-        yield from ()
+    def readable_to(self: flight.Flight, position: int, end: int) -> int:
+        at = real(self, position, end)
+        return min(end, -(-at // self.block_bytes) * self.block_bytes) if at > position else at
 
-    return [(flight.Flight, "_failed", failed)]
+    return [(flight.Flight, "_readable_to", readable_to)]
 
 
 def _ranges() -> list[_Patch]:

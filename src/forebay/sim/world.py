@@ -275,7 +275,7 @@ class World:
         if not self.working:
             return
         schedule = self.schedule
-        draw = schedule.dice.random()
+        draw, next_us = schedule.dice.random(), 20_000
         if draw < 0.35:
             kind = schedule.dice.choice(("fair", "showers", "outage", "slow", "throttled"))
             self.backend.weather = {
@@ -286,6 +286,7 @@ class World:
                 "throttled": Weather(busy=0.4),
             }[kind]
             schedule.log("misery", "weather", "-", kind)
+            next_us = 200_000 if kind == "outage" and schedule.happens(0.3) else next_us
         elif draw < 0.5:
             self.disk.full = not self.disk.full and schedule.happens(0.7)
             schedule.log("misery", "disk", "-", "full" if self.disk.full else "free")
@@ -299,7 +300,7 @@ class World:
             machine = schedule.happens(0.5)
             self._stop(machine)
             schedule.after(schedule.delay_us(5000), self.node.start, not machine)
-        self._again(self._misfortune, 20_000)
+        self._again(self._misfortune, next_us)
 
     def _stop(self, machine: bool) -> None:
         self.node.stop(machine)
