@@ -56,7 +56,7 @@ class Record(msgspec.Struct, array_like=True, gc=False):
 
     def has(self, start: int, end: int) -> bool:
         """Whether every byte of the half-open range is present."""
-        if self.complete:
+        if self.complete or start >= end:
             return True
         present, block_bytes = self.present, self.block_bytes
         for block in range(start // block_bytes, -(-end // block_bytes)):
