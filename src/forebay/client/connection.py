@@ -16,6 +16,7 @@ and nothing follows it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import struct
@@ -223,27 +224,37 @@ class Connection:
 
 
 class Collected:
-    """A sink that keeps the body in memory, in rooms that never move (a view of one may still be held)."""
+    """A sink that keeps the body in memory.
+
+    A room is the buffer of a `BytesIO`, which gives out its own bytes without a copy: a body of known length is
+    received into what is returned. Rooms never move, since a view of one may still be held.
+    """
 
     def __init__(self, length: int | None = None) -> None:
-        self._rooms = [bytearray(length or _COLLECT_BYTES)]
-        self._size = 0  # bytes in the last room
+        self._rooms: list[io.BytesIO] = []
+        self._add(length or _COLLECT_BYTES)
+
+    def _add(self, size_bytes: int) -> None:
+        self._rooms.append(io.BytesIO(bytes(size_bytes)))
+        self._room_bytes = size_bytes
+        self._used_bytes = 0
 
     def begin(self, response: Response) -> None:
         """Any answer is welcome."""
 
     def buffer(self) -> memoryview:
-        if self._size == len(self._rooms[-1]):
-            self._rooms.append(bytearray(_COLLECT_BYTES))
-            self._size = 0
-        return memoryview(self._rooms[-1])[self._size :]
+        if self._used_bytes == self._room_bytes:
+            self._add(_COLLECT_BYTES)
+        return self._rooms[-1].getbuffer()[self._used_bytes :]
 
     def wrote(self, size_bytes: int) -> None:
-        self._size += size_bytes
+        self._used_bytes += size_bytes
 
     def value(self) -> bytes:
-        last = memoryview(self._rooms[-1])[: self._size]
-        return b"".join((*self._rooms[:-1], last))
+        *full, last = (room.getvalue() for room in self._rooms)
+        if self._used_bytes < self._room_bytes:
+            last = last[: self._used_bytes]
+        return b"".join((*full, last)) if full else last
 
 
 def _copy(data: bytes, sink: Sink) -> int:
