@@ -3,6 +3,10 @@ they are, and an S3 listing is believed only as far as it keeps its promises."""
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
@@ -87,6 +91,58 @@ def test_ranges_and_versions_of_untidy_keys_are_checked() -> None:
             await backend.aclose()
 
     run(story())
+
+
+def test_a_server_that_ignores_a_range_is_not_believed() -> None:
+    async def story() -> None:
+        with ScriptedServer(lambda _: answer("200 OK", b"0123456789", etag=ETAG)) as server:
+            backend = open_backend(bucket(server))
+            with pytest.raises(NotSupported, match="ranges"):
+                await backend.fetch("a//b", RangeSpec(2, 4))
+            assert await read(backend, "a//b", RangeSpec(0, 99)) == b"0123456789"
+            await backend.aclose()
+
+    run(story())
+
+
+def test_a_plain_web_server_without_ranges_and_etags_is_read_all_the_same(tmp_path: Path) -> None:
+    """Python's own: a range is cut from the whole, and the version is made of date and size."""
+    (tmp_path / "data").write_bytes(bytes(range(256)) * 4000)
+    (tmp_path / "empty").write_bytes(b"")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+
+    async def story() -> None:
+        backend = open_backend(Bucket("corpus", f"http://127.0.0.1:{httpd.server_port}"))
+        for asked in (RangeSpec(0, 16_000_000), RangeSpec(1000, 900_000), RangeSpec(5, None), RangeSpec(None, 7)):
+            start, end = asked.resolve(1_024_000)
+            fetch = await backend.fetch("data", asked)
+            assert (fetch.start, fetch.end) == (start, end)
+            assert b"".join([bytes(chunk) async for chunk in fetch]) == (bytes(range(256)) * 4000)[start:end]
+        for asked in (RangeSpec(2_000_000, None), RangeSpec(2_000_000, 2_000_001)):
+            with pytest.raises(Invalid) as refused:
+                await backend.fetch("data", asked)
+            assert (refused.value.code, refused.value.size_bytes) == ("InvalidRange", 1_024_000)
+        with pytest.raises(Invalid):
+            await backend.fetch("empty", RangeSpec(0, 5))
+        info = await backend.head("data")
+        assert info.etag == ""
+        assert await backend.check("data", info.version) is None
+        assert len(await read(backend, "data", version=info.version)) == 1_024_000
+        (tmp_path / "data").write_bytes(b"changed")
+        assert await backend.check("data", info.version) is not None
+        with pytest.raises(Precondition):
+            await backend.fetch("data", version=info.version)
+        await backend.aclose()
+
+    run(story())
+    httpd.shutdown()
+    httpd.server_close()
 
 
 def test_a_connection_that_went_away_while_idle_is_replaced() -> None:

@@ -31,7 +31,7 @@ import obstore
 
 from forebay.backends import errors
 from forebay.backends.seam import Fetch
-from forebay.backends.wire import Wire
+from forebay.backends.wire import Wire, bare_etag, is_condition, version_of
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
@@ -54,7 +54,6 @@ _CONTENT = {
     "Cache-Control": "cache-control",
     "Storage-Class": "x-amz-storage-class",
 }
-_COMPARED_ONLY = "~"  # begins a version that cannot be sent as a condition
 
 ListPageBlocking = Callable[[str, str, str, int], ListPage]
 
@@ -121,7 +120,7 @@ class Cloud:
         if range is not None:
             _check_range(range, what)
         if not is_plain(full):
-            opened = await self._wire.run(functools.partial(self._wire.open, full, range, _condition(version)))
+            opened = await self._wire.run(functools.partial(self._wire.open, full, range, version))
             opened.info = msgspec.structs.replace(opened.info, key=key)
             return opened
         if range is not None and range.first is None and self.scheme == "az":
@@ -188,7 +187,7 @@ class Cloud:
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
         full, what = self._full(key)
-        if not is_plain(full) or not _condition(version):
+        if not is_plain(full) or not is_condition(version):
             info = await self._head(full, key, what)
             return None if info.version == version else info
         try:
@@ -263,14 +262,9 @@ def _options(range: RangeSpec | None, version: str) -> GetOptions:
             options["range"] = {"offset": range.first}
         else:
             options["range"] = (range.first, range.last + 1)
-    if _condition(version):
+    if is_condition(version):
         options["if_match"] = version
     return options
-
-
-def _condition(version: str) -> str:
-    """`version` as an If-Match, or "" where it can only be compared."""
-    return "" if version.startswith(_COMPARED_ONLY) else version
 
 
 def _check_range(range: RangeSpec, what: str) -> None:
@@ -284,10 +278,8 @@ def _describe(result: GetResult, full: str, key: str) -> ObjectInfo:
     if meta["path"] != full:
         raise Corrupt(f"{full!r} was asked for and {meta['path']!r} came: this key cannot be read through obstore")
     etag, modified_s, size = meta["e_tag"] or "", meta["last_modified"].timestamp(), meta["size"]
-    version = etag
-    if not etag or etag.startswith("W/"):
-        version = f"{_COMPARED_ONLY}{etag}-{modified_s}-{size}"
-    return ObjectInfo(key, size, version, etag.removeprefix("W/").strip('"'), modified_s, _headers(result.attributes))
+    version = version_of(etag, modified_s, size)
+    return ObjectInfo(key, size, version, bare_etag(etag), modified_s, _headers(result.attributes))
 
 
 def _headers(attributes: Mapping[str, str]) -> Headers:

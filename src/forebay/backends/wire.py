@@ -48,6 +48,8 @@ CONTENT_HEADERS = (
     "expires",
 )
 
+_COMPARED_ONLY = "~"  # begins a version that cannot be sent as a condition
+
 ResultT = TypeVar("ResultT")
 
 
@@ -58,6 +60,23 @@ Authorize = Callable[[str, str, str, Mapping[str, str]], dict[str, str]]
 def anonymous(method: str, path: str, query: str, headers: Mapping[str, str]) -> dict[str, str]:
     """No authorisation."""
     return dict(headers)
+
+
+def version_of(etag: str, modified_s: float, size_bytes: int) -> str:
+    """The version that an answer's ETag makes: itself, or with date and size where it is weak or absent."""
+    if etag and not etag.startswith("W/"):
+        return etag
+    return f"{_COMPARED_ONLY}{etag}-{modified_s}-{size_bytes}"
+
+
+def is_condition(version: str) -> bool:
+    """Whether `version` can be sent in If-Match; one that cannot is compared with the answer's only."""
+    return bool(version) and not version.startswith(_COMPARED_ONLY)
+
+
+def bare_etag(etag: str) -> str:
+    """An ETag as clients see it: opaque, without quotes."""
+    return etag.removeprefix("W/").strip('"')
 
 
 class Answer(NamedTuple):
@@ -120,7 +139,7 @@ class Wire:
         headers = {}
         if range is not None:
             headers["range"] = _range_header(range)
-        if version:
+        if is_condition(version):
             headers["if-match"] = version
         what = f"{self.url}/{key}"
         connection, answer = self._send("HEAD" if head else "GET", key, [], headers)
@@ -131,6 +150,8 @@ class Wire:
             info, start, end = self._describe(key, answer, what)
             if version and info.version != version:
                 raise errors.changed(what)
+            if range is not None and (start, end) != range.resolve(info.size_bytes):
+                raise NotSupported(f"{what}: the server does not answer ranges exactly: only whole objects can be read")
             if head or start == end:
                 answer.read()
         except BaseException as error:
@@ -161,7 +182,8 @@ class Wire:
         etag = answer.getheader("etag") or ""
         modified = answer.getheader("last-modified")
         modified_s = parsedate_to_datetime(modified).timestamp() if modified else 0.0
-        info = ObjectInfo(key, size, etag, etag.strip('"'), modified_s, self._stored_headers(answer))
+        version = version_of(etag, modified_s, size)
+        info = ObjectInfo(key, size, version, bare_etag(etag), modified_s, self._stored_headers(answer))
         return info, start, start + length
 
     def _stored_headers(self, answer: http.client.HTTPResponse) -> Headers:
