@@ -201,6 +201,8 @@ class ColdReads:
                 return
 
     async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
+        if read.closed:
+            return
         if isinstance(found, Flight):
             self._give(read, found)
         elif found.inline is not None:
@@ -245,7 +247,8 @@ class ColdReads:
         read.follow(flight, start, end, self._ahead_to(read.ask, start, end))
 
     async def _give_record(self, read: Read, served: Served, record: Record) -> None:
-        """A flight over what the store has of the object."""
+        """A flight over what the store has of the object. It is made only for a reader that joins it at once."""
+        _resolve(read.ask.range, record.size_bytes)
         info = info_of(record, read.ask.key)
         landing = self._landing(served.bucket, info, record.checked_s)
         if landing is None:
@@ -433,15 +436,14 @@ class ColdReads:
 
     def _keep_inline(self, served: Served, info: ObjectInfo, body: bytes, asked_s: float) -> Record:
         bucket = served.bucket
+        pinned = is_pinned(bucket, info.key)
         try:
-            record = self.store.put_inline(
-                bucket.name, info, body, checked_s=asked_s, pinned=is_pinned(bucket, info.key)
-            )
+            record = self.store.put_inline(bucket.name, info, body, checked_s=asked_s, pinned=pinned)
         except Unavailable:
             self._tally.passed_bytes += len(body)
             return make_record(info, asked_s, inline=body)
         volume_id = self.store.volume_of(bucket.name, info.key)
-        self.evictor.landed(volume_id, record.object_id, 0, len(body), bucket.name, info.key)
+        self.evictor.landed(volume_id, (record.object_id, 0), len(body), bucket.name, info.key, pinned)
         self._flush_soon()
         return record
 
@@ -547,8 +549,9 @@ class ColdReads:
     def block_kept(self, flight: Flight, block: int) -> None:
         size = min(_BLOCK, flight.info.size_bytes - block * _BLOCK)
         assert isinstance(flight.sink, DiskSink)
-        volume_id = flight.sink.landing.volume.id
-        self.evictor.landed(volume_id, flight.object_id, block, size, flight.bucket, flight.info.key)
+        landing = flight.sink.landing
+        unit = (flight.object_id, block)
+        self.evictor.landed(landing.volume.id, unit, size, flight.bucket, flight.info.key, landing.pinned)
         self._flush_soon()
 
     def flight_over(self, flight: Flight) -> None:

@@ -142,7 +142,15 @@ class Engine:
             self._workers,
             flush_soon=self.flush_soon,
         )
-        self.work = JobWork(self.buckets, self.cold, self.room, self.index, self.tally, self.flush_soon)
+        self.work = JobWork(
+            self.buckets,
+            self.cold,
+            self.room,
+            self.index,
+            self.tally,
+            flush=self.flush,
+            flush_soon=self.flush_soon,
+        )
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         self.verbs = Verbs(self)
         self.fronts = Fronts(self.cold, welcome=self.welcome, answer=self.verbs.answer, touched=self._touched)

@@ -116,8 +116,8 @@ class Flight:
         self._around = around
         self._readers: dict[int, Reader] = {}
         self._next_reader = 1
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._checks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[events.Event]] = {}
+        self._checks: set[asyncio.Task[None]] = set()  # and the closing of bodies that nobody began to read
         self._ends: dict[int, int] = {}  # run -> block to stop before
         self._events: deque[events.Event] = deque()
         self._stepping = False
@@ -271,15 +271,16 @@ class Flight:
     # --- runs --------------------------------------------------------------------------------------------------------
     def _start_run(self, run: int, first: int, end: int, fetch: Fetch | None) -> None:
         self._ends[run] = end
-        self._tasks[run] = asyncio.create_task(self._run(run, first, end, fetch))
+        task = self._tasks[run] = asyncio.create_task(self._run(run, first, end, fetch))
+        task.add_done_callback(lambda done: self._over(run, fetch, done))
 
     def _cut(self, run: int, end: int) -> None:
         self._ends[run] = end
         if end <= self.machine.runs[run].first:
             self._tasks[run].cancel()
 
-    async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> None:
-        outcome: events.Event
+    async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> events.Event:
+        """Do the run; what to tell the machine at its end."""
         try:
             async with self._around.admission if fetch is None else _nothing():
                 if fetch is None:
@@ -288,27 +289,28 @@ class Flight:
                     await self._pump(run, first, fetch)
                 finally:
                     await fetch.aclose()
-            outcome = events.Ended(run)
-        except asyncio.CancelledError:
-            outcome = events.GaveUp(run)
         except DiskTrouble as error:
-            outcome = events.GaveUp(run)
             self._around.disk_trouble(self, error)
+            return events.GaveUp(run)
         except (NotFound, Precondition) as error:
-            outcome = self._changed(run, error)
+            return self._changed(run, error)
         except ForebayError as error:
-            outcome = events.Failed(run, error.to_wire())
+            return events.Failed(run, error.to_wire())
         except Exception as error:
             log.exception("run %d of %s/%s broke", run, self.bucket, self.info.key)
-            outcome = events.Failed(run, Bug(f"reading from the backend broke: {error!r}").to_wire())
-        self._over(run, outcome)
+            return events.Failed(run, Bug(f"reading from the backend broke: {error!r}").to_wire())
+        return events.Ended(run)
 
-    def _over(self, run: int, outcome: events.Event) -> None:
+    def _over(self, run: int, adopted: Fetch | None, done: asyncio.Task[events.Event]) -> None:
+        """The run's task has ended, perhaps cancelled before it began."""
+        if adopted is not None and done.cancelled():
+            self._checks.add(closing := asyncio.create_task(adopted.aclose()))
+            closing.add_done_callback(self._checks.discard)
         if self._untold:
             self._tell()
         del self._tasks[run]
         del self._ends[run]
-        self._step(outcome)
+        self._step(events.GaveUp(run) if done.cancelled() else done.result())
 
     def _changed(self, run: int, error: ForebayError) -> events.Event:
         changed = Precondition(

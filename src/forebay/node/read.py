@@ -140,7 +140,9 @@ class Read:
 class Evictor(Protocol):
     """What makes room (`node/room.py`), as reads tell it. Object id 0 stands for nothing that is stored."""
 
-    def landed(self, volume_id: str, object_id: int, block: int, size_bytes: int, bucket: str, key: str) -> None: ...
+    def landed(
+        self, volume_id: str, unit: tuple[int, int], size_bytes: int, bucket: str, key: str, pinned: bool
+    ) -> None: ...
 
     def touched(self, object_id: int, first: int, end: int) -> None: ...
 

@@ -102,12 +102,16 @@ class Room:
         self.make_room()
 
     # --- what reads tell ---------------------------------------------------------------------------------------------
-    def landed(self, volume_id: str, object_id: int, block: int, size_bytes: int, bucket: str, key: str) -> None:
-        """A block (or, as block 0, an inline object) was listed in the store."""
+    def landed(
+        self, volume_id: str, unit: tuple[int, int], size_bytes: int, bucket: str, key: str, pinned: bool
+    ) -> None:
+        """A block (or, as block 0, an inline object) was listed in the store; `unit` is (object id, block)."""
         machine = self._machines.get(volume_id)
         if machine is None:
             return
-        machine.landed(unit_of(object_id, block), size_bytes, bucket, ghost_name(bucket, key, block))
+        machine.landed(unit_of(*unit), size_bytes, bucket, ghost_name(bucket, key, unit[1]))
+        if pinned:
+            machine.pin(unit_of(*unit))
         if machine.excess_bytes:
             self.make_room()
 

@@ -67,7 +67,15 @@ class JobWork:
     """Makes the work of each verb."""
 
     def __init__(
-        self, buckets: Buckets, cold: ColdReads, room: Room, index: StoreReader, tally: Tally, flush: Callable[[], None]
+        self,
+        buckets: Buckets,
+        cold: ColdReads,
+        room: Room,
+        index: StoreReader,
+        tally: Tally,
+        *,
+        flush: Callable[[], None],
+        flush_soon: Callable[[], None],
     ) -> None:
         self._buckets = buckets
         self._cold = cold
@@ -75,6 +83,7 @@ class JobWork:
         self._index = index
         self._tally = tally
         self._flush = flush
+        self._flush_soon = flush_soon
 
     async def make(self, verb: JobVerb, call: JobCall) -> Work:
         """The work of a call; `NotFound` for an unknown bucket, `Invalid` for a key that cannot be."""
@@ -105,6 +114,7 @@ class JobWork:
 
     # --- plans -------------------------------------------------------------------------------------------------------
     async def _cached(self, call: JobCall) -> AsyncIterator[JobUnit]:
+        self._flush()  # the scan sees what is committed
         if call.keys:
             for key in call.keys:
                 record = self._index.lookup(call.bucket, key)
@@ -150,7 +160,7 @@ class JobWork:
             return 0
         store.set_pinned(bucket, unit.key, pinned)
         self._room.pin(record.object_id, present_blocks(record), pinned)
-        self._flush()
+        self._flush_soon()
         await asyncio.sleep(0)
         return unit.size_bytes
 

@@ -1,0 +1,353 @@
+"""An engine over a bucket in memory, and a front that speaks the wire: real socket, real store, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.backends.counting import BackendCounters, Counting
+from forebay.backends.memory import MemoryBackend
+from forebay.backends.seam import Backend
+from forebay.core import calls, wire
+from forebay.core.errors import ForebayError, from_wire
+from forebay.core.types import Bucket, ListPage, ObjectInfo, RangeSpec
+from forebay.node.engine import Engine
+from forebay.node.settings import Settings
+
+MIB = 1 << 20
+
+
+class FakeClock:
+    """The machine's clocks, moved on by hand."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def wall_s(self) -> float:
+        import time
+
+        return time.time() + self.ahead_s
+
+    def monotonic_s(self) -> float:
+        import time
+
+        return time.monotonic() + self.ahead_s
+
+
+class Remote:
+    """A bucket that can be held up, switched off and watched."""
+
+    scheme = "memory"
+    read_only = False
+
+    def __init__(self) -> None:
+        self.objects = MemoryBackend("remote")
+        self.asked: list[tuple[str, str, int, int]] = []  # verb, key, start, end
+        self.down: ForebayError | None = None
+        self.open = asyncio.Event()  # bodies stop before each chunk while it is clear
+        self.open.set()
+        self.free_bytes = 0  # of each body, so much passes a closed gate
+        self.cut_after: int | None = None  # bodies break after so many bytes
+        self.closed_bodies = 0
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        return self.objects.put(key, data, (("content-type", "text/x-story"),))
+
+    def count(self, verb: str) -> int:
+        return sum(entry[0] == verb for entry in self.asked)
+
+    def fetched_bytes(self) -> int:
+        return sum(end - start for verb, _, start, end in self.asked if verb == "fetch")
+
+    def _may(self) -> None:
+        if self.down is not None:
+            raise self.down
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
+        await asyncio.sleep(0)
+        self._may()
+        try:
+            fetch = await self.objects.fetch(key, range, version=version)
+        except ForebayError:
+            self.asked.append(("refused", key, 0, 0))
+            raise
+        self.asked.append(("fetch", key, fetch.start, fetch.end))
+        return _Body(self, fetch)
+
+    async def head(self, key: str) -> ObjectInfo:
+        self._may()
+        self.asked.append(("head", key, 0, 0))
+        return await self.objects.head(key)
+
+    async def check(self, key: str, version: str) -> ObjectInfo | None:
+        await asyncio.sleep(0.001)
+        self._may()
+        self.asked.append(("check", key, 0, 0))
+        return await self.objects.check(key, version)
+
+    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        self._may()
+        self.asked.append(("list", prefix, 0, 0))
+        return await self.objects.list_page(prefix, delimiter, start_after, limit)
+
+    async def probe(self) -> None:
+        self._may()
+
+    async def aclose(self) -> None:
+        pass
+
+
+class _Body:
+    def __init__(self, remote: Remote, inner: Any) -> None:
+        self.info, self.start, self.end = inner.info, inner.start, inner.end
+        self._remote, self._inner = remote, inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        from forebay.core.errors import Unavailable
+
+        sent = 0
+        async for chunk in self._inner:
+            if sent >= self._remote.free_bytes:
+                await self._remote.open.wait()
+            if self._remote.cut_after is not None and sent >= self._remote.cut_after:
+                raise Unavailable("the connection broke: try again")
+            sent += len(chunk)
+            yield chunk
+
+    async def aclose(self) -> None:
+        self._remote.closed_bodies += 1
+
+
+class ReadSeen:
+    """One read as a front sees it."""
+
+    def __init__(self, front: Front, number: int) -> None:
+        self.front, self.number = front, number
+        self.opened: wire.Opened | None = None
+        self.data = bytearray()
+        self.error: ForebayError | None = None
+        self.messages = 0
+        self.changed = asyncio.Event()
+        self.takes = True  # whether the client reads what it is told of
+
+    def take(self, message: Any) -> None:
+        self.messages += 1
+        if isinstance(message, wire.Opened):
+            assert self.opened is None, "opened once"
+            self.opened = message
+            if message.body is not None:
+                self.data += message.body
+        elif isinstance(message, wire.Landed):
+            assert self.opened is not None
+            assert self.error is None
+            assert message.start == self.opened.start + len(self.data), "contiguous"
+            fd = os.open(message.path, os.O_RDONLY)
+            try:
+                piece = os.pread(fd, message.end - message.start, message.offset)
+            finally:
+                os.close(fd)
+            assert len(piece) == message.end - message.start
+            self.data += piece
+            if self.takes:
+                self.front.post(wire.Consumed(self.number, message.end))
+        else:
+            assert self.error is None, "failed once"
+            self.error = from_wire(message.error)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def whole(self) -> bytes:
+        """Every byte of the range; raises what failed. Closes the read."""
+        try:
+            await self.until(
+                lambda: (
+                    self.error is not None
+                    or (self.opened is not None and len(self.data) == self.opened.end - self.opened.start)
+                )
+            )
+            if self.error is not None:
+                raise self.error
+            return bytes(self.data)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.error is None:
+            self.front.post(wire.CloseRead(self.number))
+
+
+class Front:
+    """A front without HTTP."""
+
+    def __init__(self) -> None:
+        self.reads: dict[int, ReadSeen] = {}
+        self.calls: dict[int, asyncio.Future[bytes]] = {}
+        self.dropped: list[int] = []
+        self.welcomes: list[wire.Welcome] = []
+        self.welcomed = asyncio.Event()
+        self._number = 0
+        self._frames = wire.Frames()
+
+    async def connect(self, settings: Settings, number: int = 1) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(str(settings.engine_socket))
+        self.post(wire.Hello(number, os.getpid()))
+        self.task = asyncio.create_task(self._listen())
+        async with asyncio.timeout(5):
+            await self.welcomed.wait()
+
+    async def _listen(self) -> None:
+        while data := await self._reader.read(1 << 16):
+            for message in self._frames.feed(data):
+                if isinstance(message, wire.Opened | wire.Landed):
+                    self.reads[message.read].take(message)
+                elif isinstance(message, wire.Answer):
+                    self.calls.pop(message.call).set_result(message.body)
+                elif isinstance(message, wire.Failed):
+                    if message.number in self.calls:
+                        self.calls.pop(message.number).set_exception(from_wire(message.error))
+                    else:
+                        self.reads[message.number].take(message)
+                elif isinstance(message, wire.Welcome):
+                    self.welcomes.append(message)
+                    self.welcomed.set()
+                elif isinstance(message, wire.Dropped):
+                    self.dropped += message.object_ids
+
+    def post(self, message: wire.Message) -> None:
+        self._writer.write(wire.encode(message))
+
+    def open(self, key: str, range: RangeSpec | None = None, bucket: str = "remote", **more: Any) -> ReadSeen:
+        self._number += 1
+        read = self.reads[self._number] = ReadSeen(self, self._number)
+        self.post(wire.OpenRead(self._number, bucket, key, range, **more))
+        return read
+
+    async def get(self, key: str, range: RangeSpec | None = None, **more: Any) -> bytes:
+        return await self.open(key, range, **more).whole()
+
+    async def call(self, verb: str, arguments: Any = None) -> Any:
+        self._number += 1
+        future = self.calls[self._number] = asyncio.get_running_loop().create_future()
+        body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
+        self.post(wire.Call(self._number, verb, body))
+        async with asyncio.timeout(20):
+            return calls.decode_answer(verb, await future)
+
+    async def job(self, verb: str, arguments: calls.JobCall) -> calls.JobState:
+        """Start a job and wait for its end."""
+        return await self.ended(await self.call(verb, arguments))
+
+    async def ended(self, state: calls.JobState) -> calls.JobState:
+        """Wait for a job's end."""
+        for _ in range(4000):
+            if state.state != "running":
+                return state
+            await asyncio.sleep(0.005)
+            state = await self.call("job", calls.JobNamed(state.job))
+        raise AssertionError(f"the job does not end: {state}")
+
+    def post_taken(self, read: ReadSeen) -> None:
+        """The read's client took all it was told of."""
+        assert read.opened is not None
+        self.post(wire.Consumed(read.number, read.opened.start + len(read.data)))
+
+    def vanish(self) -> None:
+        self._writer.transport.abort()
+
+    async def aclose(self) -> None:
+        self._writer.close()
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Rig:
+    """An engine, its bucket and a front."""
+
+    def __init__(self, dir: Path, remote: Remote, clock: FakeClock, **settings: Any) -> None:
+        self.remote, self.clock = remote, clock
+        self.settings = Settings(dir=str(dir), auto_buckets=False, scrub_bytes_s=0, **settings)
+        self.front = Front()
+
+    async def start(self, bucket: Bucket | None = None) -> None:
+        self.engine = Engine(self.settings, opener=self._opener, clock=self.clock)
+        await self.engine.start()
+        if bucket is not None:
+            await self.engine.buckets.put(bucket)
+        await self.front.connect(self.settings)
+
+    def _opener(self, bucket: Bucket, counters: BackendCounters) -> Backend:
+        return Counting(self.remote, counters, self.clock)
+
+    async def stop(self, *, clean: bool = True) -> None:
+        await self.front.aclose()
+        await self.engine.stop(clean=clean)
+
+    async def again(self, *, clean: bool = True) -> None:
+        """Stop and start, as after an upgrade."""
+        await self.stop(clean=clean)
+        self.front = Front()
+        await self.start()
+
+    async def idle(self) -> None:
+        """Wait until nothing is read or fetched."""
+        cold = self.engine.cold
+        for _ in range(5000):
+            if not (cold.all_flights or cold.reads):
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError(f"{cold.reads} reads and flights {[f.machine for f in cold.all_flights]} do not end")
+
+
+@asynccontextmanager
+async def rig(
+    dir: Path, freshness_s: float = 60.0, pinned: tuple[str, ...] = (), quota_bytes: int | None = None, **settings: Any
+) -> AsyncIterator[Rig]:
+    """A running rig with a bucket `remote`."""
+    made = Rig(dir, Remote(), FakeClock(), **settings)
+    bucket = Bucket("remote", "memory://remote", freshness_s=freshness_s, pinned=pinned, quota_bytes=quota_bytes)
+    await made.start(bucket)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+Story = Callable[..., Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def rigged(tmp_path: Path) -> Callable[..., None]:
+    """`rigged(story, **settings)` runs `async def story(rig)` on a fresh engine, and looks for what it left behind."""
+
+    def run(story: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
+        async def main() -> None:
+            async with rig(tmp_path, **settings) as made:
+                await story(made)
+                await made.idle()
+                assert made.engine.cold.budget.used_bytes == 0
+                assert not made.engine.cold._openings
+
+        before = len(os.listdir("/proc/self/fd"))
+        asyncio.run(main(), debug=False)
+        assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were leaked"
+
+    return run
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """Bytes that differ at every place that matters: a wrong offset or a mixed version shows."""
+    import random
+
+    unit = random.Random(seed).randbytes(65_521)  # a prime, so that no block boundary repeats
+    return (unit * (size // len(unit) + 1))[:size]
