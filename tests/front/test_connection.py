@@ -186,6 +186,12 @@ def test_the_answer_to_a_refused_body_survives_the_body(node: Node) -> None:
         assert client.answer().status == 501
 
 
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(node: Node) -> None:
+    with node.connect() as client:
+        client.send(head("/-/v1/evict", "POST", "1.1", "Content-Length: 9999999999", "Expect: 100-continue"))
+        assert client.answer().status == 413
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_413(node: Node, chunked: bool) -> None:
     size = limits.JSON_BODY_BYTES_MAX + 1

@@ -14,6 +14,7 @@ Invariant. After `stop` no connection, descriptor, task or timer of the front is
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -156,6 +157,7 @@ async def _serve(settings: Settings, number: int) -> int:
     try:
         if starting.done():
             await starting
+            gc.freeze()  # what exists now stays: collecting it again and again would stop requests for milliseconds
             log.info("front %d serves port %d", number, front.port)
             await stopped
     finally:

@@ -35,7 +35,7 @@ from forebay.core.metrics import Histogram
 from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
 from forebay.node.http.lane import TARGET_BYTES as LANE_BYTES
-from forebay.node.http.requests import STATUS_LINES, BodySink, File, Handler, Request, status_of
+from forebay.node.http.requests import STATUS_LINES, BodySink, BoundedBody, File, Handler, Request, status_of, too_large
 from forebay.node.http.sending import ClientGone, Sender
 
 if TYPE_CHECKING:
@@ -285,7 +285,9 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._chunked = parsing.Chunked()
         else:
             self._body_left = fields.length_bytes
-        self._sink = self._handler.take_body(self.request)
+        self._sink = sink = self._handler.take_body(self.request)
+        if isinstance(sink, BoundedBody) and self._chunked is None and self._body_left > sink.limit_bytes:
+            raise too_large(sink.limit_bytes)
         if fields.expects_continue and not data and self._http11 and not self._put(b"HTTP/1.1 100 Continue\r\n\r\n"):
             # 25 bytes do not fit into an idle client's socket: it is not reading, or gone
             self._close("client")

@@ -19,13 +19,13 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forebay.core.errors import Bug, NotFound, Unavailable
+from forebay.core.errors import Bug, ForebayError, NotFound, Unavailable
 from forebay.core.freshness import is_fresh
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.core.wire import Opened, Welcome
 from forebay.node.http.counting import FrontCounts
-from forebay.node.http.requests import Exchange
+from forebay.node.http.requests import Exchange, status_of
 from forebay.node.link import Link, Read
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
@@ -222,8 +222,9 @@ class Reads:
             exchange.start(plan.status, plan.head, size)
             await self._stream(exchange, read, opened, plan.start, plan.end)
             await exchange.end()
-        except Exception:
-            counts.read_errors += 1
+        except ForebayError as error:
+            if status_of(error) >= 500:  # a key that does not exist is an answer
+                counts.read_errors += 1
             raise
         finally:
             counts.reads_waiting -= 1
