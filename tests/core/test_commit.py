@@ -40,7 +40,7 @@ class Disk:
         return [(effect, self.subject(data, version)) for effect in effects]
 
     def durable(self, object_id, data, version, replaces=None):
-        header = encode_header(NAME, object_id, version, len(data))
+        header = encode_header(NAME, object_id, version, len(data), durable=True)
         plan = commit.plan_durable(self.place(object_id, True), f"tmp/{object_id}", WRITES, 4, header, replaces)
         return [(effect, self.subject(data, version)) for effect in plan]
 
@@ -162,6 +162,16 @@ def test_an_acknowledged_write_survives_every_cut_and_every_crash():
         outcomes.add((version, bool(disk.acknowledged)))
         check_rubbish(disk)
     assert outcomes == {("old", False), ("new", False), ("new", True)}
+
+
+def test_a_durable_write_that_was_cut_leaves_nothing_behind():
+    outcomes = set()
+    for disk, _, _ in cuts(lambda disk: disk.durable(1, NEW, "new")):
+        record = disk.store.lookup(NAME)
+        assert record is None or record.durable, "it must not come back as a clean object"
+        outcomes.add((record is None, bool(disk.acknowledged)))
+        check_rubbish(disk)
+    assert outcomes == {(True, False), (False, False), (False, True)}
 
 
 def test_a_durable_write_over_a_clean_copy_is_safe_too():

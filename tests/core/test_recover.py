@@ -67,6 +67,13 @@ def test_a_durable_record_wins_over_every_clean_file():
     assert judge_file(other, DURABLE, False) == [Delete("data/9", "superseded")]
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_durable_write_that_was_cut_before_its_record_is_undone(trusted):
+    seen = FileSeen("data/9", "data", 100, Identity("b", "k", 9, 100, (0, 1), durable=True))
+    assert judge_file(seen, None, trusted) == [Delete("data/9", "orphan")]
+    assert judge_file(seen, RECORD, trusted) == [Delete("data/9", "superseded")]
+
+
 def test_a_file_that_a_durable_record_names_is_set_aside_never_deleted():
     wrong = FileSeen("data/7", "data", 100, Identity("b", "other", 7, 100, (0,)))
     quarantine, lost = judge_file(wrong, DURABLE, True)

@@ -14,7 +14,8 @@ Rejected: trusting the clean index after a machine stop and hoping (LMDB without
 that a durable record names when it looks wrong (it is evidence, and may be the only copy of an acknowledged write).
 
 Invariants. (1) A block is served only if a record lists it and (after an unclean machine stop) its sum matched. (2) A
-file that a durable record names is never deleted. (3) Judging again what was judged changes nothing.
+file that a durable record names is never deleted. (3) Judging again what was judged changes nothing. (4) A durable
+write that was cut before its record is undone, never turned into a clean object.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a file's header says it is. `blocks` are those whose sums the file holds."""
+    """What a file's header says it is. `blocks` are those whose sums the file holds.
+
+    `durable`: the file was made by a durable write, so that only a durable record gives it meaning.
+    """
 
     bucket: str
     key: str
     object_id: int
     size_bytes: int
     blocks: tuple[int, ...] = ()
+    durable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ def judge_file(seen: FileSeen, record: RecordSeen | None, trusted: bool) -> list
         return _judge_named(seen, record, trusted)
     if header is None:
         return [Delete(seen.path, "unreadable" if not trusted else "orphan")]
-    if trusted or (record is not None and (record.durable or record.object_id > header.object_id)):
+    if trusted or header.durable or (record is not None and (record.durable or record.object_id > header.object_id)):
         return [Delete(seen.path, "orphan" if record is None else "superseded")]
     if seen.size_bytes != header.size_bytes or not header.blocks:
         return [Delete(seen.path, "unreadable")]

@@ -160,8 +160,9 @@ class SimNode:
             self.budget.succeeded()
             if not read.answered:
                 record = self.store.clean.get(read.name)
-                if record is not None:  # another version is nobody's to have from now on
-                    record.checked_us = max(record.checked_us, asked_us) if record.version == version else 0
+                if record is not None and record.version == version:
+                    record.checked_us = max(record.checked_us, asked_us)
+                self._outdate(read.name, lambda other: other != version)
                 self._serve(read, version, size_bytes, asked_us)
 
         def failed(error: ForebayError) -> None:
@@ -412,6 +413,19 @@ class SimNode:
             bound = (BUDGET_AT_START * self.lives + self.requests_first) // retry.RETRY_COST
             assert self.retries <= bound, f"{self.retries} retries of {self.requests_first} requests"
 
+    def _outdate(self, name: Name, is_outdated: Callable[[str], bool]) -> None:
+        """These versions of the object are known not to be the present one.
+
+        The record is asked about again before its next use. A flight serves its readers to the end, but its blocks may
+        no longer become the record: who asks later would be given an earlier version than somebody was before.
+        """
+        record = self.store.clean.get(name)
+        if record is not None and is_outdated(record.version):
+            record.checked_us = 0
+        for flight in self.all_flights:
+            if flight.name == name and is_outdated(flight.version):
+                flight.checked_us, flight.gone = 0, True
+
     def _retry(self, attempt: int, error: ForebayError, since_us: int) -> float | None:
         elapsed_s = (self.schedule.now_us - since_us) / 1e6
         delay_s = retry.delay_before_retry(attempt, error, elapsed_s, self.schedule.dice.random(), self.budget)
@@ -466,10 +480,7 @@ class SimNode:
         if isinstance(error, Precondition):
             if self.flights.get(flight.name) is flight:
                 del self.flights[flight.name]
-            record = self.store.clean.get(flight.name)
-            if record is not None and record.version == flight.version:
-                record.checked_us = 0  # the next read asks again
-            flight.checked_us, flight.gone = 0, True
+            self._outdate(flight.name, lambda version: version == flight.version)
             self._log("gone", flight.name, flight.version)
             self._step(flight, flight_events.Gone(error.to_wire()))
         else:
@@ -541,6 +552,8 @@ class SimNode:
             record = self.store.clean.get(name)
             if block >= run.end:
                 return []  # cut while it landed: nobody owns the block any more
+            if flight.gone:
+                return []
             if record is not None and record.object_id > place.object_id:
                 return []  # a later version is there already
             if place.path and not self.store.disk.exists(place.path):
@@ -661,7 +674,7 @@ class SimNode:
 
         def make() -> list[commit.Effect]:
             old = self.store.lookup(name)
-            header = encode_header(name, object_id, version, len(data))
+            header = encode_header(name, object_id, version, len(data), durable=True)
             return commit.plan_durable(place, f"tmp/{object_id}", writes, blocks, header, old.place if old else None)
 
         def acknowledge() -> None:

@@ -26,6 +26,8 @@ from forebay.sim.backend import Name
 from forebay.sim.disk import DiskFull, File, SimDisk
 from forebay.sim.schedule import Schedule
 
+Header = tuple[Name, int, str, int, bool]  # of what, object id, version, size, made by a durable write
+
 BLOCK_BYTES = 64
 INLINE_BYTES_MAX = 16
 
@@ -83,16 +85,16 @@ class _Job:
     done: Callable[[bool], None]
 
 
-def encode_header(name: Name, object_id: int, version: str, size_bytes: int) -> bytes:
-    body = json.dumps([*name, object_id, version, size_bytes]).encode()
+def encode_header(name: Name, object_id: int, version: str, size_bytes: int, durable: bool = False) -> bytes:
+    body = json.dumps([*name, object_id, version, size_bytes, durable]).encode()
     return sum_of(body).to_bytes(8, "big") + body
 
 
-def decode_header(data: bytes | None) -> tuple[Name, int, str, int] | None:
+def decode_header(data: bytes | None) -> Header | None:
     if not data or sum_of(data[8:]).to_bytes(8, "big") != data[:8]:
         return None
-    bucket, key, object_id, version, size_bytes = json.loads(data[8:])
-    return (bucket, key), object_id, version, size_bytes
+    bucket, key, object_id, version, size_bytes, durable = json.loads(data[8:])
+    return (bucket, key), object_id, version, size_bytes, durable
 
 
 class SimStore:
@@ -277,7 +279,7 @@ class SimStore:
 
     def start(self, trusted: bool) -> list[recover.Action]:
         """Judge every file and record, and do what is to be done."""
-        headers: dict[str, tuple[Name, int, str, int]] = {}
+        headers: dict[str, Header] = {}
         files: list[recover.FileSeen] = []
         self.sums.clear()
         for path in self.disk.list():
@@ -287,8 +289,8 @@ class SimStore:
             identity = None
             if header is not None:
                 headers[path] = header
-                (bucket, key), object_id, _, size_bytes = header
-                identity = recover.Identity(bucket, key, object_id, size_bytes, tuple(sorted(self.sums[path])))
+                (bucket, key), object_id, _, size_bytes, durable = header
+                identity = recover.Identity(bucket, key, object_id, size_bytes, tuple(sorted(self.sums[path])), durable)
                 self.next_id = max(self.next_id, object_id + 1)
             kind: Any = "temp" if path.startswith("tmp/") else "data"
             files.append(recover.FileSeen(path, kind, len(file.data), identity))
@@ -303,7 +305,7 @@ class SimStore:
             self._apply(action, headers)
         return actions
 
-    def _apply(self, action: recover.Action, headers: dict[str, tuple[Name, int, str, int]]) -> None:
+    def _apply(self, action: recover.Action, headers: dict[str, Header]) -> None:
         match action:
             case recover.Delete(path) | recover.Quarantine(path):
                 self.disk.unlink(path)
@@ -312,7 +314,7 @@ class SimStore:
                     if (record := index.get((bucket, key))) and record.object_id == object_id:
                         del index[bucket, key]
             case recover.Rebuild(path, identity):
-                name, object_id, version, size_bytes = headers[path]
+                name, object_id, version, size_bytes, _ = headers[path]
                 blocks = set(identity.blocks)
                 self.clean[name] = Record(name, object_id, path, version, size_bytes, blocks, set(blocks))
             case recover.Keep(path, unverified):
