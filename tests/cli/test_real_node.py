@@ -123,6 +123,7 @@ def test_a_killed_node_is_noticed_and_started_again_with_its_cache(real: Program
     with Client(real.env["FOREBAY_URL"]) as client:
         assert client.get("data", "big") == objects["big"]
         os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not local_node.is_locked(tmp_path / "node"))
         wait_until(lambda: not local_node.is_ready(real.env["FOREBAY_URL"]))
         assert "no node answers" in real("status", code=6).stderr
         assert "was killed" in real("doctor", "--no-measure").stdout
@@ -131,6 +132,17 @@ def test_a_killed_node_is_noticed_and_started_again_with_its_cache(real: Program
     (tmp_path / "bucket" / "big").unlink()
     real("get", "data/big", str(tmp_path / "big"))
     assert (tmp_path / "big").read_bytes() == objects["big"], "it came from the cache"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_up_right_after_the_end_of_a_node_starts_another(real: Program, tmp_path: Path, how: signal.Signals) -> None:
+    first = int(str(up(real)["pid"]))
+    os.kill(first, how)
+    wait_until(lambda: not local_node.said(tmp_path / "node").pid or not local_node.alive(first))
+    second = up(real)
+    assert second["started"] is True
+    assert second["pid"] != first
+    assert json.loads(real("status", "--json").stdout)["endpoint"] == real.env["FOREBAY_URL"]
 
 
 def wait_until(condition: object, timeout_s: float = 30.0) -> None:
@@ -219,3 +231,19 @@ def test_the_shell_completes_from_a_real_node(real: Program, tmp_path: Path) -> 
     }
     done = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["data/train/"]
+
+
+def test_a_node_with_identities_wants_to_know_who_asks(real: Program, tmp_path: Path) -> None:
+    fill(tmp_path / "bucket")
+    keys = str(tmp_path / "keys.json")
+    admin = json.loads(real("key", "create", "me", "--allow", "admin:*", "--file", keys, "--json").stdout)["token"]
+    reader = json.loads(real("key", "create", "you", "--allow", "read:data", "--file", keys, "--json").stdout)["token"]
+    up(real, "--identities", keys)
+    assert "Denied" in real("bucket", "ls", "--json", code=4).stderr
+    real.env["FOREBAY_TOKEN"] = admin
+    real("bucket", "add", "data", f"file://{tmp_path / 'bucket'}")
+    real.env["FOREBAY_TOKEN"] = reader
+    assert len(real("ls", "-r", "data").stdout.splitlines()) == 4
+    real("get", "data/train/b", str(tmp_path / "b"))
+    real("evict", "data", code=4)
+    real("bucket", "rm", "data", code=4)

@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "evict": ("evict", "Drop objects from the cache."),
     "refresh": ("refresh", "Ask the backend whether cached objects are still current."),
     "job": ("job", "List, watch and cancel jobs."),
+    "key": ("key", "Make keys for clients of a node."),
     "status": ("status", "Show the node, its volumes and its buckets."),
     "top": ("top", "Watch hit ratio, bandwidth and latency live."),
     "bench": ("bench", "Measure this machine: warm, cold, epoch or all."),

@@ -26,6 +26,7 @@ from forebay.ports import clock
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 LOOK_S = 0.05
+FRONTS_END_S = 10.0  # they notice at once, and finish what they are sending
 _ABOUT_CHILDREN = re.compile(r"see its message above|starting it again in")  # the supervisor's; the child said why
 _LOG_PREFIX = re.compile(r"^forebay: |^[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")
 
@@ -59,20 +60,18 @@ def up(
         given["dir"] = str(local_node.directory(None))
     wanted = settings.load(config, **given)
     at = Path(wanted.dir)
-    there = local_node.running(at)
+    there = _wait(at, None, wanted.endpoint, timeout_s) if local_node.running(at) else None
     started = there is None
     if there is None:
         if wanted.port == 0:
             raise Invalid("--listen with port 0 is for `forebay node`: name a port, so that clients can find it")
         _check_port(wanted.host, wanted.port)
         there = _start(at, given, config, wanted.endpoint, timeout_s)
-    else:
-        there = _wait(at, None, there.endpoint, timeout_s)
-        if listen is not None and there.endpoint != wanted.endpoint:
-            raise Exists(
-                f"a node runs from {at} already and listens at {there.endpoint}: use it there, or stop it with "
-                f"`forebay down{_dir_flag(dir)}` and start it again"
-            )
+    elif listen is not None and there.endpoint != wanted.endpoint:
+        raise Exists(
+            f"a node runs from {at} already and listens at {there.endpoint}: use it there, or stop it with "
+            f"`forebay down{_dir_flag(dir)}` and start it again"
+        )
     if as_json:
         show.document(
             {
@@ -110,11 +109,16 @@ def _dir_flag(dir: str | None) -> str:
 
 
 def _check_port(host: str, port: int) -> None:
-    if not local_node.port_taken(host, port):
-        return
-    free = next((other for other in range(port + 1, port + 50) if not local_node.port_taken(host, other)), None)
-    offer = f", or choose another: forebay up --listen {host}:{free}" if free else ""
-    raise Exists(f"port {port} is taken by {local_node.holder(host, port)}: stop that{offer}", code="PortTaken")
+    """`Exists` if somebody else listens there. Fronts of a node that was killed are given time to notice and end."""
+    give_up_s = clock.monotonic_s() + FRONTS_END_S
+    while local_node.port_taken(host, port):
+        holder = local_node.holder(host, port)
+        if "forebay.node.front" in holder.command and clock.monotonic_s() < give_up_s:
+            time.sleep(LOOK_S)
+            continue
+        free = next((other for other in range(port + 1, port + 50) if not local_node.port_taken(host, other)), None)
+        offer = f", or choose another: forebay up --listen {host}:{free}" if free else ""
+        raise Exists(f"port {port} is taken by {holder}: stop that{offer}", code="PortTaken")
 
 
 def _start(
@@ -133,7 +137,9 @@ def _start(
             cwd="/",
         )
     try:
-        return _wait(at, child, endpoint, timeout_s)
+        there = _wait(at, child, endpoint, timeout_s)
+        assert there is not None, "a child that ends before it is ready is an error"
+        return there
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped waiting; the node (pid {child.pid}) goes on starting: `forebay up` again tells"
@@ -154,8 +160,13 @@ def _arguments(given: dict[str, object], config: str | None) -> list[str]:
     return out if config is None else [*out, "--config", str(Path(config).absolute())]
 
 
-def _wait(at: Path, child: subprocess.Popen[bytes] | None, endpoint: str, timeout_s: float) -> local_node.Running:
-    """Until the node of `at` is ready; `Unavailable` with the log's last words if it ends or takes too long."""
+def _wait(
+    at: Path, child: subprocess.Popen[bytes] | None, endpoint: str, timeout_s: float
+) -> local_node.Running | None:
+    """Until the node of `at` is ready; `Unavailable` with the log's last words if it ends or takes too long.
+
+    Without `child` it is one that was running before, and None if it was just stopping.
+    """
     give_up_s = clock.monotonic_s() + timeout_s
     while True:
         if child is None:
@@ -171,7 +182,7 @@ def _wait(at: Path, child: subprocess.Popen[bytes] | None, endpoint: str, timeou
                 f"(more in {at / 'log'}); `forebay doctor` looks for the cause"
             )
         if child is None and there is None:
-            raise Unavailable("the node that was running has just stopped: run `forebay up` again")
+            return None
         if clock.monotonic_s() > give_up_s:
             raise Unavailable(
                 f"the node at {endpoint} is not ready after {timeout_s:g} s, and goes on trying; its log ends with: "
