@@ -139,6 +139,7 @@ class Link:
         self.path = os.fspath(path)
         self.front = front
         self.touched: dict[tuple[int, int, int], None] = {}  # object id, first block, end block
+        self.touched_whole: dict[int, None] = {}  # objects of one block, which need no more than their id
         self.connects = 0
         self._welcome = welcome
         self._dropped = dropped
@@ -339,12 +340,15 @@ class Link:
     # --- hits --------------------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Report the hits gathered so far."""
-        touched, current = self.touched, self._wire
-        if not touched:
+        touched, whole, current = self.touched, self.touched_whole, self._wire
+        if not touched and not whole:
             return
         if current is not None and current.transport.get_write_buffer_size() < BUFFERED_BYTES_MAX:
-            self.post(wire.Touched([number for hit in touched for number in hit]))
+            hits = [number for hit in touched for number in hit]
+            hits += [number for object_id in whole for number in (object_id, 0, 1)]
+            self.post(wire.Touched(hits))
         touched.clear()
+        whole.clear()
 
     def _flush_later(self) -> None:
         self.flush()

@@ -536,8 +536,9 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._close("error", reset=True)
 
     # --- the fast lane (lane.py) -------------------------------------------------------------------------------------
-    def answer_whole(self, data: bytes) -> None:
-        """Send a finished 200, from IDLE and, if the socket takes it at once, back to it."""
+    def answer_whole(self, data: bytes) -> bool:
+        """Send a finished 200 from IDLE. True if the socket took it at once: then the request is over, and the caller
+        counts it; else it goes on as any other."""
         counts = self._counts
         counts.sent_bytes += len(data)
         try:
@@ -546,14 +547,14 @@ class Connection(Sender, asyncio.BufferedProtocol):
             taken = 0
         except OSError:
             self._vanished()
-            return
+            return False
         if taken == len(data):
-            counts.requests[2] += 1
             self._since_s = self._server.now_s
-            return
+            return True
         self._phase, self._stage, self._status, self._verb, self._keep = BUSY, WHOLE, 200, 0, True
         if self._put(data[taken:]):
             self._finish()
+        return False
 
     def begin_plain_get(self, target: bytes, started_s: float) -> None:
         """IDLE to BUSY for a GET without body or query, whose fields are the remembered ones."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from forebay.node.http.connection import Connection
 
 TARGET_BYTES = bytes(byte for byte in parsing.TARGET_BYTES if byte not in b"%?")  # nothing to decode, no query
+TARGET_LENGTH_MAX = limits.KEY_BYTES_MAX  # of a bucket and a key: longer ones are for the chain to judge
+TOUCHES_MAX = limits.TOUCHES_MAX
 _UNVERIFIED = int(State.UNVERIFIED)
 # Fields that change nothing about an anonymous read; any other keeps the request in the chain.
 _HARMLESS = frozenset(
@@ -70,8 +72,9 @@ class Lane:
         self._reads = reads
         self._lookup = store.lookup
         self._link = link
-        self._touched = link.touched
+        self._touched = link.touched_whole
         self._counts = reads.counts
+        self._histogram = reads.counts.hit_seconds
         self._open_to_all = open_to_all
         self._ids = ids
         self._id_start = b"x-amz-request-id: " + ids.prefix
@@ -79,13 +82,12 @@ class Lane:
         self._path_style = path_style
         self._wall_s = clock.wall_s
         self._monotonic_s = clock.monotonic_s
-        self._buckets: dict[bytes, Bucket] = {}
-        self._open = False
+        self._buckets: dict[bytes, Bucket] = {}  # empty while the node has identities
 
     def follow(self) -> None:
         """Buckets or identities changed."""
-        self._open = self._open_to_all()
-        self._buckets = {name.encode(): bucket for name, bucket in self._reads.buckets.items()}
+        buckets = self._reads.buckets if self._open_to_all() else {}
+        self._buckets = {name.encode(): bucket for name, bucket in buckets.items()}
 
     def admits(self, fields: Fields) -> bool:
         """Whether a GET with these fields may be tried here: HTTP/1.1, kept alive, no body."""
@@ -99,15 +101,12 @@ class Lane:
     def serve(self, connection: Connection, target: bytes) -> bool:
         """Answer `target` (only TARGET_BYTES in it) on an idle connection whose fields `admits`; or say False."""
         slash = target.find(b"/", 1)
-        if slash < 0 or not self._open:
-            return False
         bucket = self._buckets.get(target[1:slash])
-        started_s = self._monotonic_s()
-        raw = target[slash + 1 :]
-        if bucket is None or not 0 < len(raw) <= limits.KEY_BYTES_MAX:
+        if bucket is None or len(target) > TARGET_LENGTH_MAX:
             return False
-        key = raw.decode("ascii")
-        record = self._lookup(bucket.name, key)
+        started_s = self._monotonic_s()
+        key = target[slash + 1 :].decode("ascii")
+        record = self._lookup(bucket.name, key) if key else None
         if (
             record is None
             or record.state & _UNVERIFIED
@@ -117,22 +116,25 @@ class Lane:
         inline = record.inline
         if not inline:
             return self._serve_file(connection, target, bucket.name, key, record, started_s)
-        self._ids.count += 1
+        ids = self._ids
+        ids.count = count = ids.count + 1
         size = len(inline)
-        connection.answer_whole(
-            b"%b%b%b%08X\r\nContent-Length: %d\r\n\r\n%b"
-            % (self.ok, record.head, self._id_start, self._ids.count, size, inline)
+        at_once = connection.answer_whole(
+            b"%b%b%b%08X\r\nContent-Length: %d\r\n\r\n%b" % (self.ok, record.head, self._id_start, count, size, inline)
         )
         touched = self._touched
-        touched[record.object_id, 0, 1] = None
-        if len(touched) >= limits.TOUCHES_MAX:
+        touched[record.object_id] = None
+        if len(touched) >= TOUCHES_MAX:
             self._link.flush()
-        counts = self._counts
-        counts.hits += 1
-        counts.hit_bytes += size
         taken_s = self._monotonic_s() - started_s
+        counts = self._counts
+        if at_once:
+            counts.lane_hits += 1
+        else:
+            counts.hits += 1
+        counts.hit_bytes += size
+        histogram = self._histogram
         index = int(taken_s * 1e6).bit_length()  # Histogram.add, here without the call
-        histogram = counts.hit_seconds
         histogram.counts[index if index < BUCKETS else -1] += 1
         histogram.sum_s += taken_s
         return True

@@ -130,7 +130,7 @@ class Reads:
         if not size or request.method == b"HEAD":
             exchange.respond(status, head, size_bytes=size)
         elif (inline := record.inline) is not None:
-            self._link.touch(record.object_id, 0, 1)
+            self._link.touched_whole[record.object_id] = None
             exchange.respond(status, head, inline if size == len(inline) else inline[start:end])
         else:
             if not record.has(start, end):
