@@ -240,6 +240,7 @@ def test_doctor_tells_which_bucket_is_refused(program: Program, node: FakeNode, 
     assert "BAD   bucket" in shown
     assert "other (s3://other): Denied: the credentials are refused" in shown
     assert shown.strip().endswith("bad")
+    assert "speed" not in shown, "what was not to be measured is not missed"
 
 
 def test_doctor_without_a_node_says_how_to_start_one(alone: Program, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def look_at_disk(path: str, *, measure: bool) -> DiskFacts:
         punch=punch,
         sync_s=sync_s,
         write_bytes_s=write_bytes_s,
+        measured=measure,
     )
 
 

@@ -46,6 +46,7 @@ class DiskFacts(msgspec.Struct, frozen=True):
     punch: bool | None = None
     sync_s: float | None = None  # median of a 4 KiB write and fsync
     write_bytes_s: float | None = None  # 16 MiB written and synced
+    measured: bool = True  # False: timing was not asked for
     error: str = ""
 
 
@@ -222,7 +223,8 @@ def disk(facts: DiskFacts) -> Iterator[Finding]:
             "remove small files, or make the filesystem with more inodes (mkfs.ext4 -i 16384; XFS needs none)",
         )
     yield from _filesystem(facts)
-    yield from _speed(facts)
+    if facts.measured:
+        yield from _speed(facts)
 
 
 def _filesystem(facts: DiskFacts) -> Iterator[Finding]:
