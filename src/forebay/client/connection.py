@@ -273,7 +273,7 @@ def _open(place: Place, patience_s: float) -> socket.socket:
     try:
         timeout_s = min(patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)
         sock = socket.create_connection((place.host, place.port), timeout_s)
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         raise Unavailable(
             f"no node answers at {place.url}: start one with `forebay up`, or name another with --url or FOREBAY_URL",
             code="NoNode",
