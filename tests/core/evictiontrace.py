@@ -188,3 +188,52 @@ def zipf(units: int, accesses: int, alpha: float, seed: int, first_id: int = 0, 
 
 def scan(units: int, first_id: int, size: int = 1 << 20) -> Trace:
     return [(unit_of(first_id + n, 0), size) for n in range(units)]
+
+
+# --- the table of docs/design/0002-eviction.md -----------------------------------------------------------------------
+def sliding(accesses: int, width: int, seed: int) -> Trace:
+    """A working set that slides along: recency is all that counts."""
+    chance = random.Random(seed)
+    return [(unit_of(at // 20 + chance.randrange(width), 0), 1 << 20) for at in range(accesses)]
+
+
+def drifting(rounds: int, seed: int) -> Trace:
+    """A skewed popularity that moves on by a tenth of its units, again and again."""
+    return [access for n in range(rounds) for access in zipf(5000, 20_000, 0.9, seed, first_id=n * 500)]
+
+
+def rows():
+    """(name, trace, capacity, accesses not counted)"""
+    for kind, objects in (("equal", 2000), ("mixed", 2000), ("blocks", 400)):
+        data = dataset(objects, kind, seed=1)
+        trace = epochs(data, 8, seed=2)
+        for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+            yield f"random epochs, {kind}, C/D = {share}", trace, int(size_of(data) * share), len(trace) // 4
+    for alpha in (0.7, 0.9, 1.1):
+        for share in (0.01, 0.1, 0.3):
+            trace = zipf(20_000, 200_000, alpha, seed=5)
+            yield f"zipf {alpha}, C = {share:.0%} of units", trace, int(20_000 * share) << 20, 50_000
+    hot, junk = zipf(20_000, 150_000, 0.9, seed=5), scan(20_000, first_id=10**6)
+    during = [access for at, one in enumerate(junk) for access in (one, *hot[75_000 + 2 * at : 77_000 + 2 * at][:2])]
+    scanned = hot[:75_000] + during + hot[115_000:]
+    yield "zipf 0.9 after a scan, C = 10%", scanned, 2000 << 20, len(scanned) - 35_000
+    both = [
+        one for pair in zip(epochs(dataset(2000, "equal", 1), 6, 3), zipf(3000, 12_000, 1.0, 4, 10**6)) for one in pair
+    ]
+    yield "epochs and zipf mixed", both, 1500 << 20, 8000
+    yield "sequential loop, C/D = 0.5", scan(3000, 0) * 6, 1500 << 20, 6000
+    yield "drifting zipf 0.9, C = 20%", drifting(10, seed=5), 1000 << 20, 20_000
+    yield "sliding window of 0.8 C", sliding(100_000, 800, seed=3), 1000 << 20, 20_000
+    yield "sliding window of 1.6 C", sliding(100_000, 800, seed=3), 500 << 20, 20_000
+
+
+def main():
+    names = [*POLICIES, "Belady"]
+    print(f"| trace | {' | '.join(names)} |\n| --- |{' ---: |' * len(names)}")
+    for name, trace, capacity, skip in rows():
+        policies = [*(make(capacity) for make in POLICIES.values()), Belady(capacity, trace)]
+        print(f"| {name} | {' | '.join(f'{replay(policy, trace, skip)[1]:.3f}' for policy in policies)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
