@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 
-PROBATION_SHARE = 0.02
+PROBATION_SHARE = 0.01
 DEAD_FACTOR = 1.3
 LONGEST_DECAY = 1 / 16  # of the longest interval, per such interval of time
 
