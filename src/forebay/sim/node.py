@@ -574,7 +574,8 @@ class SimNode:
                 self._log("land", name, f"block={block} {flight.version}")
                 self.units[place.object_id] = name
                 unit = eviction.unit_of(place.object_id, block)
-                self.machine.landed(unit, len(data), name[0])
+                lasting = sum_of(f"{show(name)} {block}".encode())  # object ids change, history stays
+                self.machine.landed(unit, len(data), name[0], lasting)
                 if name in self.pinned_keys:
                     self.machine.pin(unit)
             if not kept or inline:
