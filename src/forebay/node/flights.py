@@ -252,7 +252,8 @@ class Flight:
         self._untold[run] = upto
         if self._timer is not None:
             return
-        wait_s = self._told_s + TELL_EVERY_S - self._around.clock.monotonic_s()
+        every_s = TELL_EVERY_S * (1 + len(self._readers) // 4)  # a message for each reader: fewer when they are many
+        wait_s = self._told_s + every_s - self._around.clock.monotonic_s()
         if wait_s <= 0:
             self._tell()
         else:

@@ -72,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._reads: dict[int, Read] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport | None = None
+        self._outgoing: list[bytes] = []
         self.hello: wire.Hello | None = None
 
     # --- the socket --------------------------------------------------------------------------------------------------
@@ -99,11 +100,19 @@ class Connection(asyncio.Protocol):
             call.cancel()
 
     def post(self, message: wire.Message) -> None:
-        """Send, if the front is there."""
+        """Send, if the front is there. What is said in one turn of the loop goes out together."""
+        if self._transport is None:
+            return
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outgoing.append(wire.encode(message))
+
+    def _send(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
         transport = self._transport
         if transport is None:
             return
-        transport.write(wire.encode(message))
+        transport.write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
         if transport.get_write_buffer_size() > BUFFERED_BYTES_MAX:
             log.error("a front does not read its socket: its connection is closed")
             self.cut()
