@@ -21,7 +21,7 @@ is long count once: a reader that takes a block in four pieces has used it once.
 A bucket with a quota is a *pool* with its own probation, hand and longest interval, and gives up its own units when it
 is above the quota. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
 
-Memory: one dict entry and parallel arrays, about 150 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
+Memory: one dict entry and parallel arrays, about 160 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
 nothing of a random epoch), S3-FIFO and CLOCK as they are (every second-time newcomer replaces a resident), TinyLFU's
 counting sketch (halving leaves differences of two between equals, and collisions pass for evidence), random admission
 (hits C/D, never learns a hot set). Measured against these: docs/design/0002-eviction.md.
