@@ -15,7 +15,7 @@ import time
 from forebay.bench import load
 from forebay.bench.parts import BUCKET, Lab
 from forebay.bench.report import Result
-from forebay.bench.stats import bounded, compared
+from forebay.bench.stats import bounded, faster
 from forebay.bench.workloads import Objects, Row
 
 AHEAD_MAX = 32  # samples fetched and not yet consumed
@@ -91,8 +91,8 @@ def training(lab: Lab, row: Row) -> Result:
     return Result(
         row,
         (
-            compared("speed-up", "s", row.goals["speed-up"], [sum(theirs)], [sum(ours)]),
-            compared("first epoch", "s", row.goals["first epoch"], [theirs[0]], [ours[0]]),
+            faster("speed-up", "s", row.goals["speed-up"], [sum(ours)], [sum(theirs)]),
+            faster("first epoch", "s", row.goals["first epoch"], [ours[0]], [theirs[0]]),
             bounded("backend bytes / data", "", row.goals["backend bytes / data"], [fetched / objects.bytes_total]),
         ),
         notes=(f"link {row.link}; {epochs} epochs of {objects.count} x {objects.size_bytes} bytes",),

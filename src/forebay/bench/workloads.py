@@ -100,7 +100,7 @@ class Row:
     seconds: float = 3.0  # of load per side and round, where load is timed
     connections: int = 8
     range_bytes: int = 0
-    peer: Literal["nginx", "seaweedfs", "direct", "limit"] = "direct"
+    peer: Literal["nginx", "seaweedfs", "direct", "single", "limit"] = "direct"
     signed: bool = False
     epochs: int = 0
     demand: float = 0.0  # trainer's demand as a multiple of the link's rate
@@ -203,6 +203,7 @@ ROWS: tuple[Row, ...] = (
         LAN,
         {"slowest / single": at_most(1.5), "backend bytes / object": at_most(1.01, "each block once")},
         connections=32,
+        peer="single",
     ),
     Row(
         "epochs",
