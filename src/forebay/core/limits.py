@@ -35,7 +35,7 @@ JSON_BODY_BYTES_MAX = 1 * MIB  # native requests name things; none needs more
 HEADER_TIMEOUT_S = 15.0  # from the first byte of a request to its last header byte: slow-loris ends here
 IDLE_TIMEOUT_S = 75.0  # keep-alive without a request: nginx's keepalive_timeout
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing for this long is gone: nginx's send_timeout
-CONNECTIONS_MAX = 4096  # per front; each costs a descriptor and about 4 KiB of Python
+CONNECTIONS_MAX = 4096  # per front; each costs two descriptors and about 2 KiB of Python
 PIPELINE_MAX = 32  # requests waiting on one connection before reading from it pauses
 LIST_KEYS_MAX = 1000  # S3's page size
 

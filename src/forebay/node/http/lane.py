@@ -3,7 +3,7 @@
 Theory. `requests.py` to `s3.py` to `reads.py` is how a request is answered. Nearly all requests of a training job are
 the same trivial case of it: GET, path style, nothing in the query, no header that means anything for a read, no
 identities, and the object is a hit. For these the whole chain decides nothing, and its calls cost more than the work
-(measured at 1 KiB: 8 µs against 4). So a connection asks the lane first, and the lane either answers exactly what the
+(measured at 1 KiB: 8 µs against 3.3). So a connection asks the lane first, and the lane either answers exactly what the
 chain would have answered, or touches nothing and says no. A test sends the same requests both ways and compares bytes.
 
 What depends on the header fields alone (does any of them matter? is the host a virtual one?) is judged once for each
