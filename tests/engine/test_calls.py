@@ -189,8 +189,11 @@ def test_the_cache_stays_within_its_bound_and_keeps_what_is_pinned(rigged: Rigge
         for number in range(4):
             rig.remote.put(f"keep/{number}", pattern(4 * MIB, number))
             await rig.front.get(f"keep/{number}")
+        rig.remote.put("keep/4", pattern(3 * MIB, 4))
         pinned = await rig.front.job("pin", calls.JobCall("remote", "keep/"))
-        assert pinned.state == "done"
+        assert (pinned.state, pinned.units_done) == ("done", 5), "what was not here is fetched"
+        evicted = await rig.front.job("evict", calls.JobCall("remote", "keep/"))
+        assert (evicted.state, evicted.bytes_done) == ("done", 0), "what is pinned stays"
         for number in range(30):
             rig.remote.put(f"scan/{number}", pattern(5 * MIB, number))
             assert await rig.front.get(f"scan/{number}") == pattern(5 * MIB, number)
@@ -200,6 +203,7 @@ def test_the_cache_stays_within_its_bound_and_keeps_what_is_pinned(rigged: Rigge
         rig.remote.asked.clear()
         for number in range(4):
             assert await rig.front.get(f"keep/{number}") == pattern(4 * MIB, number)
+        assert await rig.front.get("keep/4") == pattern(3 * MIB, 4)
         assert not rig.remote.asked, "pinned"
         assert rig.engine.tally.evictions["capacity"] > 10
         assert usage.used_bytes > 40 * MIB, "the room is used"

@@ -74,7 +74,7 @@ class Lock:
 def hold_port(settings: Settings) -> tuple[socket.socket, Settings]:
     """A bound, never listening socket that keeps the address, and the settings with the port it got.
 
-    `Invalid` if the address is not ours or somebody listens there.
+    `Exists` if somebody listens there, `Invalid` if the address is not ours.
     """
     host, port = settings.host, settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -90,10 +90,11 @@ def hold_port(settings: Settings) -> tuple[socket.socket, Settings]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(address)
     except OSError as error:
-        why = "somebody listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise Invalid(
-            f"cannot listen on {host}:{port} ({why}): choose another --listen, or stop what uses it"
-        ) from None
+        if error.errno == errno.EADDRINUSE:
+            raise Exists(
+                f"cannot listen on {host}:{port}, somebody listens there: choose another --listen or stop what uses it"
+            ) from None
+        raise Invalid(f"cannot listen on {host}:{port} ({error.strerror or error}): choose another --listen") from None
     shown = f"[{host}]" if ":" in host else host
     return holder, msgspec.structs.replace(settings, listen=f"{shown}:{holder.getsockname()[1]}")
 

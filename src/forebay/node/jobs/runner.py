@@ -30,7 +30,7 @@ log = logging.getLogger("forebay.jobs")
 PARALLEL = 8
 FAILURES_MAX = 100
 ERRORS_SHOWN_MAX = 5
-JOBS_KEPT_MAX = 100  # finished ones, for `forebay jobs`
+JOBS_KEPT_MAX = 100  # finished ones, for `forebay job ls`
 PREFIX = "jobs/"
 
 
@@ -142,7 +142,7 @@ class Jobs:
     def _job(self, job_id: str) -> _Job:
         job = self._jobs.get(job_id)
         if job is None:
-            raise NotFound(f"there is no job {job_id!r}: `forebay jobs` lists those that are known")
+            raise NotFound(f"there is no job {job_id!r}: `forebay job ls` lists those that are known")
         return job
 
     def _forget_old(self) -> None:

@@ -1,11 +1,13 @@
 """What each kind of job does: prefetch, evict, refresh, pin and unpin, as plans and actions.
 
-Theory. `prefetch` plans from the backend's listing, since what is not here is its point; the others plan from the
-index, since they concern only what is here. A prefetch reads like any reader, through the same flights, but has no
+Theory. `prefetch` plans from the backend's listing, since what is not here is its point; `pin` from the index and then
+the listing, so that what is here stays even if the backend does not answer; the others plan from the index, since they
+concern only what is here. A prefetch reads like any reader, through the same flights, but has no
 client: what lands is taken at once. It never passes bytes through memory: where no disk takes them, prefetching means
 nothing.
 
-Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already.
+Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already
+and fetches the rest. `evict` leaves what is pinned: two orders that contradict each other must not cost a second fetch.
 
 Invariant. Every action may be done twice.
 """
@@ -21,7 +23,7 @@ from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.calls import JobCall, JobVerb
 from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
-from forebay.core.record import Record
+from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_key
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
@@ -96,12 +98,12 @@ class JobWork:
             await self._pin_prefixes(served.bucket, call, verb == "pin")
 
         def plan() -> AsyncIterator[JobUnit]:
-            return self._cached(call)
+            return self._pinning(served.backend, call) if verb == "pin" else self._cached(call)
 
         actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
-            "evict": lambda unit: self._evict(call.bucket, unit),
+            "evict": lambda unit: self._evict_unpinned(call.bucket, unit),
             "refresh": lambda unit: self._refresh(call.bucket, unit),
-            "pin": lambda unit: self._pin(call.bucket, unit, True),
+            "pin": lambda unit: self._fetch_and_pin(call.bucket, unit),
             "unpin": lambda unit: self._pin(call.bucket, unit, False),
         }
         return Work(plan, actions[verb])
@@ -128,6 +130,15 @@ class JobWork:
             after = found[-1][0]
             await asyncio.sleep(0)
 
+    async def _pinning(self, backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
+        """What is here, then what is not (or not whole) of what the backend lists."""
+        async for unit in self._cached(call):
+            yield unit
+        async for unit in _listed(backend, call):
+            record = self._cold.store.lookup(call.bucket, unit.key)
+            if record is None or not record.complete:
+                yield unit
+
     # --- actions -----------------------------------------------------------------------------------------------------
     async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
         out = _Prefetch()
@@ -136,6 +147,18 @@ class JobWork:
             return await out.done
         finally:
             out.read.close()
+
+    async def _fetch_and_pin(self, bucket: str, unit: JobUnit) -> int:
+        record = self._cold.store.lookup(bucket, unit.key)
+        if record is None or not record.complete:
+            await self._prefetch(bucket, unit)
+        return await self._pin(bucket, unit, True)
+
+    async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
+        record = self._cold.store.lookup(bucket, unit.key)
+        if record is None or record.state & State.PINNED:
+            return 0
+        return await self._evict(bucket, unit)
 
     async def _evict(self, bucket: str, unit: JobUnit) -> int:
         freed_bytes = self._cold.forget(bucket, unit.key)

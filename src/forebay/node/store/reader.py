@@ -33,7 +33,7 @@ import lmdb
 import msgspec
 
 from forebay.core import limits
-from forebay.core.errors import Corrupt
+from forebay.core.errors import Corrupt, Invalid
 from forebay.core.placement import Members
 from forebay.core.record import Record, decode_record
 from forebay.core.types import ListEntry
@@ -124,6 +124,7 @@ class StoreReader:
     def _follow(self, volume_id: str, path: str) -> float:
         """Have the volume open as it is now; its weight."""
         view = self._views.get(volume_id)
+        mark = None
         try:
             mark = volume.read_mark(path)
             if view is not None and (mark is None or mark.index != view.generation or view.path != path):
@@ -132,7 +133,7 @@ class StoreReader:
             if view is None:
                 view = self._views[volume_id] = _View(path)
             return view.weight
-        except (OSError, Corrupt, lmdb.Error) as error:
+        except (OSError, Corrupt, Invalid, lmdb.Error) as error:  # Invalid: of a newer format
             self.failures[volume_id] = str(error)
             return mark.weight if mark is not None else 1.0
 
