@@ -44,7 +44,7 @@ FRAME_BYTES_MAX = 16 * MIB  # one message between engine and front: a listing pa
 FRONT_FILES_OPEN_MAX = 512  # data files a front keeps open between requests
 PASS_BYTES_MAX = 256 * MIB  # memory for bytes in flight that no disk takes (pass-through), over all reads
 READ_WINDOW_BYTES = 64 * MIB  # how far fetching may run ahead of one reader: 0.3 s at 200 MB/s, hides 20 ms latency
-FETCHES_MAX = 64  # backend requests at once per node; S3 clients of the vendor default to 10-50
+FETCHES_MAX = 64  # backend requests at once per bucket; S3 clients of the vendor default to 10-50
 FETCHES_PER_READ_MAX = 8  # parallel ranges for one reader: binds when a connection is slower than the link
 TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the engine
 

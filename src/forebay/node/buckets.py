@@ -50,6 +50,10 @@ class Served:
         self.error = ""
         self.down_until_s = 0.0  # monotonic: until then the backend is not asked where a cached answer will do
 
+    def same_place(self, other: Served) -> bool:
+        """Whether both read the same objects, whatever else differs."""
+        return (self.bucket.url, self.bucket.options) == (other.bucket.url, other.bucket.options)
+
 
 class _Watched:
     """A backend that notes how its last request went. An answer that says no is an answer."""
@@ -153,6 +157,11 @@ class Buckets:
         if served is None and (bucket := self._kept.get(name)) is not None:
             served = self._served[name] = Served(bucket, self._open_backend(bucket))
         return served
+
+    def stands(self, served: Served) -> bool:
+        """Whether the bucket still is the place that it was."""
+        now = self._served.get(served.bucket.name)
+        return now is served or (now is not None and now.same_place(served))
 
     async def get(self, name: str) -> Served:
         """The bucket; `NotFound` (`NoSuchBucket`) if there is none, `Denied` or `Unavailable` if it cannot be told."""

@@ -49,7 +49,7 @@ from forebay.core.errors import (
 from forebay.core.freshness import CLOCK_SLACK_S
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
-from forebay.core.types import FRESH_IMMUTABLE, Bucket, ObjectInfo, RangeSpec
+from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.flights import Flight
 from forebay.node.read import Ask, Evictor, Out, Read
@@ -103,6 +103,7 @@ class _Answer(NamedTuple):
 class _Opening(NamedTuple):
     asked_s: float
     done: asyncio.Task[_Answer]
+    served: Served
 
 
 class ColdReads:
@@ -123,7 +124,6 @@ class ColdReads:
         self.evictor = evictor
         self.clock = clock
         self.workers = workers
-        self.admission = asyncio.Semaphore(limits.FETCHES_MAX)
         self.budget = PassBudget()
         self.flights: dict[tuple[str, str], Flight] = {}
         self.all_flights: set[Flight] = set()
@@ -135,8 +135,9 @@ class ColdReads:
         self._openings: dict[tuple[str, str], _Opening] = {}
         self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
+        self._admissions: dict[str, asyncio.Semaphore] = {}
         self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     # --- a read ------------------------------------------------------------------------------------------------------
     def open(self, ask: Ask, out: Out) -> Read:
@@ -199,6 +200,8 @@ class ColdReads:
             elif answer.flight is not None and not answer.flight.closed:
                 self._give(read, answer.flight)
                 return
+            else:
+                need_s = min(need_s, answer.asked_s)  # if the clock went back meanwhile, what was asked still counts
 
     async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
         if read.closed:
@@ -212,8 +215,7 @@ class ColdReads:
 
     def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
         """What is here, if it was confirmed late enough (or is the very version that is asked for)."""
-        flight = self.flights.get(name)
-        found = flight or self.store.lookup(*name)
+        found = self._joinable(name) or self.store.lookup(*name)
         if found is None:
             return None
         has = found.info.version if isinstance(found, Flight) else found.version
@@ -224,6 +226,14 @@ class ColdReads:
         if version:
             raise _changed(*name)
         return found
+
+    def _joinable(self, name: tuple[str, str]) -> Flight | None:
+        """The flight of this object, unless what it fetches is not kept any more: then newcomers get another."""
+        flight = self.flights.get(name)
+        if flight is not None and isinstance(flight.sink, DiskSink) and flight.sink.landing.gone:
+            del self.flights[name]
+            return None
+        return flight
 
     def _give_inline(self, read: Read, record: Record, *, hit: bool) -> None:
         assert record.inline is not None
@@ -250,7 +260,7 @@ class ColdReads:
         """A flight over what the store has of the object. It is made only for a reader that joins it at once."""
         _resolve(read.ask.range, record.size_bytes)
         info = info_of(record, read.ask.key)
-        landing = self._landing(served.bucket, info, record.checked_s)
+        landing = self._landing(served, info, record.checked_s)
         if landing is None:
             await self._pass(read, served, info, record.checked_s, record=record)
         else:
@@ -285,7 +295,7 @@ class ColdReads:
         asked_s = self.clock.wall_s()
         found = self._found(name, _need(ask, served, asked_s), ask.version)
         if found is None:
-            found = self.flights.get(name) or self.store.lookup(*name)
+            found = self._joinable(name) or self.store.lookup(*name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
             version = found.info.version if isinstance(found, Flight) else found.version
@@ -304,10 +314,14 @@ class ColdReads:
         """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
         name = (read.ask.bucket, read.ask.key)
         opening = self._openings.get(name)
+        if opening is not None and not opening.served.same_place(served):
+            self._background.add(opening.done)  # the bucket moved: only those who wait for it already get its answer
+            opening.done.add_done_callback(self._background.discard)
+            opening = None
         if opening is None:
             asked_s = self.clock.wall_s()
             task = asyncio.create_task(self._ask_backend(read.ask, served, asked_s))
-            self._openings[name] = _Opening(asked_s, task)
+            self._openings[name] = _Opening(asked_s, task, served)
             task.add_done_callback(lambda done: self._opened(name, done))
             return await asyncio.shield(task)
         try:
@@ -329,7 +343,7 @@ class ColdReads:
 
     async def _ask_backend(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
         name = (ask.bucket, ask.key)
-        found = self.flights.get(name) or self.store.lookup(*name)
+        found = self._joinable(name) or self.store.lookup(*name)
         if found is not None:
             version = found.info.version if isinstance(found, Flight) else found.version
             changed = await self._check(served, ask.key, version, _tolerant(ask, served))
@@ -387,7 +401,7 @@ class ColdReads:
     def forget(self, bucket: str, key: str) -> int:
         """Drop what the store has of an object; how many bytes that were."""
         record = self.store.lookup(bucket, key)
-        if record is None or self.store.forget(bucket, key) is None:
+        if self.store.forget(bucket, key) is None or record is None:
             return 0
         self.evictor.removed(record.object_id, present_blocks(record))
         self._flush_soon()
@@ -395,7 +409,7 @@ class ColdReads:
 
     async def _first_fetch(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
         """The request that finds out what the object is and brings its first bytes."""
-        async with self.admission:
+        async with self.admission(served.bucket.name):
             try:
                 fetch = await served.backend.fetch(ask.key, _first_request(ask.range), version=ask.version)
             except Invalid as error:
@@ -407,7 +421,7 @@ class ColdReads:
             if info.size_bytes <= limits.INLINE_BYTES_MAX:
                 return _Answer(asked_s, inline=await self._read_inline(served, fetch, asked_s))
             run = _whole_blocks(fetch)
-            landing = self._landing(served.bucket, info, asked_s)
+            landing = self._landing(served, info, asked_s)
             if landing is None:
                 passing = _Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
                 self.spawn(passing.expire())
@@ -437,6 +451,8 @@ class ColdReads:
     def _keep_inline(self, served: Served, info: ObjectInfo, body: bytes, asked_s: float) -> Record:
         bucket = served.bucket
         pinned = is_pinned(bucket, info.key)
+        if not self._buckets.stands(served):
+            return make_record(info, asked_s, inline=body)
         try:
             record = self.store.put_inline(bucket.name, info, body, checked_s=asked_s, pinned=pinned)
         except Unavailable:
@@ -447,9 +463,22 @@ class ColdReads:
         self._flush_soon()
         return record
 
+    def leave(self, bucket: str) -> None:
+        """The bucket is another place now, or none: what is being read there is kept no more, and joined by nobody."""
+        for name in [name for name in self.flights if name[0] == bucket]:
+            del self.flights[name]
+            self.forget(*name)
+
     # --- flights -----------------------------------------------------------------------------------------------------
-    def _landing(self, bucket: Bucket, info: ObjectInfo, checked_s: float) -> Landing | None:
-        """A data file for this version; None if no disk takes it now."""
+    def admission(self, bucket: str) -> asyncio.Semaphore:
+        """Bounds the requests of one bucket: a backend that hangs must not hold up the others."""
+        return self._admissions.setdefault(bucket, asyncio.Semaphore(limits.FETCHES_MAX))
+
+    def _landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
+        """A data file for this version; None if no disk takes it now, or the bucket has moved."""
+        bucket = served.bucket
+        if not self._buckets.stands(served):
+            return None
         try:
             landing = self.store.begin(bucket.name, info, checked_s=checked_s, pinned=is_pinned(bucket, info.key))
         except Unavailable as error:

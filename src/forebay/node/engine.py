@@ -132,6 +132,7 @@ class Engine:
             busy=lambda object_id, block: self.cold.busy(object_id, block),
             evicted=lambda object_id, blocks: self.cold.evicted(object_id, blocks),
             flush=self.flush,
+            held=lambda object_ids: self._dropped(object_ids),
         )
         self.cold = ColdReads(
             self.store,
@@ -235,9 +236,13 @@ class Engine:
         self.store.flush()
         dropped = self.store.take_dropped()
         if dropped:
-            self.index.dropped(dropped)
-            self.fronts.dropped(dropped)
+            self._dropped(dropped)
+        if dropped or self.store.reclaimable:
             self.room.reclaim()
+
+    def _dropped(self, object_ids: list[int]) -> None:
+        self.index.dropped(object_ids)
+        self.fronts.dropped(object_ids)
 
     # --- in the background -------------------------------------------------------------------------------------------
     async def _housekeep(self) -> None:

@@ -63,7 +63,10 @@ class Surroundings(Protocol):
     store: Store
     clock: Clock
     workers: Executor
-    admission: asyncio.Semaphore
+
+    def admission(self, bucket: str) -> asyncio.Semaphore:
+        """Held while a request of the bucket is under way."""
+        ...
 
     def block_kept(self, flight: Flight, block: int) -> None:
         """A block was listed in the store."""
@@ -283,7 +286,7 @@ class Flight:
     async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> events.Event:
         """Do the run; what to tell the machine at its end."""
         try:
-            async with self._around.admission if fetch is None else _nothing():
+            async with self._around.admission(self.bucket) if fetch is None else _nothing():
                 if fetch is None:
                     fetch = await self._open(first, end)
                 try:

@@ -43,7 +43,8 @@ def ghost_name(bucket: str, key: str, block: int) -> int:
 
 
 class Room:
-    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store."""
+    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store,
+    `held` of objects whose files somebody still has open."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Room:
         busy: Callable[[int, int], bool],
         evicted: Callable[[int, list[int]], None],
         flush: Callable[[], None],
+        held: Callable[[list[int]], None],
     ) -> None:
         self._store = store
         self._tally = tally
@@ -61,6 +63,7 @@ class Room:
         self._busy = busy
         self._evicted = evicted
         self._flush = flush
+        self._held = held
         self._machines: dict[str, Eviction] = {}
         self._quotas: dict[str, int | None] = {}
         self._reclaiming: asyncio.Task[None] | None = None
@@ -177,6 +180,7 @@ class Room:
             while True:
                 done = await loop.run_in_executor(self._workers, self._store.reclaim)
                 if done.deferred:
+                    self._held(done.deferred)  # opened again since it was dropped, perhaps, and idle by now
                     await asyncio.sleep(RECLAIM_AGAIN_S)
                 elif not done.freed_bytes:
                     return

@@ -68,8 +68,8 @@ class PassBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(size_bytes)
+            # a turn that was never given may have stood before one that fits
+            self.give(size_bytes if turn.done() and not turn.cancelled() else 0)
             raise
 
     def give(self, size_bytes: int) -> None:

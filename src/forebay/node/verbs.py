@@ -116,11 +116,13 @@ class Verbs:
             bucket = msgspec.structs.replace(bucket, options=options)
         kept = await self._engine.buckets.put(bucket)
         if old is not None and (old.url, old.options) != (kept.url, kept.options):
+            self._engine.cold.leave(kept.name)
             await self._engine.work.evict_bucket(kept.name)  # cached from another place, perhaps: not this bucket's
         return hide_secrets(kept)
 
     async def _bucket_delete(self, named: calls.BucketNamed) -> calls.Nothing:
         await self._engine.buckets.delete(named.name)
+        self._engine.cold.leave(named.name)
         await self._engine.work.evict_bucket(named.name)
         return calls.Nothing()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from forebay.core import recover
 from forebay.core.commit import Place
@@ -68,7 +69,10 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
             object_id = _id_of(path)
             if object_id is not None and busy(object_id):
                 continue
-            seen, header = see(volume, path)
+            try:
+                seen, header = see(volume, path)
+            except FileNotFoundError:
+                continue  # given back meanwhile
             known = known_record(volume, path, header)
             for action in recover.judge_file(seen, record_seen(volume, known), trusted=True):
                 match action:
@@ -114,7 +118,7 @@ def _files_in(directory: str) -> Iterator[str]:
     for name in sorted(names):
         if name.endswith(files.SIDECAR_SUFFIX):
             if name.removesuffix(files.SIDECAR_SUFFIX) not in names:
-                os.unlink(f"{directory}/{name}")
+                Path(directory, name).unlink(missing_ok=True)
         else:
             yield f"{directory}/{name}"
 

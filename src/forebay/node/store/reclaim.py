@@ -59,6 +59,11 @@ class Reclaimer:
         """How much waits for a commit."""
         return sum(map(len, self._after.values())) + len(self._holes_after)
 
+    @property
+    def ready(self) -> bool:
+        """Whether something may be given back now."""
+        return bool(self._doomed or self._holes)
+
     # --- before the commit ---
 
     def after_commit(self, volume: Volume, plan: Iterable[commit.Effect], record: Record | None = None) -> None:
@@ -101,11 +106,12 @@ class Reclaimer:
         if volume.id not in self._holes_after:
             return
         with self.lock:
-            for path, holes in self._holes_after.pop(volume.id).items():
+            for path, holes in self._holes_after[volume.id].items():
                 if path in self._holes:
                     self._holes[path][1].blocks.update(holes.blocks)
                 else:
                     self._holes[path] = (volume, holes)
+            del self._holes_after[volume.id]  # only now: `keep_block` looks, without the lock, whether there are any
 
     def take_dropped(self) -> list[int]:
         """Objects to close files of, since the last call."""

@@ -365,11 +365,11 @@ class Store:
             return None
         path = volume.data_path(record.object_id)
         try:
+            header = files.Header.read(path)
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             self._missing(volume, bucket, info.key, record)
             return None
-        header = files.Header.read(path)
         if header is None or header.identity.object_id != record.object_id:
             os.close(fd)
             self._missing(volume, bucket, info.key, record)
@@ -427,7 +427,8 @@ class Store:
             raise volume.trouble(error, "keeping a checksum") from error
         ledger.keep_sums(volume, landing.object_id, {block: stored_sum})
         self._put(volume, bucket, info.key, record, now)
-        self._reclaimer.after_commit(volume, plan)
+        if old is not None:
+            self._retire(volume, plan, old)
 
     def _first_record(self, landing: Landing) -> Record:
         info = landing.info
@@ -506,7 +507,7 @@ class Store:
         )
         self._put(volume, bucket, key, record, old, xxhash.xxh3_64_intdigest(data))
         if old is not None:
-            self._reclaimer.after_commit(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)))
+            self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
         return record
 
     def _put(
@@ -569,7 +570,13 @@ class Store:
             self._lose(landing)
         plan = commit.plan_forget(rebuild.place_of(volume, bucket, key, record))
         ledger.remove_record(volume, bucket, key, record)
-        self._reclaimer.after_commit(volume, plan)
+        self._retire(volume, plan, record)
+
+    def _retire(self, volume: Volume, plan: Iterable[commit.Effect], old: Record) -> None:
+        """Do what a plan has after its record; `old` is what it gives up. A file that blocks still land in keeps its
+        name until they have: readers are told of it."""
+        landing = self._landing_ids[old.object_id] > 0
+        self._reclaimer.after_commit(volume, (e for e in plan if not (landing and isinstance(e, commit.Unlink))))
 
     def _missing(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
         self._forget(volume, bucket, key, record)
@@ -678,6 +685,11 @@ class Store:
     def take_dropped(self) -> list[int]:
         """Objects that committed drops concern since the last call: send fronts `Dropped`."""
         return self._reclaimer.take_dropped()
+
+    @property
+    def reclaimable(self) -> bool:
+        """Whether `reclaim` has something to do."""
+        return self._reclaimer.ready
 
     def reclaim(self, *, steps_max: int = 1000) -> Reclaimed:
         """Give the space of committed drops back to the filesystem. May run in a worker thread, one at a time."""
