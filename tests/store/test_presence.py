@@ -1,42 +1,31 @@
-"""Bitmaps against sets of block numbers."""
+"""The bitmap of a record against a set of numbers."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import random
+
+import pytest
 
 from forebay.core.record import Record
 from forebay.node.store import presence
 
-BLOCK = 1000
 
-
-def _record(size_bytes: int) -> Record:
-    return Record(1, size_bytes, "v", "e", 0.0, 0.0, b"", complete=False, block_bytes=BLOCK)
-
-
-@given(st.integers(1, 40_000), st.data())
-def test_blocks_come_one_by_one_and_go_again(size_bytes: int, data: st.DataObject) -> None:
-    count = -(-size_bytes // BLOCK)
-    some = data.draw(st.lists(st.integers(0, count - 1), max_size=2 * count))
-    record, model = _record(size_bytes), set()
-    for block in some:
-        record = presence.with_block(record, block)
-        model.add(block)
-        assert record.complete == (len(model) == count)
-        assert not (record.complete and record.present)
-        assert sorted(presence.iterate(presence.bits_of(record))) == sorted(model)
-        assert record.has(block * BLOCK, min(size_bytes, block * BLOCK + BLOCK))
-    lengths = {block: min(size_bytes, (block + 1) * BLOCK) - block * BLOCK for block in model}
-    assert presence.bytes_of(record) == sum(lengths.values())
-    assert presence.bits_of(record) == presence.mask(model)
-    if model:
-        assert presence.with_bits(record, presence.bits_of(record)) == record
-    victims = data.draw(st.sets(st.sampled_from(sorted(model)))) if model else set()
-    left = presence.with_bits(record, presence.mask(model) & ~presence.mask(victims))
-    assert sorted(presence.iterate(presence.bits_of(left))) == sorted(model - victims)
-
-
-def test_an_inline_object_counts_its_bytes_and_has_no_blocks() -> None:
-    record = Record(1, 3, "v", "e", 0.0, 0.0, b"", complete=True, inline=b"abc")
-    assert (presence.bytes_of(record), presence.bits_of(record)) == (3, 0)
+@pytest.mark.parametrize("blocks", [1, 2, 7, 8, 9, 15, 16, 17, 24, 63, 64, 65, 256])
+def test_complete_means_every_block_in_whatever_order_they_come(blocks: int) -> None:
+    chance = random.Random(blocks)
+    for _ in range(20):
+        record = Record(1, blocks * 10, "v", "e", 0.0, 0.0, b"", complete=False, block_bytes=10)
+        order = list(range(blocks))
+        chance.shuffle(order)
+        here: set[int] = set()
+        for block in order:
+            record = presence.with_block(record, block)
+            here.add(block)
+            assert record.complete == (len(here) == blocks), (blocks, sorted(here))
+            assert set(presence.iterate(presence.bits_of(record))) == here
+            assert all(record.has(b * 10, b * 10 + 10) == (b in here) for b in range(blocks))
+            if chance.random() < 0.2:
+                gone = chance.choice(sorted(here))
+                here.discard(gone)
+                order.append(gone)
+                record = presence.with_bits(record, presence.bits_of(record) & ~(1 << gone))

@@ -41,7 +41,8 @@ def with_block(record: Record, block: int) -> Record:
     assert 0 <= block < count, f"block {block} of {count}"
     present = bytearray(record.present.ljust(-(-count // 8), b"\0"))
     present[block >> 3] |= 1 << (block & 7)
-    if present[-1] == (1 << ((count - 1) & 7) + 1) - 1 and present.count(0xFF) >= len(present) - 1:
+    others = len(present) - 1  # the last byte may be full too, and must not stand for another that is not
+    if present[-1] == (1 << ((count - 1) & 7) + 1) - 1 and present.count(0xFF, 0, others) == others:
         return msgspec.structs.replace(record, complete=True, present=b"")
     return msgspec.structs.replace(record, present=bytes(present))
 
