@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, RangeSpec
+from forebay.node.engine import Engine
+from forebay.node.front import Front
 from forebay.node.sink import PassBudget
 from forebay.node.store import files, rebuild
 
@@ -320,3 +322,72 @@ def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
         assert budget.used_bytes == 10
 
     asyncio.run(story())
+
+
+def test_many_ranges_outside_an_unknown_object_do_not_queue(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        rig.remote.put("object", pattern(8 * MIB))
+        outside = [rig.front.open("object", RangeSpec(20 * MIB, 21 * MIB)) for _ in range(32)]
+        assert await rig.front.get("object", RangeSpec(0, 9)) == pattern(10)
+        for read in outside:
+            with pytest.raises(ForebayError, match="range"):
+                await read.whole()
+        assert rig.remote.count("refused") <= 3
+        assert rig.remote.count("head") <= 3
+
+    rigged(story)
+
+
+def files_without_a_name(dir: Path) -> int:
+    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    names = [str(link.readlink()) for link in links if link.is_symlink()]
+    return sum(name.startswith(str(dir / "volumes")) and "/data/" in name and "deleted" in name for name in names)
+
+
+def test_a_front_lets_go_of_what_was_dropped_while_it_had_no_engine(tmp_path: Path) -> None:
+    async def fetch(port: int, target: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    async def story() -> None:
+        async with rig(tmp_path, listen="127.0.0.1:0") as made:
+            data = pattern(8 * MIB)
+            made.remote.put("object", data)
+            front = Front(made.settings, 0)
+            await front.start()
+            assert (await fetch(front.port, "/remote/object")).endswith(data)
+            await made.idle()
+            made.engine.flush()
+            assert (await fetch(front.port, "/remote/object")).endswith(data)
+            assert front._store.files_open == 1
+            await made.stop()
+            made.front = type(made.front)()
+            made.engine = Engine(made.settings, opener=made._opener, clock=made.clock)
+            await made.engine.start()
+            assert made.engine.cold.forget("remote", "object") == len(data)
+            made.engine.flush()
+            await made.front.connect(made.settings)
+            await until(lambda: front.link.connected and not data_files(tmp_path))
+            await until(lambda: not files_without_a_name(tmp_path))
+            await front.stop()
+
+    asyncio.run(story())
+
+
+def test_a_backend_that_refuses_a_range_inside_is_not_asked_for_ever(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        rig.remote.put("object", pattern(8 * MIB))
+
+        async def refuse(*_: Any, **__: Any) -> Any:
+            raise Invalid("no such range", code="InvalidRange")
+
+        rig.remote.fetch = refuse  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await rig.front.get("object", RangeSpec(0, 9))
+        assert rig.remote.count("head") <= 4
+
+    rigged(story)

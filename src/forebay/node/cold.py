@@ -52,7 +52,7 @@ from forebay.core.record import Record, State
 from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.flights import Flight
-from forebay.node.read import Ask, Evictor, Out, Read
+from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, make_record, present_blocks
 from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
 from forebay.node.store import Landing, Store
@@ -98,6 +98,7 @@ class _Answer(NamedTuple):
     flight: Flight | None = None
     passing: _Passing | None = None
     stale: bool = False
+    beyond: ObjectInfo | None = None  # the range that was asked for lies outside of this
 
 
 class _Opening(NamedTuple):
@@ -190,6 +191,11 @@ class ColdReads:
                 if not tolerant:
                     raise _unreachable(ask.bucket)
                 need_s = _ANY
+            elif answer.beyond is not None:
+                _resolve(ask.range, answer.beyond.size_bytes)  # if ours lies inside, we ask for it
+                if read.tries >= REOPENS_MAX:
+                    raise Unavailable(f"{ask.key} changed while it was opened: try again")
+                read.tries += 1
             elif answer.inline is not None:
                 self._give_inline(read, answer.inline, hit=False)
                 return
@@ -436,8 +442,7 @@ class ColdReads:
         info = await served.backend.head(ask.key)
         if info.size_bytes == 0:
             return _Answer(asked_s, inline=self._keep_inline(served, info, b"", asked_s))
-        _resolve(ask.range, info.size_bytes)
-        raise Unavailable(f"{ask.key} changed while it was opened: try again")
+        return _Answer(asked_s, beyond=info)
 
     async def _read_inline(self, served: Served, fetch: Fetch, asked_s: float) -> Record:
         info, body = fetch.info, bytearray()

@@ -131,6 +131,8 @@ class Front:
 
     def _follow(self, welcome: Welcome) -> None:
         self._welcomed = welcome
+        if not self.link.connected:
+            self._store.let_go()
         self._auth.update(welcome.identities)
         self._reads.follow(welcome)
         self._lane.follow()

@@ -250,6 +250,10 @@ class StoreReader:
                 del self._idle[object_id]
                 os.close(leased.fd)
 
+    def let_go(self) -> None:
+        """Close all files, as `dropped`: what was dropped while nobody could tell us is not known."""
+        self.dropped(list(self._files))
+
     @property
     def files_open(self) -> int:
         """How many data files are open, in use or idle (those being closed on release not counted)."""
