@@ -537,13 +537,12 @@ class ColdReads:
             if read.ask.version not in ("", info.version):
                 raise _changed(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
-            below = self._path_of(record) if record is not None else ""
-            if not below:
-                record = None
+            record, below = self._still_there(record)
             promised = 0
             if record is None or not record.has(start, end) or record.state & State.UNVERIFIED:
                 promised = min(PASS_WINDOW_BYTES + _BLOCK, -(-info.size_bytes // _BLOCK) * _BLOCK)
                 await self.budget.take(promised)
+                record, below = self._still_there(record)  # blocks may have been evicted while we waited
         except BaseException:
             if body:
                 await body[0].aclose()
@@ -567,9 +566,14 @@ class ColdReads:
         if read.closed:
             read.detach()
 
-    def _path_of(self, record: Record) -> str:
-        paths = [volume.data_path(record.object_id) for volume in self.store.usable()]
-        return next((path for path in paths if os.path.exists(path)), "")
+    def _still_there(self, record: Record | None) -> tuple[Record | None, str]:
+        """The record as it is now, and its data file; (None, "") if there is none to read from."""
+        found = self.store.find(record.object_id) if record is not None else None
+        if found is None or found[2].inline is not None:
+            return None, ""
+        paths = [volume.data_path(found[2].object_id) for volume in self.store.usable()]
+        path = next((path for path in paths if os.path.exists(path)), "")
+        return (found[2], path) if path else (None, "")
 
     def record_of(self, flight: Flight) -> Record:
         """The record of a flight's object, for a front: what is stored, or what would be."""
