@@ -186,3 +186,28 @@ def test_always_fails_while_the_backend_is_away(rigged: Rigged) -> None:
         assert await rig.front.get("object") == b"one"
 
     rigged(story, freshness_s=0.0)
+
+
+def test_a_flight_of_a_version_that_is_gone_leaves_no_record_behind(rigged: Rigged) -> None:
+    """Its first block had not landed when somebody learned that the object is gone; then the rest arrives."""
+
+    async def story(rig: Rig) -> None:
+        rig.remote.put("object", pattern(8 * MIB))
+        rig.remote.free_bytes = MIB
+        rig.remote.open.clear()
+        early = rig.front.open("object")
+        await early.until(lambda: early.opened is not None)
+        old = rig.remote.objects
+        rig.remote.objects = type(old)("empty")
+        with pytest.raises(NotFound):
+            await rig.front.get("object", revalidate=True)
+        rig.remote.open.set()
+        await early.until(lambda: early.error is not None or len(early.data) == 8 * MIB)
+        early.close()
+        await rig.idle()
+        rig.engine.flush()
+        assert rig.engine.store.lookup("remote", "object") is None
+        with pytest.raises(NotFound):
+            await rig.front.get("object")
+
+    rigged(story)

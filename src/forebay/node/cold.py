@@ -398,11 +398,12 @@ class ColdReads:
     def _replaced(self, name: tuple[str, str], version: str) -> None:
         """The backend has another version, or none: nobody shall be given this one any more."""
         flight = self.flights.get(name)
-        if flight is not None and flight.info.version == version:
+        landing = flight is not None and flight.info.version == version
+        if landing:
             del self.flights[name]
         record = self.store.lookup(*name)
-        if record is not None and record.version == version:
-            self.forget(*name)
+        if record.version == version if record is not None else landing:
+            self.forget(*name)  # before its first block is whole a flight has no record, but it must not make one now
 
     def forget(self, bucket: str, key: str) -> int:
         """Drop what the store has of an object; how many bytes that were."""

@@ -63,6 +63,13 @@ def _open(bucket: Bucket, counters: BackendCounters) -> Backend:
     return open_backend(bucket, counters=counters)
 
 
+def _make_volume_dir(volume: Path) -> None:
+    try:
+        volume.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Invalid(f"--volume {volume}: {error.strerror}: name a directory that this user can write") from error
+
+
 class Engine:
     """One engine. `start`, then `stop`; both on the loop that it shall run on. `opener` opens backends."""
 
@@ -99,7 +106,7 @@ class Engine:
         try:
             self.node_id = await self._know_myself()
             for volume in self.settings.volume_dirs:
-                volume.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_volume_dir(volume)
             self.store = Store.open(
                 self.settings.volume_dirs, capacity_bytes=self.settings.capacity_bytes, on_event=self._store_event
             )
