@@ -265,3 +265,14 @@ class FlightStory(RuleBasedStateMachine):
 
 FlightStory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestFlightStory = FlightStory.TestCase
+
+
+def test_a_late_reader_does_not_wait_for_runs_that_others_started_further_on():
+    """Found by chance: four runs were at work ahead of it, so nobody fetched the block it stood at."""
+    flight = f.Flight(51, b"\x03", adopted=f.Run(2, 3), block_bytes=BLOCK, window_bytes=1000, run_blocks_max=1)
+    flight.step(0.0, f.Lost((0,)))
+    started = flight.step(0.0, f.Join(1, 20, 51, ahead_to=0))
+    assert len([effect for effect in started if isinstance(effect, f.Fetch)]) == flight.parallel
+    flight.step(0.0, f.Lost((1,)))
+    assert [(effect.first, effect.end) for effect in flight.step(0.0, f.Join(2, 0, 51, ahead_to=0))] == [(0, 1)]
+    flight.check()

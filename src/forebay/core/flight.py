@@ -331,7 +331,9 @@ class Flight:
         while waiting:
             still: list[tuple[_Reader, int]] = []
             for reader, at_work in waiting:
-                if at_work < self.parallel and (run := self._next_run(reader, at_work)):
+                # Runs that others started further on must not keep a reader from the bytes that it waits for.
+                counted = 0 if self._is_absent(reader.told // self.block_bytes) else at_work
+                if counted < self.parallel and (run := self._next_run(reader, counted)):
                     yield self._fetch_run(run)
                     still.append((reader, at_work + 1))
             waiting = still
