@@ -28,6 +28,7 @@ def run(settings: Settings) -> int:
     Prints the endpoint on standard output when it is ready. Raises `Exists` (a node runs from this directory),
     `Invalid` (settings or address) or `Unavailable` (too few file descriptors).
     """
+    os.umask(0o077)  # what a node keeps is its user's alone
     files = raise_file_limit()
     if files < FILES_MIN:
         raise Unavailable(f"only {files} open files are allowed, and a node needs {FILES_MIN}: raise `ulimit -n`")
