@@ -72,6 +72,7 @@ class FlightStory(RuleBasedStateMachine):
         self.readers: dict[int, ReaderSeen] = {}
         self.ended: set[int] = set()
         self.next_reader = 1
+        self.ahead: set[int] = set()
         self.gone = False
         self.started = True
 
@@ -84,6 +85,8 @@ class FlightStory(RuleBasedStateMachine):
         match effect:
             case f.Fetch(run, first, end):
                 assert run not in self.runs
+                near = [seen.took + self.window for n, seen in self.readers.items() if n not in self.ended]
+                assert first * BLOCK < max(near, default=0) or first in self.ahead, "beyond every reader's window"
                 assert 0 <= first < end <= self.blocks
                 for block in range(first, end):
                     assert block not in self.on_disk | self.in_memory, "fetched what is here"
@@ -129,13 +132,15 @@ class FlightStory(RuleBasedStateMachine):
 
     # --- what may happen ---------------------------------------------------------------------------------------------
     @precondition(lambda self: self.started and len(self.readers) < 6)
-    @rule(data=st.data(), ahead=st.integers(0, 8 * BLOCK))
+    @rule(data=st.data(), ahead=st.just(0) | st.integers(1, 8 * BLOCK))
     def join(self, data: st.DataObject, ahead: int) -> None:
         start = data.draw(st.integers(0, self.size))
         end = data.draw(st.integers(start, self.size))
         number, self.next_reader = self.next_reader, self.next_reader + 1
         self.readers[number] = ReaderSeen(start, end)
-        self.step(f.Join(number, start, end, ahead_to=min(self.size, end + ahead) if ahead else 0))
+        ahead_to = min(self.size, end + ahead) if ahead else 0
+        self.ahead.update(range(-(-end // BLOCK), -(-ahead_to // BLOCK)))
+        self.step(f.Join(number, start, end, ahead_to))
 
     @precondition(lambda self: self.started and any(self.live()))
     @rule(data=st.data())
@@ -200,11 +205,6 @@ class FlightStory(RuleBasedStateMachine):
     def change(self) -> None:
         self.gone = True
         self.step(f.Gone(CHANGED))
-
-    @precondition(lambda self: self.started)
-    @rule()
-    def narrow(self) -> None:
-        self.step(f.Narrow(2 * BLOCK))
 
     # --- what must hold ----------------------------------------------------------------------------------------------
     def live(self) -> list[int]:

@@ -49,7 +49,6 @@ from forebay.core.flight_events import (
     Land,
     Leave,
     Lost,
-    Narrow,
     Progress,
     Took,
     Verified,
@@ -194,9 +193,6 @@ class Flight:
                 self.verifying.remove(block)
                 if good:
                     self._set_here(block)
-            case Narrow(window_bytes):
-                self.window_bytes = min(self.window_bytes, max(window_bytes, self.block_bytes))
-                self.ahead.clear()
             case _:
                 raise TypeError(event)
         effects += self._settle()

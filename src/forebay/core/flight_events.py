@@ -100,14 +100,7 @@ class Verified:
     good: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Narrow:
-    """From now on at most so many bytes ahead of each reader (memory instead of disk: fetch what is needed)."""
-
-    window_bytes: int
-
-
-Event = Join | Took | Leave | Progress | Arrived | Ended | GaveUp | Failed | Gone | Lost | Verified | Narrow
+Event = Join | Took | Leave | Progress | Arrived | Ended | GaveUp | Failed | Gone | Lost | Verified
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------
