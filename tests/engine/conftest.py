@@ -124,6 +124,13 @@ class _Body:
         self._remote.closed_bodies += 1
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait until `condition()` is true."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 class ReadSeen:
     """One read as a front sees it."""
 

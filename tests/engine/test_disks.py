@@ -14,7 +14,7 @@ import pytest
 from forebay.core import wire
 from forebay.core.types import RangeSpec
 
-from .conftest import MIB, Rig, pattern, rig
+from .conftest import MIB, Rig, pattern, rig, until
 
 Rigged = Callable[..., None]
 
@@ -153,6 +153,29 @@ def test_a_write_that_stalls_moves_its_readers_to_memory(rigged: Rigged, monkeyp
         rig.clock.ahead_s = 31
         spread(data, await rig.front.get("next"))
         assert len(stalled) > written
+
+    rigged(story)
+
+
+def test_what_was_evicted_while_a_read_waited_for_memory_is_fetched(rigged: Rigged) -> None:
+    """A read without a disk is to use the blocks that are cached, waits for memory, and loses them meanwhile."""
+
+    async def story(rig: Rig) -> None:
+        data = pattern(24 * MIB)
+        rig.remote.put("object", data)
+        await rig.front.get("object", RangeSpec(0, 16 * MIB - 1))
+        await rig.idle()
+        cold, store = rig.engine.cold, rig.engine.store
+        cold._slow[next(iter(store.usable())).path] = rig.clock.monotonic_s() + 1000
+        await cold.budget.take(cold.budget.limit_bytes)
+        read = rig.front.open("object")
+        await until(lambda: bool(cold.budget._waiting))
+        record = store.lookup("remote", "object")
+        assert record is not None
+        rig.engine.room.drop([(record.object_id, block) for block in (0, 1)])
+        await until(lambda: rig.engine.room._reclaiming is None)
+        cold.budget.give(cold.budget.limit_bytes)
+        spread(data, await read.whole())
 
     rigged(story)
 
