@@ -126,9 +126,11 @@ class _Body:
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Wait until `condition()` is true."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
+    for _ in range(int(timeout_s / 0.002)):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"not within {timeout_s} s")
 
 
 class ReadSeen:
