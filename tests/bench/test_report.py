@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from forebay.bench import main, report
 from forebay.bench.report import Result
-from forebay.bench.stats import bounded, compared
+from forebay.bench.stats import bounded, compared, faster
 from forebay.bench.workloads import BY_NAME, GROUPS, REPORTED, ROWS, Goal, Link, at_least, at_most
 
 
@@ -24,6 +29,13 @@ def test_a_round_is_compared_with_its_own_peer_not_with_the_average():
     # The machine slowed down by half in the second round, for both: the ratio must not move.
     measure = compared("rate", "", at_least(0.8), [80, 40, 80], [100, 50, 100])
     assert measure.ratios == (0.8, 0.8, 0.8)
+
+
+def test_times_are_compared_the_other_way_round():
+    measure = faster("epochs", "s", at_least(1.8), [36.0], [72.0])
+    assert measure.value == 2.0
+    assert measure.ours == (36.0,)
+    assert measure.theirs == (72.0,)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +57,9 @@ def test_uneven_rounds_are_a_mistake():
         compared("rate", "", REPORTED, [1, 2], [1])
     with pytest.raises(AssertionError, match="without a round"):
         bounded("rate", "", REPORTED, [])
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def results() -> list[Result]:
@@ -104,6 +119,29 @@ def test_every_row_can_be_run_shrunk_and_judged():
         module, _, function = row.run.partition(":")
         assert module, function
     assert len(BY_NAME) == len(ROWS), "a name belongs to one row"
+
+
+def test_results_go_into_the_pages_only_from_a_whole_run(tmp_path: Path):
+    script = Path(__file__).parents[2] / "scripts" / "results"
+    part = tmp_path / "part.json"
+    part.write_text(report.as_json(results(), quick=False, wall_s=1.8e9))
+    refused = subprocess.run([sys.executable, str(script), str(part)], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "not a whole run" in refused.stderr
+    assert "warm-10m" in refused.stderr
+
+
+def test_the_tables_of_the_pages_show_every_measure(monkeypatch: pytest.MonkeyPatch):
+    loader = importlib.machinery.SourceFileLoader("results_script", str(ROOT / "scripts" / "results"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    short, full = module.lines(json.loads(report.as_json(results(), quick=False, wall_s=1.8e9)))
+    assert [len(line) for line in short] == [7] * 4
+    assert short[1][2:5] == ("131 200 req/s", "nginx 165 350 req/s", "0.793")
+    assert short[2][-1] == "**missed**"
+    assert "**failed**" in short[3][-1]
+    assert module.markdown(full).count("\n") == 4
 
 
 def test_a_link_says_what_binds():

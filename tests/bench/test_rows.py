@@ -75,6 +75,11 @@ def test_first_bytes_are_judged_as_the_goal_says():
     assert late.verdict == "MISSED"
 
 
+def test_priming_memory_leaves_no_file(lab: Lab):
+    lab.prime_memory(3_000_000)
+    assert sorted(path.name for path in lab.dir.iterdir()) == ["files"]
+
+
 def test_a_lab_leaves_nothing_behind():
     with Lab() as lab:
         lab.make(OBJECTS)

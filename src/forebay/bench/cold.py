@@ -39,6 +39,7 @@ def sequential(lab: Lab, row: Row) -> Result:
         _check(lab, row, node, remote, objects)
         for turn in range(rounds):
             node.add_bucket(f"round-{turn}", lab, remote.endpoint)
+            lab.prime_memory(objects.bytes_total)
             ours.append(_read_all(node.endpoint, f"round-{turn}", objects))
             theirs.append(_read_all(remote.endpoint, BUCKET, objects))
         load.pin_self(None)
@@ -108,8 +109,10 @@ def crowd(lab: Lab, row: Row) -> Result:
         for turn in range(rounds):
             node.add_bucket(f"alone-{turn}", lab, remote.endpoint)
             node.add_bucket(f"crowd-{turn}", lab, remote.endpoint)
+            lab.prime_memory(objects.bytes_total)
             single.append(max(read_together(node.endpoint, f"/alone-{turn}/{key}", 1, objects.size_bytes)))
             before = remote.bytes_down()
+            lab.prime_memory(objects.bytes_total)
             slowest.append(
                 max(read_together(node.endpoint, f"/crowd-{turn}/{key}", row.connections, objects.size_bytes))
             )
