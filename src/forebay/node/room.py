@@ -5,7 +5,8 @@ room on one disk is no help to another. The machine is told what landed and what
 mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the files, and the
 space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
 
-A volume may fill what the store says it may, less SLACK_BYTES: bytes land before their room is made.
+Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block. A
+filesystem that others fill too gets SLACK_BYTES of distance: how much is free is looked at only now and then.
 
 Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
 ghost must be found all the same, so it is filed under a number made from bucket, key and block.
@@ -116,7 +117,7 @@ class Room:
         if pinned:
             machine.pin(unit_of(*unit))
         if machine.excess_bytes:
-            self.make_room()
+            self._make_room()
 
     def touched(self, object_id: int, first: int, end: int) -> None:
         """Blocks were read."""
@@ -197,7 +198,9 @@ class Room:
 
 
 def _mark(usage: VolumeUsage) -> int:
-    return max(limits.BLOCK_BYTES, usage.capacity_bytes - SLACK_BYTES)
+    """How much the machine may keep: below what the store takes, or the next object would pass through."""
+    by_disk = usage.capacity_bytes >= usage.used_bytes + usage.free_bytes
+    return max(limits.BLOCK_BYTES, usage.capacity_bytes - (SLACK_BYTES if by_disk else 1))
 
 
 def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
