@@ -1,9 +1,54 @@
-"""Forebay: a fast tier of local disks between object storage and GPUs. See README.md; the design is in docs/design."""
+"""Forebay: a fast tier of local disks between object storage and GPUs.
+
+`connect()` gives a client of a node; the error kinds are what it raises. See README.md; the design is in docs/design.
+Names are loaded when they are first used, so importing the package opens and costs nothing.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client, connect
+    from forebay.core.errors import (
+        Busy,
+        Closed,
+        Corrupt,
+        Denied,
+        Exists,
+        ForebayError,
+        Invalid,
+        NotFound,
+        NotSupported,
+        Precondition,
+        Unavailable,
+    )
 
 if not __debug__:
     raise RuntimeError("Forebay's asserts guard data and stay on: run Python without -O and without PYTHONOPTIMIZE")
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = [
+    "Busy",
+    "Client",
+    "Closed",
+    "Corrupt",
+    "Denied",
+    "Exists",
+    "ForebayError",
+    "Invalid",
+    "NotFound",
+    "NotSupported",
+    "Precondition",
+    "Unavailable",
+    "__version__",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+    room = "forebay.client.sync" if name in ("Client", "connect") else "forebay.core.errors"
+    return getattr(importlib.import_module(room), name)
