@@ -134,7 +134,7 @@ def _warm(
 def _cold(name: str, objects: Objects, link: Link, what: str, rate: Goal, first: Goal) -> Row:
     quick = Objects(objects.name, objects.size_bytes, 4)
     goals = {"rate": rate, "first byte": first}
-    return Row(name, "cold", what, "forebay.bench.cold:sequential", (objects,), (quick,), link, goals)
+    return Row(name, "cold", what, "forebay.bench.cold:throughput", (objects,), (quick,), link, goals)
 
 
 _SOON = at_most(1.0, "≤ 1.1× + 2 ms")  # measured as (ours - 2 ms) / (1.1 × theirs)
@@ -166,17 +166,18 @@ ROWS: tuple[Row, ...] = (
         "cold-1g",
         "cold",
         "cold GET 1 GiB, 20 ms, 50 MB/s a connection",
-        "forebay.bench.cold:sequential",
+        "forebay.bench.cold:throughput",
         (Objects("huge", GIB, 1),),
         (Objects("huge", 64 * MIB, 1),),
         Link(0, 0.020, 50 * MB),
         {"rate": at_least(2.0)},
+        connections=1,
     ),
     Row(
         "cold-unlimited",
         "cold",
         "cold GET 10 MiB, backend unlimited",
-        "forebay.bench.cold:sequential",
+        "forebay.bench.cold:throughput",
         (COLD_LARGE,),
         (Objects("large", 10 * MIB, 4),),
         Link(),
