@@ -386,7 +386,12 @@ class Flight:
 
     async def _write(self, run: int, position: int, data: memoryview, hashes: BlockHashes) -> None:
         whole = await self.sink.write(position, data, hashes)
-        self._wrote(run, position + len(data), whole)
+        position += len(data)
+        if whole:
+            self._untold[run] = position
+            self._tell()
+            await asyncio.sleep(0)  # readers hear of the bytes before a block's books are made
+        self._wrote(run, position, whole)
 
     def _wrote(self, run: int, position: int, whole: list[tuple[int, int]]) -> None:
         block_bytes = self.machine.block_bytes
