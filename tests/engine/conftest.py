@@ -133,6 +133,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     raise AssertionError(f"not within {timeout_s} s")
 
 
+def _read(landed: wire.Landed) -> bytes:
+    fd = os.open(landed.path, os.O_RDONLY)
+    try:
+        return os.pread(fd, landed.end - landed.start, landed.offset)
+    finally:
+        os.close(fd)
+
+
 class ReadSeen:
     """One read as a front sees it."""
 
@@ -156,11 +164,7 @@ class ReadSeen:
             assert self.opened is not None
             assert self.error is None
             assert message.start == self.opened.start + len(self.data), "contiguous"
-            fd = os.open(message.path, os.O_RDONLY)
-            try:
-                piece = os.pread(fd, message.end - message.start, message.offset)
-            finally:
-                os.close(fd)
+            piece = message.body if message.body is not None else _read(message)
             assert len(piece) == message.end - message.start
             self.data += piece
             if self.takes:

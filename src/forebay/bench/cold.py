@@ -45,14 +45,12 @@ def throughput(lab: Lab, row: Row) -> Result:
         _check(lab, row, node, remote, objects)
         for turn in range(rounds):
             for side, endpoint, bucket in ((0, node.endpoint, f"many-{turn}"), (1, remote.endpoint, BUCKET)):
-                if side == 0:
-                    _fresh(lab, node, remote, bucket, objects)
+                _prepare(lab, node, remote, bucket, objects)
                 rates[side].append(_read_parallel(endpoint, bucket, objects, row.connections))
             if "first byte" not in row.goals:
                 continue
             for side, endpoint, bucket in ((0, node.endpoint, f"one-{turn}"), (1, remote.endpoint, BUCKET)):
-                if side == 0:
-                    _fresh(lab, node, remote, bucket, objects)
+                _prepare(lab, node, remote, bucket, objects)
                 singles[side].append(_read_all(endpoint, bucket, objects))
         load.pin_self(None)
         fetched = node.counter("forebay_backend_read_bytes_total")
@@ -64,9 +62,10 @@ def throughput(lab: Lab, row: Row) -> Result:
     return Result(row, tuple(measures), extra={"backend_bytes": fetched})
 
 
-def _fresh(lab: Lab, node: Node, remote: Remote, bucket: str, objects: Objects) -> None:
-    """The remote bucket under a name that the node has not read yet."""
-    node.add_bucket(bucket, lab, remote.endpoint)
+def _prepare(lab: Lab, node: Node, remote: Remote, bucket: str, objects: Objects) -> None:
+    """The remote bucket under a name that the node has not read yet, for the node's side; and the same memory for both."""
+    if bucket != BUCKET:
+        node.add_bucket(bucket, lab, remote.endpoint)
     lab.prime_memory(objects.bytes_total)
 
 

@@ -129,13 +129,16 @@ class Opened(_Message):
 
 
 class Landed(_Message):
-    """Bytes [start, end) of the object may be read from `path` at `offset`. Successive messages are contiguous."""
+    """Bytes [start, end) of the object may be read from `path` at `offset`. Successive messages are contiguous.
+
+    With `body` they are these, and `path` is empty: the first bytes of a flight, on their way to the disk."""
 
     read: int
     start: int
     end: int
     path: str
     offset: int
+    body: bytes | None = None
 
 
 class Failed(_Message):

@@ -5,7 +5,8 @@ by block; a check re-reads a block in a worker thread; what landed is told to re
 decides everything that a second reader, a failure or a slow client could change.
 
 What a run reports is batched: progress is told to the machine at most every TELL_EVERY_S, and at once when nothing was
-told for that long, so the first bytes go out as they come and a fast backend does not cost a message for each packet.
+told for that long, so a fast backend does not cost a message for each packet. The very first bytes are told before they
+are written, and travel in the message itself.
 
 A *private* flight serves one reader from memory (see `node/sink.py`); it is not found by other readers.
 
@@ -44,8 +45,8 @@ TELL_EVERY_S = 0.002  # 400 KiB at 200 MB/s: a message costs a few µs, a reader
 class Reader(Protocol):
     """Who reads: a front's read, or a job. Called from the engine's loop; must not block."""
 
-    def landed(self, start: int, end: int, path: str, offset: int) -> None:
-        """Bytes [start, end) of the object may be read from `path` at `offset`. Contiguous."""
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
+        """Bytes [start, end) of the object may be read from `path` at `offset`, or are `body`. Contiguous."""
         ...
 
     def finished(self) -> None:
@@ -361,6 +362,8 @@ class Flight:
                     await writing
                     writing = None
                 if data:
+                    if not self._told_s and isinstance(self.sink, DiskSink):
+                        self._landed(run, self.sink.hold(position, data))
                     writing = asyncio.create_task(self._write(run, position, data, hashes))
                     position += len(data)
                 if position >= self._stop(run):

@@ -53,8 +53,8 @@ class _Answers:
     def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
         self._connection.post(wire.Opened(self._number, record, start, end, hit, body))
 
-    def landed(self, start: int, end: int, path: str, offset: int) -> None:
-        self._connection.post(wire.Landed(self._number, start, end, path, offset))
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
+        self._connection.post(wire.Landed(self._number, start, end, path, offset, body))
 
     def finished(self) -> None:
         pass  # the front knows the range, so it knows the end

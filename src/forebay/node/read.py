@@ -45,7 +45,7 @@ class Out(Protocol):
 
     def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None: ...
 
-    def landed(self, start: int, end: int, path: str, offset: int) -> None: ...
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None: ...
 
     def finished(self) -> None: ...
 
@@ -111,11 +111,15 @@ class Read:
             flight.leave(self._number)
 
     # --- as a flight's reader ----------------------------------------------------------------------------------------
-    def landed(self, start: int, end: int, path: str, offset: int) -> None:
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
         self._open_once()
+        if body is not None:
+            if not self.closed:
+                self.out.landed(start, end, path, offset, body)
+            return
         while start < end and not self.closed:
             stop = min(end, start + TELL_BYTES_MAX)
-            self.out.landed(start, stop, path, offset)
+            self.out.landed(start, stop, path, offset, None)
             offset += stop - start
             start = stop
 

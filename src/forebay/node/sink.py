@@ -12,7 +12,8 @@ Rejected: sharing memory blocks between readers (a slow reader then holds what a
 the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node).
 
 Invariants. (1) `PassBudget.used_bytes` is the sum of promises not given back, at most the limit. (2) Every memfd is
-closed at `drop` or `close`. (3) A data file is closed only when no thread writes to it.
+closed at `drop` or `close`. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can be
+read at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from forebay.core.errors import Unavailable
 from forebay.node.store import Landing
 
 SLOW_WRITE_S = 2.0  # a chunk is a few MiB at most: a disk that needs longer is slower than any backend worth caching
+HELD_BYTES_MAX = 128 * limits.KIB  # enough to be busy with until the write is done
 PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
 
 
@@ -41,12 +43,13 @@ class DiskTrouble(Unavailable):
 
 
 class Segment(NamedTuple):
-    """Bytes [start, end) of the object lie in `path` at `offset`."""
+    """Bytes [start, end) of the object lie in `path` at `offset`; or they are `body`."""
 
     start: int
     end: int
     path: str
     offset: int
+    body: bytes | None = None
 
 
 class PassBudget:
@@ -124,6 +127,17 @@ class DiskSink:
         self._writers = writers
         self._writing = 0
         self._closed = False
+        self._held: Segment | None = None
+
+    def hold(self, position: int, data: memoryview) -> int:
+        """Have the first of these bytes readable before the `write` that follows; where those end.
+
+        Only for the first bytes of a flight, which somebody waits for: a write takes a millisecond, and this costs a
+        copy.
+        """
+        body = bytes(data[:HELD_BYTES_MAX])
+        self._held = Segment(position, position + len(body), "", 0, body)
+        return self._held.end
 
     async def write(self, position: int, data: memoryview, hashes: BlockHashes) -> list[tuple[int, int]]:
         """Put bytes at their place; the (block, checksum) pairs that became whole."""
@@ -139,7 +153,9 @@ class DiskSink:
         done = loop.run_in_executor(self._writers, work)
         done.add_done_callback(self._written)
         try:
-            return await asyncio.wait_for(asyncio.shield(done), SLOW_WRITE_S)
+            whole = await asyncio.wait_for(asyncio.shield(done), SLOW_WRITE_S)
+            self._held = None
+            return whole
         except TimeoutError:
             self.broken = True
             trouble = DiskTrouble(f"a write took longer than {SLOW_WRITE_S:g} s: passing through")
@@ -157,7 +173,17 @@ class DiskSink:
             self.landing.close()
 
     def segments(self, start: int, end: int) -> list[Segment]:
-        return [Segment(start, end, self.landing.path, start)]
+        held = self._held
+        if held is None or end <= held.start or held.end <= start:
+            return [Segment(start, end, self.landing.path, start)]
+        assert held.body is not None
+        first, stop = max(start, held.start), min(end, held.end)
+        pieces = [Segment(first, stop, "", 0, held.body[first - held.start : stop - held.start])]
+        if start < first:
+            pieces.insert(0, Segment(start, first, self.landing.path, start))
+        if stop < end:
+            pieces.append(Segment(stop, end, self.landing.path, stop))
+        return pieces
 
     def drop(self, block: int) -> None:
         raise AssertionError("blocks on disk are evicted, not dropped")

@@ -47,7 +47,7 @@ class _Prefetch:
     def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
         self._size_bytes = 0 if hit else end - start
 
-    def landed(self, start: int, end: int, path: str, offset: int) -> None:
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
         if path.startswith("/proc/"):
             self._end(Unavailable("no disk takes bytes now: make room (`forebay status`), then prefetch again"))
         elif self.read is not None:
