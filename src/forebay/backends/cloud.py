@@ -69,6 +69,8 @@ class CloudFetch:
     def __init__(self, result: GetResult, info: ObjectInfo, start: int, end: int, what: str, skip_bytes: int) -> None:
         self.info, self.start, self.end = info, start, end
         self._stream: Any = result.stream(min_chunk_size=CHUNK_BYTES_MIN) if end > start else None
+        # The first chunk is on its way before anybody asks: whoever opened this makes room for it meanwhile.
+        self._ahead: Any = self._stream.__anext__() if end > start else None
         self._what, self._skip_bytes, self._got_bytes = what, skip_bytes, 0
 
     def __aiter__(self) -> CloudFetch:
@@ -78,7 +80,8 @@ class CloudFetch:
         wanted = self.end - self.start
         while self._stream is not None and self._got_bytes < wanted:
             try:
-                chunk = await self._stream.__anext__()
+                ahead, self._ahead = self._ahead, None
+                chunk = await (ahead or self._stream.__anext__())
             except StopAsyncIteration:
                 self._stream = None
                 raise errors.ended_early(self._what, self._got_bytes, wanted) from None
@@ -101,6 +104,9 @@ class CloudFetch:
         return view[skipped : skipped + room_bytes]
 
     async def aclose(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
         self._stream = None  # dropping the answer closes its connection
 
 

@@ -32,7 +32,7 @@ from forebay.core.errors import Unavailable
 from forebay.node.store import Landing
 
 SLOW_WRITE_S = 2.0  # a chunk is a few MiB at most: a disk that needs longer is slower than any backend worth caching
-HELD_BYTES_MAX = 128 * limits.KIB  # enough to be busy with until the write is done
+HELD_BYTES_MAX = 16 * limits.KIB  # it passes two processes: with more, copies and fresh memory cost what it saves
 PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
 
 
