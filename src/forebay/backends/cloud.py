@@ -70,7 +70,7 @@ class CloudFetch:
         self.info, self.start, self.end = info, start, end
         self._stream: Any = result.stream(min_chunk_size=CHUNK_BYTES_MIN) if end > start else None
         # The first chunk is on its way before anybody asks: whoever opened this makes room for it meanwhile.
-        self._ahead: Any = self._stream.__anext__() if end > start else None
+        self._ahead: Any = self._stream.__anext__() if self._stream is not None else None
         self._what, self._skip_bytes, self._got_bytes = what, skip_bytes, 0
 
     def __aiter__(self) -> CloudFetch:

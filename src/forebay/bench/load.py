@@ -11,6 +11,7 @@ reports socket errors and bad statuses: any of them fails the round.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -133,8 +134,23 @@ class Reader:
         self._socket: socket.socket | None = None
         self._buffer = memoryview(bytearray(RECV_BYTES))
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None, into: bytearray | None = None) -> Read:
-        """Read `path` to its end. With `into`, the body is appended there too (for comparing; it costs a copy)."""
+    def get(
+        self,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        into: bytearray | None = None,
+        keep: Path | None = None,
+    ) -> Read:
+        """Read `path` to its end. With `into`, the body is appended there too (for comparing; it costs a copy); with
+        `keep`, it is written to that new file."""
+        if keep is not None:
+            with keep.open("xb", buffering=0) as file:
+                return self._get(path, headers, None, file)
+        return self._get(path, headers, into, None)
+
+    def _get(
+        self, path: str, headers: Mapping[str, str] | None, into: bytearray | None, file: io.FileIO | None
+    ) -> Read:
         request = request_bytes(self.host, urllib.parse.quote(path), headers)
         sock = self._connected()
         started = time.perf_counter()
@@ -151,6 +167,8 @@ class Reader:
         first = time.perf_counter() if rest or size == 0 else 0.0
         if into is not None:
             into += rest
+        if file is not None:
+            file.write(rest)
         left = size - len(rest)
         while left > 0:
             got = sock.recv_into(self._buffer, min(RECV_BYTES, left))
@@ -160,6 +178,8 @@ class Reader:
             first = first or time.perf_counter()
             if into is not None:
                 into += self._buffer[:got]
+            if file is not None:
+                file.write(self._buffer[:got])
             left -= got
         return Read(size, first - started, time.perf_counter() - started)
 

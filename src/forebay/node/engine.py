@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,16 +57,10 @@ FLUSH_S = 0.003  # one index transaction for what comes within it
 HOUSEKEEP_S = 5.0
 WORKERS = 8  # threads that move bytes: several disks, and one that stalls must not stop the others
 FILES_NEEDED = 1024
-WORKERS_NICE = 5
 
 
 def _open(bucket: Bucket, counters: BackendCounters) -> Backend:
     return open_backend(bucket, counters=counters)
-
-
-def _step_back() -> None:
-    """Threads that move bytes let event loops go first: on a busy core, a write would hold up a first byte."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKERS_NICE)
 
 
 def _make_volume_dir(volume: Path) -> None:
@@ -100,7 +93,7 @@ class Engine:
         self._server: asyncio.Server | None = None
         self._background: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes", initializer=_step_back)
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
 
     # --- starting and stopping ---------------------------------------------------------------------------------------
     async def start(self) -> None:

@@ -12,8 +12,8 @@ Rejected: sharing memory blocks between readers (a slow reader then holds what a
 the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node).
 
 Invariants. (1) `PassBudget.used_bytes` is the sum of promises not given back, at most the limit. (2) Every memfd is
-closed at `drop` or `close`. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can be
-read at once.
+closed at `drop` or `close`. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can
+be read at once.
 """
 
 from __future__ import annotations
