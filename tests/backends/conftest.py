@@ -21,7 +21,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if kind == "memory":
         name = f"test-{next(numbers)}"
         headers = (("content-type", "text/plain"), ("cache-control", "max-age=5"), ("x-amz-meta-color", "red"))
-        yield Place(kind, f"memory://{name}", {}, lambda key, data: memory.named(name).put(key, data, headers))
+        yield Place(kind, f"memory://{name}", {}, lambda key, data: memory.named(name).place(key, data, headers))
     elif kind == "file":
         yield Place(kind, tmp_path.as_uri(), {}, lambda key, data: write_file(tmp_path / key, data))
     elif kind == "s3":

@@ -171,7 +171,7 @@ def test_a_directory_lists_as_a_bucket_of_the_same_keys_does(
             path.write_bytes(b"")
         except OSError:
             continue  # a name cannot be a file and a directory
-        memory.put(key, b"")
+        memory.place(key, b"")
         made.append(key)
 
     kept = [key for key in sorted(set(made)) if key.startswith(prefix) and key > after]

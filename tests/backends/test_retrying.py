@@ -29,7 +29,7 @@ class Stack:
         self.now_s = 0.0
         self.slept: list[float] = []
         self.memory = MemoryBackend()
-        self.memory.put("data", DATA)
+        self.memory.place("data", DATA)
         self.faulty = Faulty(self.memory, plan, script=list(script), clock=self, sleep=self._sleep)
         self.counters = BackendCounters()
         counting = Counting(self.faulty, self.counters, SystemClock())
@@ -75,7 +75,7 @@ def test_an_object_that_changes_in_the_middle_is_never_glued_together() -> None:
         fetch = await stack.top.fetch("data")
         chunks = fetch.__aiter__()
         got = bytes(await chunks.__anext__()) + bytes(await chunks.__anext__())
-        stack.memory.put("data", DATA[::-1])
+        stack.memory.place("data", DATA[::-1])
         with pytest.raises(Precondition):
             await chunks.__anext__()
         assert got == DATA[:2_000_000]
@@ -195,7 +195,7 @@ def test_a_stale_listing_is_what_the_bucket_said_before() -> None:
 
     async def story() -> None:
         assert await list_all(stack.top) == (["data"], [])
-        stack.memory.put("more", b"")
+        stack.memory.place("more", b"")
         assert await list_all(stack.top) == (["data"], [])
         assert await list_all(stack.top, after="data") == (["more"], [])
 

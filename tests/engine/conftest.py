@@ -57,7 +57,7 @@ class Remote:
         self.closed_bodies = 0
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
-        return self.objects.put(key, data, (("content-type", "text/x-story"),))
+        return self.objects.place(key, data, (("content-type", "text/x-story"),))
 
     def count(self, verb: str) -> int:
         return sum(entry[0] == verb for entry in self.asked)

@@ -91,7 +91,7 @@ def test_an_object_that_is_gone_is_forgotten(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         rig.remote.put("object", pattern(5 * MIB))
         await rig.front.get("object")
-        rig.remote.objects.delete("object")
+        rig.remote.objects.remove("object")
         assert len(await rig.front.get("object")) == 5 * MIB, "still fresh"
         with pytest.raises(NotFound):
             await rig.front.get("object", revalidate=True)

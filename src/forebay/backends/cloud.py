@@ -30,6 +30,7 @@ import msgspec
 import obstore
 
 from forebay.backends import errors
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Fetch
 from forebay.backends.wire import Wire, bare_etag, is_condition, version_of
 from forebay.core import limits
@@ -110,7 +111,7 @@ class CloudFetch:
         self._stream = None  # dropping the answer closes its connection
 
 
-class Cloud:
+class Cloud(Refusing):
     """See the module. `locate.py` makes these. `prefix` is what comes before every key in the bucket behind."""
 
     def __init__(

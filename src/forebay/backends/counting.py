@@ -13,6 +13,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core.errors import ForebayError
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
@@ -74,7 +75,7 @@ class CountingFetch:
         await self._inner.aclose()
 
 
-class Counting:
+class Counting(Refusing):
     """See the module."""
 
     def __init__(self, inner: Backend, counters: BackendCounters, clock: Clock) -> None:

@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import NamedTuple
 
 from forebay.backends import errors, pages
+from forebay.backends.refusing import Refusing
 from forebay.core import limits
 from forebay.core.errors import Unavailable
 from forebay.core.types import ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
@@ -95,7 +96,7 @@ class DirectoryFetch:
             os.close(self._fd)
 
 
-class DirectoryBackend:
+class DirectoryBackend(Refusing):
     """See the module."""
 
     scheme = "file"

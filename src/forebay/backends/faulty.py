@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from forebay.backends import errors
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core.errors import Busy, ForebayError, Unavailable
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
@@ -121,7 +122,7 @@ class FaultyFetch:
         await self._inner.aclose()
 
 
-class Faulty:
+class Faulty(Refusing):
     """See the module. `plan` and `version_salt` may be changed at any time; `script` is consumed from its left end."""
 
     def __init__(

@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterator
 
 from forebay.backends import errors, pages
+from forebay.backends.refusing import Refusing
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports import clock
 
@@ -38,7 +39,7 @@ class MemoryFetch:
         self._rest = memoryview(b"")
 
 
-class MemoryBackend:
+class MemoryBackend(Refusing):
     """See the module. `put` and `delete` are for whoever owns the bucket, not part of the seam."""
 
     scheme = "memory"
@@ -50,7 +51,7 @@ class MemoryBackend:
         self._keys: list[str] | None = []
         self._version = 0
 
-    def put(self, key: str, data: bytes, headers: Headers = ()) -> ObjectInfo:
+    def place(self, key: str, data: bytes, headers: Headers = ()) -> ObjectInfo:
         """Store a new version of `key`."""
         check_key(key)
         self._version += 1
@@ -61,7 +62,7 @@ class MemoryBackend:
         self._objects[key] = (info, bytes(data))
         return info
 
-    def delete(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """Forget `key`; it need not exist."""
         if self._objects.pop(key, None):
             self._keys = None

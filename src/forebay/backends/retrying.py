@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from forebay.backends import errors
 from forebay.backends.counting import BackendCounters
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core.errors import Corrupt, ForebayError
 from forebay.core.retry import DEFAULT_POLICY, RetryBudget, RetryPolicy, delay_before_retry
@@ -94,7 +95,7 @@ class RetryingFetch:
             await inner.aclose()
 
 
-class Retrying:
+class Retrying(Refusing):
     """See the module."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The seam to object storage: five methods, each with its promise. Everything behind it is interchangeable.
+"""The seam to object storage: a few methods, each with its promise. Everything behind it is interchangeable.
 
 Theory. A backend reads and lists one bucket (a place with an optional prefix). Behaviour (retry, rate, faults,
 counting) is added by wrapping, and `stack.py` shows the whole stack in one function. Exactly one layer retries: the
@@ -6,14 +6,22 @@ counting) is added by wrapping, and `stack.py` shows the whole stack in one func
 
 A fetch is a stream of `bytes`-like chunks that arrive in order. Its `info` is known before the first chunk. A stream
 that ends early raises `Unavailable`; it never just ends. Closing a stream early frees its connection.
+
+Writing. A put is whole or not at all. Its bytes are a `Body`: a piece of a file, which may still be growing, or bytes
+in memory; a method that failed may be called again with the same body. `expect` makes a write conditional: None for
+any, "" for "there is no such object", else the version that must be there now; `Precondition` when it is not so, and
+then nothing changed. A backend that is `read_only` raises `NotSupported` from all of them.
+
+An *upload* (S3's multipart) is how large bodies go: parts in any order, completed as a whole. Where `part_bytes_min` is
+0 the backend has none, and the five methods raise `NotSupported`: use `put`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 
 
 class Fetch(Protocol):
@@ -29,11 +37,47 @@ class Fetch(Protocol):
         """Give up the rest. May be called twice, and after the end."""
 
 
+async def _whole(upto: int) -> None:
+    """Every byte is there."""
+
+
+class Body(NamedTuple):
+    """`size_bytes` bytes to send: `data`, or those of the file `path` from `offset` on.
+
+    `ready(upto)` returns when the first `upto` of them may be read, and raises if they will never be there.
+    `md5` is the MD5 of them all in hex, if it is known: it goes along, so that the backend checks what it got.
+    """
+
+    size_bytes: int
+    data: bytes | None = None
+    path: str = ""
+    offset: int = 0
+    ready: Callable[[int], Awaitable[None]] = _whole
+    md5: str = ""
+
+
+class PartSeen(NamedTuple):
+    """A part that the backend holds. `token` is what `complete_upload` wants."""
+
+    number: int
+    token: str
+    size_bytes: int
+
+
+class UploadSeen(NamedTuple):
+    """An upload that is neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+    started_s: float
+
+
 class Backend(Protocol):
     """One bucket of some object storage. All methods are safe to call concurrently and to cancel."""
 
-    scheme: str  # s3, gs, az, https, file, memory: for metrics and messages
+    scheme: str  # s3, gs, az, https, file, memory, local: for metrics and messages
     read_only: bool
+    part_bytes_min: int  # of a part but the last; 0: no uploads
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         """Open `key` (or a range of it) for streaming in one request.
@@ -54,6 +98,55 @@ class Backend(Protocol):
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
         """The next page in byte order, `limit` at most 1,000. Uses O(page) memory whatever the bucket's size."""
+        ...
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        """Make `body` the object, with these stored headers (and tags, as a query string); what it is now.
+
+        When the answer is lost the write may have happened: the caller may put the same body again. `Invalid`,
+        `Denied`, `Precondition`, `Busy`, `Unavailable`; `NotSupported` for `expect` or `tags` that this backend cannot
+        honour.
+        """
+        ...
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        """There is no such object afterwards. One that was not there is fine, unless `expect` names a version."""
+        ...
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        """Copy within this bucket, at the backend. `headers` None: the source's. `Precondition` if the source is
+        another version; `NotSupported` where the backend cannot, and the caller must read and put."""
+        ...
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        """The id of a new upload."""
+        ...
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        """Send part `number` (1 to 10,000), replacing an earlier one; its token. `NotFound` (`NoSuchUpload`)."""
+        ...
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        """Make the object of these (number, token) in order. `NotFound` (`NoSuchUpload`) also when an earlier call,
+        whose answer was lost, completed it: look at the object."""
+        ...
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Forget the upload and its parts. One that is gone is fine."""
+        ...
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        """Every part the backend holds, by number. `NotFound` (`NoSuchUpload`)."""
+        ...
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        """Open uploads under `prefix`; at most 1,000."""
         ...
 
     async def probe(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -10,7 +10,7 @@ from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Exists, Invalid
-from forebay.core.types import Bucket, check_bucket_name, format_freshness, parse_freshness
+from forebay.core.types import Bucket, WriteMode, check_bucket_name, format_freshness, parse_freshness
 
 app = typer.Typer(
     no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None, add_completion=False
@@ -72,7 +72,7 @@ def add(
         check_bucket_name(name),
         check_url(address),
         parse_freshness(freshness),
-        write,
+        cast(WriteMode, write),
         parse_quota(quota),
         options=dict(parse_option(text) for text in option or ()),
     )

@@ -19,7 +19,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.core.metrics import Snapshot
-from forebay.core.types import Bucket, ListPage
+from forebay.core.types import Bucket, Headers, ListPage
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -87,7 +87,196 @@ class CachedPage(msgspec.Struct, frozen=True, array_like=True):
     next_after: str = ""
 
 
-JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh"]
+class PutCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Make these bytes the object. They are `body` (at most INLINE_BYTES_MAX) or the temp file `path`, which is the
+    engine's from here on, with `sums`: the xxh3-64 of each block. `headers` as in `ObjectInfo`, `x-amz-checksum-*`
+    among them. `md5` is hex, "" when it was not computed; `hash128` the xxh3-128, hex. Conditions as the headers say.
+    `put`: the number from `put_open`, 0 without it."""
+
+    bucket: str
+    key: str
+    size_bytes: int
+    headers: Headers = ()
+    path: str = ""
+    body: bytes | None = None
+    sums: list[int] = []
+    md5: str = ""
+    hash128: str = ""
+    if_match: str | None = None
+    if_none_match: str | None = None
+    tags: str = ""  # as x-amz-tagging: a query string
+    put: int = 0
+
+
+class PutOpenCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A body of `size_bytes` begins to arrive in the file `path` for a bucket written through: send it on as it comes.
+    `Grown` tells how far it is; `put` with the number completes it, `GaveUp` or the end of the connection cancels it.
+    `checksum` is what the client promised for the whole body in its headers (name, value), to be sent along."""
+
+    bucket: str
+    key: str
+    size_bytes: int
+    path: str
+    headers: Headers = ()
+    if_match: str | None = None
+    if_none_match: str | None = None
+    tags: str = ""
+
+
+class PutOpened(msgspec.Struct, frozen=True):
+    """`put` is 0 when this backend or bucket takes the body only when it is whole."""
+
+    put: int
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What the object is now. `version` is what a read will pin."""
+
+    etag: str
+    version: str
+    size_bytes: int
+    modified_s: float
+
+
+class DeleteCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Deleting what is not there is fine, unless `if_match` is given."""
+
+    bucket: str
+    key: str
+    if_match: str | None = None
+
+
+class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Copy an object; `headers` None: the source's. The `source_*` conditions are judged against the source."""
+
+    source_bucket: str
+    source_key: str
+    bucket: str
+    key: str
+    headers: Headers | None = None
+    source_if_match: str | None = None
+    source_if_none_match: str | None = None
+    source_if_modified_since: str | None = None
+    source_if_unmodified_since: str | None = None
+    if_match: str | None = None
+    if_none_match: str | None = None
+    tags: str | None = None  # None: the source's
+
+
+class UploadCreateCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    bucket: str
+    key: str
+    headers: Headers = ()
+    checksum_algorithm: str = ""  # CRC32, CRC32C, CRC64NVME, SHA1, SHA256; "" for none
+    checksum_type: Literal["", "COMPOSITE", "FULL_OBJECT"] = ""
+    tags: str = ""
+
+
+class UploadNamed(msgspec.Struct, frozen=True):
+    bucket: str
+    key: str
+    upload_id: str
+
+
+class UploadPartCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """As `PutCall`, for one part. `md5` is always set: it is the part's ETag. `checksums`: algorithm to base64."""
+
+    bucket: str
+    key: str
+    upload_id: str
+    number: int
+    size_bytes: int
+    md5: str
+    path: str = ""
+    body: bytes | None = None
+    checksums: dict[str, str] = {}
+
+
+class UploadPartCopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part made of the half-open range [start, end) of another object; both None: all of it."""
+
+    bucket: str
+    key: str
+    upload_id: str
+    number: int
+    source_bucket: str
+    source_key: str
+    start: int | None = None
+    end: int | None = None
+    source_if_match: str | None = None
+    source_if_none_match: str | None = None
+    source_if_modified_since: str | None = None
+    source_if_unmodified_since: str | None = None
+
+
+class PartState(msgspec.Struct, frozen=True, omit_defaults=True):
+    number: int
+    size_bytes: int
+    etag: str
+    modified_s: float
+    checksums: dict[str, str] = {}
+
+
+class UploadCompleteCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`parts`: number, ETag without quotes ("" for any), checksums as the client repeats them."""
+
+    bucket: str
+    key: str
+    upload_id: str
+    parts: list[tuple[int, str, dict[str, str]]]
+    if_match: str | None = None
+    if_none_match: str | None = None
+    checksums: dict[str, str] = {}  # of the whole object (FULL_OBJECT), as the client promises
+    size_bytes: int | None = None  # x-amz-mp-object-size
+
+
+class UploadCompleted(msgspec.Struct, frozen=True):
+    written: Written
+    checksums: dict[str, str] = {}
+    checksum_type: str = ""
+
+
+class UploadState(msgspec.Struct, frozen=True, omit_defaults=True):
+    bucket: str
+    key: str
+    upload_id: str
+    created_s: float
+    checksum_algorithm: str = ""
+    checksum_type: str = ""
+
+
+class UploadPartsCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Parts with a number above `after`, at most `limit`."""
+
+    bucket: str
+    key: str
+    upload_id: str
+    after: int = 0
+    limit: int = limits.LIST_KEYS_MAX
+
+
+class UploadParts(msgspec.Struct, frozen=True):
+    upload: UploadState
+    parts: list[PartState]
+    more: bool
+
+
+class UploadsCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Open uploads whose key starts with `prefix`, after (`after_key`, `after_id`), by key, then time."""
+
+    bucket: str
+    prefix: str = ""
+    after_key: str = ""
+    after_id: str = ""
+    limit: int = limits.LIST_KEYS_MAX
+
+
+class Uploads(msgspec.Struct, frozen=True):
+    uploads: list[UploadState]
+    more: bool
+
+
+JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh", "flush"]
 
 
 class JobCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -147,6 +336,11 @@ class BucketState(msgspec.Struct, frozen=True):
     cached_bytes: int = 0
     quota_bytes: int | None = None
     error: str = ""
+    dirty_bytes: int = 0
+    dirty_objects: int = 0  # deletes that are not flushed are counted too
+    dirty_since_s: float | None = None  # Unix time of the oldest
+    flushing: int = 0
+    conflicts: int = 0
 
 
 class NodeState(msgspec.Struct, frozen=True):
@@ -190,6 +384,18 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "unpin": (JobCall, JobState),
     "evict": (JobCall, JobState),
     "refresh": (JobCall, JobState),
+    "flush": (JobCall, JobState),  # done when all that was dirty when it began is in the backend
+    "put": (PutCall, Written),
+    "put_open": (PutOpenCall, PutOpened),
+    "delete": (DeleteCall, Nothing),
+    "copy": (CopyCall, Written),
+    "upload_create": (UploadCreateCall, UploadState),
+    "upload_part": (UploadPartCall, PartState),
+    "upload_part_copy": (UploadPartCopyCall, PartState),
+    "upload_parts": (UploadPartsCall, UploadParts),
+    "upload_complete": (UploadCompleteCall, UploadCompleted),
+    "upload_abort": (UploadNamed, Nothing),
+    "uploads": (UploadsCall, Uploads),
     "job": (JobNamed, JobState),
     "jobs": (Nothing, list[JobState]),  # newest first
     "job_cancel": (JobNamed, JobState),

@@ -26,6 +26,24 @@ INDEX_READERS_MAX = 1024  # read transactions at once on one index: fronts x thr
 FILE_HEADER_BYTES_MAX = 3584  # of a data file's header in an xattr: ext4 gives all xattrs of a file 4 KiB less overhead
 RESERVE_BYTES_MAX = 256 * MIB  # left free on a volume's filesystem (1 % of it if that is less): the index must grow
 
+# --- writing ---------------------------------------------------------------------------------------------------------
+PUT_BYTES_MAX = 5 * GIB  # S3's limit on one PutObject, part or copy; larger objects are multipart uploads
+PART_BYTES_MIN = 5 * MIB  # S3's least size of a part but the last
+PARTS_MAX = 10_000  # S3's limit on parts of an upload
+UPLOADS_MAX = 10_000  # open uploads per bucket: each holds files that nobody may ever complete
+UPLOAD_AGE_MAX_S = 7 * 86400.0  # an open upload older than this is aborted: the vendor advises a rule of a week
+STREAM_BYTES_MIN = 4 * MIB  # a body at least this long goes to the backend while it is received (write-through)
+MULTIPART_BYTES_MIN = (
+    64 * MIB
+)  # a flush at least this long is a multipart upload: what a crash must send again is a part
+FLUSH_PART_BYTES = 32 * MIB  # a part of a flush, or more where PARTS_MAX would be exceeded
+FLUSHES_MAX = 16  # flushes at once per bucket
+DIRTY_WAIT_S = 10.0  # how long a write waits for dirty bytes to go down before it is refused
+METADATA_BYTES_MAX = 2 * KIB  # S3's limit on user metadata of an object, names and values
+TAGS_MAX = 10  # S3's limit on tags of an object
+DELETE_KEYS_MAX = 1000  # S3's limit on keys in one DeleteObjects
+CLOCK_SKEW_MAX_S = 900.0  # S3's limit on the age of a signature
+
 # --- HTTP ------------------------------------------------------------------------------------------------------------
 REQUEST_LINE_BYTES_MAX = 16 * KIB  # a 1,024-byte key takes 3 KiB percent-encoded, a presigned query 2 KiB; nginx: 8 KiB
 HEADER_BYTES_MAX = 32 * KIB  # all headers of a request together; nginx: 4 x 8 KiB, AWS: 8 KiB of user metadata at most
@@ -65,4 +83,5 @@ assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
 assert FETCHES_PER_READ_MAX <= FETCHES_MAX
+assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
 assert CLIENT_STALL_TIMEOUT_S > BACKEND_ATTEMPTS_MAX * BACKEND_STALL_TIMEOUT_S

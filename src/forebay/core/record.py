@@ -32,6 +32,8 @@ class State(IntFlag):
     DIRTY = 1  # acknowledged bytes that the backend has not
     PINNED = 2  # never evicted
     UNVERIFIED = 4  # rebuilt after an unclean machine stop: each block must be verified before its first use
+    LOCAL = 8  # of a bucket without a backend: these bytes are the only ones
+    OWNED = 9  # dirty or local: the truth however old, and never a victim
 
 
 class Record(msgspec.Struct, array_like=True, gc=False):

@@ -12,7 +12,7 @@ of the same object; comparing for equality is all that may be done with it.
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -141,21 +141,49 @@ def format_freshness(seconds: float) -> str:
     return "always" if seconds == 0 else f"{seconds:g}s"
 
 
+WriteMode = Literal["through", "back", "local"]
+Durability = Literal["disk", "memory"]
+Conflict = Literal["keep-both", "ours", "theirs"]
+LOCAL_URL = "local://"  # the URL of a bucket without a backend
+DIRTY_AGE_MAX_S = 3600.0
+
+
+class CorsRule(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rule of a bucket's CORS configuration, as S3 means it. An origin or header may hold one `*`."""
+
+    origins: tuple[str, ...]
+    methods: tuple[str, ...]
+    headers: tuple[str, ...] = ()
+    exposed: tuple[str, ...] = ()
+    max_age_s: int | None = None
+    id: str = ""
+
+
 class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     """A bucket and its settings, as kept in the metadata store and pushed to the fronts.
 
     `url`: where the backend is (`s3://name/prefix`, `gs://`, `az://`, `https://`, `file:///dir`, `memory://`).
     `options`: backend options (endpoint, region, profile, …); secrets are taken from the environment or a profile, and
     one given here is kept in the metadata store, readable by the node's user only.
-    `write` is `through`, `back` or `local`; until writing is served it only decides what `stat` shows.
+    `write`: an acknowledged write is in the backend and here (`through`), here and flushed later (`back`), or here
+    alone (`local`, with the URL `local://`). `durability` of bytes that only the node has: synced to the disk, or in
+    the page cache. `dirty_bytes_max` (None: a quarter of the node's capacity) and `dirty_age_max_s` bound what is not
+    flushed; beyond, writes wait and are then refused. `conflict`: what a flush does when the backend has changed.
+    `acl` is `private` or `public-read` (reading needs no identity then).
     `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never evicted.
     """
 
     name: str
     url: str
     freshness_s: float = FRESH_DEFAULT_S
-    write: str = "through"
+    write: WriteMode = "through"
     quota_bytes: int | None = None
     pinned: tuple[str, ...] = ()
     options: dict[str, str] = {}
     created_s: float = 0.0
+    durability: Durability = "disk"
+    dirty_bytes_max: int | None = None
+    dirty_age_max_s: Annotated[float, msgspec.Meta(gt=0)] = DIRTY_AGE_MAX_S
+    conflict: Conflict = "keep-both"
+    acl: Literal["private", "public-read"] = "private"
+    cors: tuple[CorsRule, ...] = ()

@@ -11,7 +11,8 @@ say. A *read* is a conversation with a number chosen by the front:
 
 Small objects come whole inside `Opened`. A *call* is one question and one answer (`Call` -> `Answer` | `Failed`);
 listing and administration are calls. `Touched` reports hits, which otherwise never reach the engine. `Dropped` asks
-fronts to close files of evicted objects. Versions: `Hello.wire_version` must match; both come from one installation.
+fronts to close files of evicted objects. `Grown` says how much of a body has been received, so that writing it through
+to the backend overlaps receiving it. Versions: `Hello.wire_version` must match; both come from one installation.
 
 Rejected: gRPC and HTTP between the two (a hundred times the cost per message, no gain on one host); shared memory
 for progress (a futex per reader to save 200 small messages a second).
@@ -32,7 +33,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -91,6 +92,19 @@ class Call(_Message):
     call: int
     verb: str
     body: bytes
+
+
+class Grown(_Message):
+    """The file of the put that `put_open` numbered `put` holds every byte below `upto`."""
+
+    put: int
+    upto: int
+
+
+class GaveUp(_Message):
+    """The body of put `put` will not be completed: forget it."""
+
+    put: int
 
 
 class Reported(_Message):
@@ -163,7 +177,7 @@ class Report(_Message):
     report: int
 
 
-ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Reported
+ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Grown | GaveUp | Reported
 ToFront = Welcome | Opened | Landed | Failed | Answer | Dropped | Report
 Message = ToEngine | ToFront
 

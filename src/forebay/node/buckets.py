@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from forebay.backends.counting import BackendCounters
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, Precondition
 from forebay.core.types import Bucket, ListPage, ObjectInfo, RangeSpec, check_bucket_name
@@ -55,7 +56,7 @@ class Served:
         return (self.bucket.url, self.bucket.options) == (other.bucket.url, other.bucket.options)
 
 
-class _Watched:
+class _Watched(Refusing):
     """A backend that notes how its last request went. An answer that says no is an answer."""
 
     def __init__(self, inner: Backend, served: Served) -> None:

@@ -30,6 +30,7 @@ never used twice. (3) A hole is punched only after its block left the committed 
 """
 
 from forebay.node.store.landing import Landing
+from forebay.node.store.notes import Note, Owed
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.reclaim import Reclaimed
 from forebay.node.store.scrub import Scrubber, ScrubUnit
@@ -39,6 +40,8 @@ from forebay.node.store.writer import Store
 __all__ = [
     "Landing",
     "LeasedFile",
+    "Note",
+    "Owed",
     "Reclaimed",
     "ScrubUnit",
     "Scrubber",
