@@ -154,7 +154,8 @@ class DiskSink:
         done.add_done_callback(self._written)
         try:
             whole = await asyncio.wait_for(asyncio.shield(done), SLOW_WRITE_S)
-            self._held = None
+            if self._held is not None and position <= self._held.start < position + len(data):
+                self._held = None  # written: other runs' writes say nothing about these bytes
             return whole
         except TimeoutError:
             self.broken = True
