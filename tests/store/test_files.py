@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from forebay.core.limits import BLOCK_BYTES
 from forebay.node.store import files
 
 
@@ -92,9 +96,46 @@ def test_a_punched_hole_gives_space_back_and_keeps_the_size(tmp_path: Path) -> N
     header.set_sums(dict.fromkeys(range(8), 7))
     os.sync()
     before = os.stat(path).st_blocks
-    assert files.punch_blocks(path, 8 * 65536, 65536, [1, 2, 7])
+    assert files.punch_blocks(path, 65536, [1, 2, 7])
     assert os.stat(path).st_blocks <= before - 3 * 128
     data = Path(path).read_bytes()
     assert len(data) == 8 * 65536
     assert [data[block * 65536] for block in range(8)] == [120, 0, 0, 120, 120, 120, 120, 0]
     assert list(header.sums()) == [7, 0, 0, 7, 7, 7, 7, 0]
+
+
+@pytest.mark.parametrize("read_again", [False, True], ids=["as written", "read from the disk again"])
+def test_bytes_that_lie_in_a_socket_outlive_the_hole_that_is_punched_under_them(
+    tmp_path: Path, read_again: bool
+) -> None:
+    """`sendfile` puts references to the file's pages into the socket: the lease is over before the client has read."""
+    size_bytes = 2 * BLOCK_BYTES + 500  # a last page that is covered in part
+    path, _ = _create(tmp_path, _identity(size_bytes=size_bytes))
+    data = os.urandom(size_bytes)
+    Path(path).write_bytes(data)
+    with open(path, "rb") as file, _connection() as (sending, receiving):
+        if read_again:  # the kernel then keeps larger pieces than pages
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        first = start = size_bytes - 100_000
+        while start < size_bytes:
+            start += os.sendfile(sending.fileno(), file.fileno(), start, size_bytes - start)
+        assert files.punch_blocks(path, BLOCK_BYTES, [1, 2])
+        received = receiving.makefile("rb").read(size_bytes - first)
+    wrong = [at for at in range(len(received)) if received[at] != data[first + at]]
+    assert not wrong, f"{len(wrong)} bytes changed, from {wrong[0]}"
+    assert not any(Path(path).read_bytes()[BLOCK_BYTES:]), "the hole is there"
+
+
+@contextmanager
+def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection whose buffers take a mebibyte that nobody reads."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as receiving:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        receiving.connect(listener.getsockname())
+        receiving.settimeout(20)
+        sending, _ = listener.accept()
+        with sending:
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            yield sending, receiving

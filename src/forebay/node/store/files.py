@@ -243,7 +243,7 @@ def punch(fd: int, start: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def punch_blocks(path: str, size_bytes: int, block_bytes: int, blocks: Iterable[int]) -> bool:
+def punch_blocks(path: str, block_bytes: int, blocks: Iterable[int]) -> bool:
     """Punch these blocks under an exclusive lease and take their checksums out; False when a reader holds a lease."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -259,8 +259,11 @@ def punch_blocks(path: str, size_bytes: int, block_bytes: int, blocks: Iterable[
         if header is not None:
             header.set_sums(dict.fromkeys(chosen, 0))
         for block in chosen:
-            start, end = block_range(size_bytes, block_bytes, block)
-            punch(fd, start, end - start)
+            # The last block too is punched to its natural end, beyond the file's: sent bytes may lie in a socket as
+            # references to these pages. A page that leaves the file whole keeps its bytes there; one that is covered
+            # in part, as the last would be, is zeroed where it is, and a client would read the zeros. (What the kernel
+            # keeps as one piece, at most 2 MiB on x86, never reaches over a block's border: both are aligned.)
+            punch(fd, block * block_bytes, block_bytes)
         return True
     finally:
         os.close(fd)

@@ -208,4 +208,4 @@ def _trim(path: str, record: Record) -> None:
     if os.lstat(path).st_blocks * 512 <= presence.bytes_of(record) + 256 * 1024:
         return
     absent = [b for b in range(blocks_in(record.size_bytes, record.block_bytes)) if not present >> b & 1]
-    files.punch_blocks(path, record.size_bytes, record.block_bytes, absent)
+    files.punch_blocks(path, record.block_bytes, absent)

@@ -37,7 +37,6 @@ class _Holes(NamedTuple):
     """Blocks of one data file to be punched."""
 
     object_id: int
-    size_bytes: int
     block_bytes: int
     blocks: set[int]
 
@@ -84,7 +83,7 @@ class Reclaimer:
         with self.lock:
             holes = self._holes_after.setdefault(volume.id, {})
             if path not in holes:
-                holes[path] = _Holes(record.object_id, record.size_bytes, record.block_bytes, set())
+                holes[path] = _Holes(record.object_id, record.block_bytes, set())
             holes[path].blocks.update(blocks)
 
     def cancel(self, volume: Volume) -> None:
@@ -155,7 +154,7 @@ class Reclaimer:
     def _punch(self, volume: Volume, path: str, holes: _Holes) -> bool:
         """False when a reader's lease forbids it."""
         try:
-            return files.punch_blocks(path, holes.size_bytes, holes.block_bytes, holes.blocks)
+            return files.punch_blocks(path, holes.block_bytes, holes.blocks)
         except OSError as error:
             # a filesystem that cannot punch: the space comes back when the whole object goes
             self._tell(
