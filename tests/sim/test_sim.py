@@ -50,7 +50,9 @@ def test_the_simulator_covers_what_can_happen():
     assert outcomes >= {"ok", "NotFound", "Precondition", "Closed", "Unavailable", "Busy"}
 
 
-@pytest.mark.parametrize("seed", range(1, 31))
+# 900231: a last, short block that had only passed through was taken for one still on its way. 902013: a doubt that
+# outlived its evicted block let a check find it good before the hole was punched.
+@pytest.mark.parametrize("seed", [*range(1, 31), 900231, 902013])
 def test_these_seeds_find_nothing(seed):
     outcome = simulate(seed, 2500)
     assert not outcome.finding, f"{outcome.finding}; replay: python -m forebay.sim --seed {seed}"

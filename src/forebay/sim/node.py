@@ -437,7 +437,8 @@ class SimNode:
         for other in self.all_flights:
             if (other.name, other.version, other.gone) == (flight.name, flight.version, False):
                 for run in other.runs.values():
-                    coming = run.position // BLOCK_BYTES  # what came before may have passed through and be needed again
+                    # What came before may have passed through and be needed again; so may a last, short block.
+                    coming = run.end if run.position >= flight.size_bytes else run.position // BLOCK_BYTES
                     assert max(first, coming) >= min(end, run.end), f"blocks {first}-{end} are fetched twice at once"
         run = _Run(number, first, end, first * BLOCK_BYTES, since_us=self.schedule.now_us)
         flight.runs[number] = run
@@ -623,6 +624,7 @@ class SimNode:
         if record.path:
             self.store.holes.setdefault(record.path, set()).update(blocks)
         record.blocks -= set(blocks)  # what the index will say: nobody may be told of them from now on
+        record.unverified -= set(blocks)  # nor may a check find them good while the hole is still to be punched
         flight = self.flights.get(name)
         if flight is not None and flight.object_id == object_id:
             self._step(flight, flight_events.Lost(tuple(blocks)))
