@@ -52,11 +52,21 @@ class Client(threading.Thread):
                 if body == data[start:end]:
                     self.good += 1
                 else:
-                    self.wrong.append(f"{key} {start}-{end}: {len(body)} bytes")
+                    self.wrong.append(f"{key} {start}-{end}: {difference(body, data[start:end])}")
             elif status == 503:
                 self.failed += 1
             else:
                 self.wrong.append(f"{key} {start}-{end}: status {status}, {body[:300]!r}")
+
+
+def difference(body: bytes, expected: bytes) -> str:
+    """Where two bodies differ, in words that tell a hole from another object's bytes."""
+    if len(body) != len(expected):
+        return f"{len(body)} bytes instead of {len(expected)}"
+    wrong = [at for at in range(0, len(body), 4096) if body[at : at + 4096] != expected[at : at + 4096]]
+    first, last = wrong[0], wrong[-1] + 4096
+    what = "zeros" if not any(body[first : first + 4096]) else repr(body[first : first + 48])
+    return f"{len(body)} bytes, {len(wrong)} pages wrong from {first} to {last}, first {what}"
 
 
 def open_files(one: NodeProcess) -> dict[str, int]:
