@@ -133,6 +133,11 @@ class FakeEngine:
             answer = self.buckets
         if message.verb == "list" and answer is None:
             answer = ListPage([ListEntry("from-backend", 1, "e", 0.0)], [])
+        if message.verb == "list":
+            try:
+                self._find(arguments.bucket)
+            except NotFound as error:
+                answer = error
         if answer is None:
             return  # never answers
         if isinstance(answer, ForebayError):
@@ -140,10 +145,15 @@ class FakeEngine:
         else:
             talk.say(wire.Answer(message.call, calls.encode_answer(answer)))
 
+    def _find(self, bucket: str) -> None:
+        if all(bucket != known.name for known in self.buckets):
+            raise NotFound(f"there is no bucket {bucket!r}", code="NoSuchBucket")
+
     async def _read(self, talk: _Talk, asked: wire.OpenRead) -> None:
         cold = self.cold.get((asked.bucket, asked.key))
         try:
             if cold is None:
+                self._find(asked.bucket)
                 raise NotFound(f"{asked.key} does not exist", code="NoSuchKey")
             if cold.error is not None:
                 raise cold.error
@@ -403,6 +413,6 @@ class Client:
 @contextmanager
 def serve(dir: Path, *, timeouts: Timeouts = Timeouts(), grace_s: float = 0.3, **settings: Any) -> Iterator[Node]:
     """A node on a directory, running while the block runs."""
-    chosen = Settings(dir=str(dir), listen="127.0.0.1:0", **{"auto_buckets": False, **settings})
+    chosen = Settings(dir=str(dir), listen="127.0.0.1:0", **settings)
     with Node(dir, chosen, timeouts, grace_s) as node:
         yield node

@@ -15,7 +15,7 @@ from forebay.core.calls import ListCall, Nothing
 from forebay.core.errors import Bug, ForebayError, NotFound
 from forebay.core.listing import after_prefix
 from forebay.core.record import Record, build_head
-from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec
+from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec, check_bucket_name
 from forebay.node.http.auth import Auth
 from forebay.node.http.reads import Decide, plan_plain
 from forebay.node.http.requests import Exchange, Request
@@ -120,7 +120,7 @@ class FakeReads:
         if name in self.found_later:
             return Bucket(name, "", freshness_s=0.0)
         if name not in self.buckets:
-            raise NotFound(f"no bucket {name!r}", code="NoSuchBucket")
+            return Bucket(check_bucket_name(name), "", freshness_s=0.0)
         return Bucket(name, "memory://")
 
     def serve(
@@ -133,6 +133,8 @@ class FakeReads:
         extra: bytes = b"",
     ) -> None:
         self.asked.append((bucket.name, key, range))
+        if bucket.name not in self.buckets:
+            raise NotFound(f"no bucket {bucket.name!r}", code="NoSuchBucket")
         found = self.buckets[bucket.name].get(key)
         if found is None:
             raise NotFound(f"no object {key!r} in {bucket.name}", code="NoSuchKey")
@@ -152,6 +154,8 @@ class FakeReads:
             raise Bug(f"S3 needs no call {verb}")
         assert isinstance(arguments, ListCall)
         assert 1 <= arguments.limit <= limits.LIST_KEYS_MAX
+        if arguments.bucket not in self.buckets:
+            raise NotFound(f"no bucket {arguments.bucket!r}", code="NoSuchBucket")
         objects = self.buckets[arguments.bucket]
         plain, rolled, after = list_dumbly(
             objects, arguments.prefix, arguments.delimiter, arguments.start_after, arguments.limit

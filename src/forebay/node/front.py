@@ -75,7 +75,7 @@ class Front:
             report=self.snapshot,
             grace_s=grace_s,
         )
-        self._reads = Reads(self._store, self.link, self.counts, auto_buckets=settings.auto_buckets, clock=clock)
+        self._reads = Reads(self._store, self.link, self.counts, clock=clock)
         domains = (settings.domain,) if settings.domain else ()
         self._addressing = Addressing((*BASE_DOMAINS, *domains))
         self._lane = Lane(

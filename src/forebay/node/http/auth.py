@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forebay.core.access import ANYONE, Identities, Identity, Verb, decode_identities
-from forebay.core.errors import Denied
+from forebay.core.errors import Denied, NotFound
 from forebay.core.sigv4 import Verifier
+from forebay.core.types import Bucket
 from forebay.node.http.requests import Request
 from forebay.ports import clock
 
@@ -65,6 +66,20 @@ class Auth:
                 code="AccessDenied",
             )
         return identity
+
+    def require_read(self, identity: Identity, bucket: Bucket) -> None:
+        """Return if `identity` may read `bucket`, else `Denied`; `NotFound` for one that is not known to be there, so
+        that a wrong name is told from a missing grant."""
+        try:
+            self.require(identity, "read", bucket.name)
+        except Denied:
+            if bucket.url:
+                raise
+            raise NotFound(
+                f"there is no bucket {bucket.name!r} that {identity.name} may read: look at the name, or have "
+                f"'read:{bucket.name}' granted",
+                code="NoSuchBucket",
+            ) from None
 
     def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
         """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""

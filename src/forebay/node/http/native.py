@@ -121,7 +121,7 @@ class Native:
         name = decode_component(raw)
         identity = self._auth.bearer(request)
         bucket = self._reads.bucket(name)
-        self._auth.require(identity, "read", name)
+        self._auth.require_read(identity, bucket)
         asked, decide = None, None
         headers = request.headers
         if not _SPECIAL.isdisjoint(headers):

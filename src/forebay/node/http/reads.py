@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forebay.core.errors import Bug, ForebayError, NotFound, Unavailable
+from forebay.core.errors import Bug, ForebayError, Unavailable
 from forebay.core.freshness import is_fresh
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
@@ -65,7 +65,6 @@ class Reads:
         link: Link,
         counts: FrontCounts,
         *,
-        auto_buckets: bool = False,
         clock: clocks.Clock = clocks.system,
     ) -> None:
         self.buckets: dict[str, Bucket] = {}
@@ -73,7 +72,6 @@ class Reads:
         self._link = link
         self.counts = counts
         self._clock = clock
-        self._auto_buckets = auto_buckets
 
     def follow(self, welcome: Welcome) -> None:
         """Take the buckets and volumes that the engine says there are."""
@@ -81,16 +79,12 @@ class Reads:
         self._store.refresh(welcome.volumes)
 
     def bucket(self, name: str) -> Bucket:
-        """The bucket's settings; `NotFound` (`NoSuchBucket`). With `auto_buckets`, a bucket not known yet is the
-        engine's to find: it comes without a URL, and nothing of it is fresh."""
-        bucket = self.buckets.get(name)
-        if bucket is None:
-            if self._auto_buckets:
-                return Bucket(check_bucket_name(name), url="", freshness_s=0.0)
-            raise NotFound(
-                f"there is no bucket {name!r} here: add it with `forebay bucket add {name} URL`", code="NoSuchBucket"
-            )
-        return bucket
+        """The bucket's settings; `Invalid` for what cannot name one.
+
+        A bucket that is not known here is the engine's to find, or to say `NoSuchBucket`: it may have been added a
+        moment ago through another front. It comes without a URL, and nothing of it is fresh.
+        """
+        return self.buckets.get(name) or Bucket(check_bucket_name(name), url="", freshness_s=0.0)
 
     def serve(
         self,

@@ -24,11 +24,11 @@ from typing import Final
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.calls import BucketNamed, Nothing
-from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import Denied, ForebayError, Invalid, NotSupported, Precondition
 from forebay.core.httpsem import Conditions, parse_range, range_applies
 from forebay.core.record import Record
 from forebay.core.s3names import Addressing
-from forebay.core.types import Bucket, RangeSpec, check_bucket_name
+from forebay.core.types import Bucket, RangeSpec
 from forebay.node.http import s3_errors, s3_listing
 from forebay.node.http.auth import Auth
 from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
@@ -108,8 +108,8 @@ class S3:
         method = request.method
         if key and (method == b"GET" or method == b"HEAD"):
             identity = self._auth.signed(request)
-            bucket = self._bucket(name)
-            self._auth.require(identity, "read", name)
+            bucket = self._reads.bucket(name)
+            self._auth.require_read(identity, bucket)
             if request.query or not _SPECIAL.isdisjoint(headers):
                 self._read(request, exchange, bucket, key)
             else:
@@ -145,13 +145,6 @@ class S3:
         return s3_errors.render(error, request, self._ids.line(), self._node_id)
 
     # --- objects -----------------------------------------------------------------------------------------------------
-    def _bucket(self, name: str) -> Bucket:
-        try:
-            return self._reads.bucket(name)
-        except NotFound:
-            check_bucket_name(name)
-            raise
-
     def _read(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         """GET or HEAD of an object with anything beyond its name."""
         query = decode_query(request.query) if request.query else {}
@@ -176,8 +169,8 @@ class S3:
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     def _bucket_operation(self, request: Request, exchange: Exchange, identity: Identity, name: str) -> None:
-        bucket = self._bucket(name)
-        self._auth.require(identity, "read", name)
+        bucket = self._reads.bucket(name)
+        self._auth.require_read(identity, bucket)
         query = decode_query(request.query)
         if request.method == b"HEAD":
             self._answer_if_there(exchange, bucket, b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b"")
