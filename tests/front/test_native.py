@@ -250,6 +250,24 @@ def test_tokens_and_grants_hold(node: Node) -> None:
     assert [bucket["name"] for bucket in ask(node, "/-/v1/buckets", **headers)[1]] == ["b"]
 
 
+def test_a_page_of_another_site_gets_nothing_by_pointing_its_name_here(node: Node) -> None:
+    """DNS rebinding: the browser believes that the node is the page's own server, and says so in Host."""
+    node.engine.answers.update(ANSWERS)
+    node.put("k", b"data")
+
+    def status(host: str, target: str) -> int:
+        with node.connect() as client:
+            client.send(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            return client.answer().status
+
+    mine = ("localhost:9400", "127.0.0.1", "127.9.9.9:80", "[::1]:9400", "LocalHost.", "forebay.localhost")
+    others = ("evil.example:9400", "10.0.0.1", "localhost.evil.example", "127.0.0.1.evil.example", "[2001:db8::1]:9400")
+    for target in ("/-/v1/status", "/-/v1/objects/b/k", "/-/v1/list/b"):
+        assert {status(host, target) for host in mine} == {200}, target
+        assert {status(host, target) for host in others} == {403}, target
+    assert status("evil.example", "/-/healthz") == 200  # says nothing about anybody's data
+
+
 # --- descriptions -----------------------------------------------------------------------------------------------------
 def test_the_description_names_every_route_and_resolves(node: Node) -> None:
     document = ask(node, "/-/openapi.json")[1]

@@ -139,7 +139,7 @@ def test_the_first_byte_does_not_wait_for_the_last(node: Node) -> None:
     data = os.urandom(1_000_000)
     node.engine.cold["b", "o"] = cold = Cold(data, hold_at=300_001)
     with node.connect() as client:
-        client.send(b"GET /b/o HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.send(b"GET /b/o HTTP/1.1\r\nHost: localhost\r\n\r\n")
         client.until(b"\r\n\r\n")
         assert client.exactly(300_000) == data[:300_000]
         cold.release.set()
@@ -167,7 +167,7 @@ def test_an_error_midway_cuts_the_answer(node: Node) -> None:
     node.engine.cold["b", "o"] = Cold(data, fail_at=250_000)
     for target in ("/b/o", "/-/v1/objects/b/o"):
         with node.connect() as client:
-            client.send(f"GET {target} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+            client.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             assert b"Content-Length: 500000" in client.until(b"\r\n\r\n")
             body = client.rest()
             assert len(body) <= 200_000
@@ -234,7 +234,7 @@ def test_a_file_that_ends_midway_is_never_finished_with_another_version(node: No
     if trouble == "changed":
         node.engine.cold["b", "o"] = Cold(os.urandom(6_000_000), "v2")
     with node.connect() as client:
-        client.send(b"GET /b/o HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.send(b"GET /b/o HTTP/1.1\r\nHost: localhost\r\n\r\n")
         client.until(b"\r\n\r\n")
         assert data.startswith(client.rest())
     assert node.get("/-/healthz").status == 200
@@ -277,7 +277,7 @@ def test_a_restart_of_the_engine_within_the_grace_is_not_noticed(tmp_path: Path,
         node.run(node.engine.stop())
         eventually(lambda: not node.front.link.connected)
         with node.connect() as client:
-            client.send(b"GET /b/cold HTTP/1.1\r\nHost: h\r\n\r\n")
+            client.send(b"GET /b/cold HTTP/1.1\r\nHost: localhost\r\n\r\n")
             eventually(lambda: node.snapshot().values["forebay_reads_waiting"] == 1)
             node.run(node.engine.start())
             assert client.answer().body == b"cold"
@@ -287,10 +287,10 @@ def test_reads_under_way_end_cleanly_when_the_engine_dies(node: Node, eventually
     node.engine.cold["b", "half"] = Cold(bytes(500_000), hold_at=200_000)
     node.engine.cold["b", "none"] = Cold(bytes(500_000), hold_at=1)
     with node.connect() as half, node.connect() as none, node.connect() as call:
-        half.send(b"GET /b/half HTTP/1.1\r\nHost: h\r\n\r\n")
+        half.send(b"GET /b/half HTTP/1.1\r\nHost: localhost\r\n\r\n")
         half.until(b"\r\n\r\n")
-        none.send(b"GET /b/none HTTP/1.1\r\nHost: h\r\n\r\n")
-        call.send(b"GET /-/v1/status HTTP/1.1\r\nHost: h\r\n\r\n")
+        none.send(b"GET /b/none HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        call.send(b"GET /-/v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: len(node.seen(wire.OpenRead)) == 2 and len(node.engine.calls) == 1)
         node.run(node.engine.stop())
         assert len(half.rest()) < 500_000

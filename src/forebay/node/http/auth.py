@@ -8,11 +8,17 @@ With identities, every request must prove itself: S3 by signature, native by bea
 Answers to "may they?" are kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks the
 same question for every request.
 
+A node without identities trusts whoever reaches it, and a browser on its host reaches it too: a page of any site may
+point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). Such requests carry that name in
+`Host`, so the native API of an open node answers only to names that mean this machine.
+
 Rejected: anonymous access beside identities (a bucket open by accident; give the reader a key).
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Callable
 
 from forebay.core.access import ANYONE, Identities, Identity, Verb, decode_identities
@@ -22,6 +28,7 @@ from forebay.core.types import Bucket
 from forebay.node.http.requests import Request
 from forebay.ports import clock
 
+_PORT = re.compile(r":\d*\Z")
 _ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
 
 
@@ -31,6 +38,7 @@ class Auth:
     def __init__(self, wall_s: Callable[[], float] = clock.wall_s) -> None:
         self._wall_s = wall_s
         self._body = b""
+        self._hosts: set[str] = set()
         self.update(b"")
 
     def update(self, identities: bytes) -> None:
@@ -55,8 +63,19 @@ class Auth:
         return self._identities.by_key_id[verified.key_id]
 
     def bearer(self, request: Request) -> Identity:
-        """Who holds the bearer token of a native request. `Denied` if nobody known does."""
+        """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
+        request was sent to a name that is not this machine's."""
         if self.open:
+            host = request.header(b"host")
+            if host not in self._hosts:
+                if not is_this_machine(host):
+                    raise Denied(
+                        f"this node has no identities, so it answers to localhost and loopback addresses only, not to "
+                        f"{host[:100]!r}: use http://127.0.0.1, or give the node identities",
+                        code="AccessDenied",
+                    )
+                if len(self._hosts) < _ANSWERS_KEPT_MAX:
+                    self._hosts.add(host)
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
         identity = self._identities.by_token(token.strip()) if scheme.lower() == b"bearer" else None
@@ -96,3 +115,15 @@ class Auth:
                 f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
                 code="AccessDenied",
             )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a `Host` field can only mean this machine: none at all, a loopback address, or a name that no resolver
+    may give another address (RFC 6761 6.3)."""
+    name = _PORT.sub("", host.strip()).strip("[]").rstrip(".").lower()
+    if not name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
