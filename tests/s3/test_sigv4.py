@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -15,8 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.sigv4 import (
+from forebay.core.signedbody import (
+    CHUNKS,
+    CHUNKS_TRAILER,
     EMPTY_SHA256,
+    UNSIGNED,
+    UNSIGNED_TRAILER,
+    ChunkVerifier,
+    check_payload,
+    check_payload_form,
+    check_payload_sha256,
+    signs_sha256,
+)
+from forebay.core.sigv4 import (
     EXPIRES_S_MAX,
     SCOPES_KEPT_MAX,
     SKEW_S_MAX,
@@ -33,6 +45,19 @@ KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEK
 STAMP = b"20130524T000000Z"
 NOW_S = 1369353600
 HOST = b"examplebucket.s3.amazonaws.com"
+
+
+# The policy of AWS's example of a form upload, signed with the same key.
+POLICY = (
+    "eyAiZXhwaXJhdGlvbiI6ICIyMDE1LTEyLTMwVDEyOjAwOjAwLjAwMFoiLA0KICAiY29uZGl0aW9ucyI6IFsNCiAgICB7ImJ1Y2tldCI6ICJzaW"
+    "d2NGV4YW1wbGVidWNrZXQifSwNCiAgICBbInN0YXJ0cy13aXRoIiwgIiRrZXkiLCAidXNlci91c2VyMS8iXSwNCiAgICB7ImFjbCI6ICJwdWJs"
+    "aWMtcmVhZCJ9LA0KICAgIHsic3VjY2Vzc19hY3Rpb25fcmVkaXJlY3QiOiAiaHR0cDovL3NpZ3Y0ZXhhbXBsZWJ1Y2tldC5zMy5hbWF6b25hd3"
+    "MuY29tL3N1Y2Nlc3NmdWxfdXBsb2FkLmh0bWwifSwNCiAgICBbInN0YXJ0cy13aXRoIiwgIiRDb250ZW50LVR5cGUiLCAiaW1hZ2UvIl0sDQog"
+    "ICAgeyJ4LWFtei1tZXRhLXV1aWQiOiAiMTQzNjUxMjM2NTEyNzQifSwNCiAgICB7IngtYW16LXNlcnZlci1zaWRlLWVuY3J5cHRpb24iOiAiQU"
+    "VTMjU2In0sDQogICAgWyJzdGFydHMtd2l0aCIsICIkeC1hbXotbWV0YS10YWciLCAiIl0sDQoNCiAgICB7IngtYW16LWNyZWRlbnRpYWwiOiAi"
+    "QUtJQUlPU0ZPRE5ON0VYQU1QTEUvMjAxNTEyMjkvdXMtZWFzdC0xL3MzL2F3czRfcmVxdWVzdCJ9LA0KICAgIHsieC1hbXotYWxnb3JpdGhtIj"
+    "ogIkFXUzQtSE1BQy1TSEEyNTYifSwNCiAgICB7IngtYW16LWRhdGUiOiAiMjAxNTEyMjlUMDAwMDAwWiIgfQ0KICBdDQp9"
+)
 
 
 def _authorization(names: bytes, signature: bytes, credential: bytes = b"20130524/us-east-1/s3/aws4_request") -> bytes:
@@ -72,11 +97,18 @@ def _get(query: bytes, signature: bytes) -> Verified | None:
 
 
 def test_the_published_examples_verify() -> None:
-    verified = Verified(KEY_ID, "us-east-1", EMPTY_SHA256, False)
-    assert _verifier().verify(NOW_S, b"GET", b"/test.txt", b"", GET_RANGE) == verified
-    assert _get(b"lifecycle", b"fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543") == verified
-    assert _get(b"max-keys=2&prefix=J", b"34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7") == verified
-    assert _get(b"prefix=J&max-keys=2", b"34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7") == verified
+    who = (KEY_ID, "us-east-1", EMPTY_SHA256, False)
+    listing = b"34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
+    for verified in (
+        _verifier().verify(NOW_S, b"GET", b"/test.txt", b"", GET_RANGE),
+        _get(b"lifecycle", b"fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"),
+        _get(b"max-keys=2&prefix=J", listing),
+        _get(b"prefix=J&max-keys=2", listing),
+    ):
+        assert verified is not None
+        assert verified[:4] == who
+        assert verified.key.hex() not in repr(verified)
+        assert repr(verified.key) not in repr(verified)
 
 
 def test_the_published_put_verifies_with_its_body_and_not_with_another() -> None:
@@ -105,13 +137,152 @@ def test_the_published_presigned_url_verifies_until_it_expires() -> None:
     def at(now_s: float) -> Verified | None:
         return _verifier().verify(now_s, b"GET", b"/test.txt", PRESIGNED, headers)
 
-    assert at(NOW_S) == Verified(KEY_ID, "us-east-1", b"UNSIGNED-PAYLOAD", True)
+    verified = at(NOW_S)
+    assert verified is not None
+    assert verified[:4] == (KEY_ID, "us-east-1", UNSIGNED, True)
     assert at(NOW_S + 86400) is not None
     assert at(NOW_S - SKEW_S_MAX) is not None
     for now_s, words in ((NOW_S + 86401, "Request has expired"), (NOW_S - SKEW_S_MAX - 1, "not valid yet")):
         with pytest.raises(Denied, match=words) as caught:
             at(now_s)
         assert caught.value.code == "AccessDenied"
+
+
+# --- bodies in chunks: the two uploads that AWS publishes -------------------------------------------------------------
+CHUNK_BYTES = (b"a" * 65536, b"a" * 1024, b"")
+SIGNED_CHUNKS = (
+    b"ad80c730a21e5b8d04586a2213dd63b9a0e99e0e2307b0ade35a65485a288648",
+    b"0055627c9e194cb4542bae2aa5492e3c1575bbb81b612b7d234b86a503ef5497",
+    b"b6c6ea8a5354eaf15b3cb7646744f4275b71ea724fed81ceb9323e279d449df9",
+)
+
+
+def _chunked_upload(payload: bytes, seed: bytes, extra: dict[bytes, bytes]) -> Verified:
+    headers = {
+        b"host": b"s3.amazonaws.com",
+        b"x-amz-date": STAMP,
+        b"x-amz-storage-class": b"REDUCED_REDUNDANCY",
+        b"x-amz-content-sha256": payload,
+        b"content-encoding": b"aws-chunked",
+        b"x-amz-decoded-content-length": b"66560",
+        **extra,
+    }
+    names = b";".join(sorted(headers))
+    headers[b"authorization"] = _authorization(names, seed)
+    headers[b"content-length"] = headers.get(b"content-length", b"66946")
+    verified = _verifier().verify(NOW_S, b"PUT", b"/examplebucket/chunkObject.txt", b"", headers, None)
+    assert verified is not None
+    assert verified.payload == payload
+    return verified
+
+
+def _signed_chunks() -> Verified:
+    seed = b"4f232c4386841ef735655705268965c44a0e4690baa4adea153f7db9fa80a0a9"
+    return _chunked_upload(CHUNKS, seed, {b"content-length": b"66824"})
+
+
+def test_the_published_chunks_verify_in_their_order_only() -> None:
+    hashes = [sha256(chunk).hexdigest() for chunk in CHUNK_BYTES]
+    chunks = ChunkVerifier(_signed_chunks())
+    for digest, signature in zip(hashes, SIGNED_CHUNKS, strict=True):
+        chunks.check(digest, signature)
+    for wrong in (
+        [(hashes[1], SIGNED_CHUNKS[1])],  # the first one is missing
+        [(hashes[0], SIGNED_CHUNKS[0]), (hashes[0], SIGNED_CHUNKS[0])],  # repeated
+        [(hashes[0], SIGNED_CHUNKS[0]), (hashes[2], SIGNED_CHUNKS[2])],  # ended early
+        [(hashes[1], SIGNED_CHUNKS[0])],  # other bytes
+        [(hashes[0], b"")],
+        [(hashes[0], SIGNED_CHUNKS[0].upper())],
+        [(hashes[0], b"\xff" * 64)],
+    ):
+        chunks = ChunkVerifier(_signed_chunks())
+        for digest, signature in wrong[:-1]:
+            chunks.check(digest, signature)
+        with pytest.raises(Denied) as caught:
+            chunks.check(*wrong[-1])
+        assert caught.value.code == "SignatureDoesNotMatch"
+
+
+def test_the_published_trailer_verifies_and_no_other() -> None:
+    seed = b"106e2a8a18243abcf37539882f36619c00e2dfc72633413f02d3b74544bfeb8e"
+    signatures = (
+        b"b474d8862b1487a5145d686f57f013e54db672cee1c953b3010fb58501ef5aa2",
+        b"1c1344b170168f8e65b41376b44b20fe354e373826ccbbe2c1d40a8cae51e5c7",
+        b"2ca2aba2005185cf7159c6277faf83795951dd77a3a99e6e65d5c9f85863f992",
+    )
+    trailer = [(b"x-amz-checksum-crc32c", b"sOO8/Q==")]
+    signature = b"d81f82fc3505edab99d459891051a732e8730629a2e4a59689829ca17fe2e435"
+
+    def behind_the_chunks() -> ChunkVerifier:
+        chunks = ChunkVerifier(_chunked_upload(CHUNKS_TRAILER, seed, {b"x-amz-trailer": b"x-amz-checksum-crc32c"}))
+        for chunk, each in zip(CHUNK_BYTES, signatures, strict=True):
+            chunks.check(sha256(chunk).hexdigest(), each)
+        return chunks
+
+    behind_the_chunks().check_trailer(trailer, signature)
+    behind_the_chunks().check_trailer([(b"X-Amz-Checksum-Crc32c", b" sOO8/Q==")], signature)
+    for wrong in ([], [(b"x-amz-checksum-crc32c", b"sOO8/Q=0")], [*trailer, (b"x-amz-checksum-sha1", b"x")]):
+        with pytest.raises(Denied):
+            behind_the_chunks().check_trailer(wrong, signature)
+    with pytest.raises(Denied):
+        behind_the_chunks().check_trailer(trailer, signatures[2])
+
+
+def test_what_may_be_said_of_a_body() -> None:
+    hello = sha256(b"hello").hexdigest()
+    for payload in (UNSIGNED, UNSIGNED_TRAILER, CHUNKS, CHUNKS_TRAILER):
+        check_payload_form(payload)
+        check_payload(payload, b"anything")
+        assert not signs_sha256(payload)
+    check_payload(hello.encode(), b"hello")
+    check_payload_sha256(hello.encode(), hello)
+    assert signs_sha256(hello.encode())
+    with pytest.raises(Invalid) as caught:
+        check_payload_sha256(hello.encode(), sha256(b"hullo").hexdigest())
+    assert caught.value.code == "XAmzContentSHA256Mismatch"
+    for payload in (b"", b"STREAMING-AWS4-ECDSA-P256-SHA256-PAYLOAD", b"unsigned-payload", hello.upper().encode()):
+        with pytest.raises(Invalid) as caught:
+            check_payload_form(payload)
+        assert caught.value.code == "InvalidArgument"
+
+
+def test_a_body_to_come_is_left_to_who_receives_it() -> None:
+    request = AWSRequest("PUT", "http://127.0.0.1:9400/bucket/key", data=b"a body")
+    botocore_auth.S3SigV4Auth(CREDENTIALS, "s3", "us-east-1").add_auth(request)
+    path, query, headers = _arrived(request)
+    headers.setdefault(b"x-amz-content-sha256", UNSIGNED)
+    verified = _verifier().verify(_now_s(), b"PUT", path, query, headers, None)
+    assert verified is not None
+    check_payload(verified.payload, b"a body")
+
+
+# --- form uploads -----------------------------------------------------------------------------------------------------
+def test_the_published_form_verifies_and_no_changed_one() -> None:
+    fields = {
+        "policy": POLICY,
+        "x-amz-algorithm": "AWS4-HMAC-SHA256",
+        "x-amz-credential": f"{KEY_ID}/20151229/us-east-1/s3/aws4_request",
+        "x-amz-date": "20151229T000000Z",
+        "x-amz-signature": "8afdbf4008c03f22c2cd3cdb72e4afbb1f6a588f3255ac628749a66d7f09699e",
+    }
+    verified = _verifier().verify_policy(fields)
+    assert verified[:2] == (KEY_ID, "us-east-1")
+    for changes, code in (
+        ({"policy": POLICY[:-4] + "AAAA"}, "SignatureDoesNotMatch"),
+        ({"x-amz-signature": "0" * 64}, "SignatureDoesNotMatch"),
+        ({"x-amz-signature": "Ä"}, "SignatureDoesNotMatch"),
+        ({"x-amz-signature": ""}, "InvalidArgument"),
+        ({"policy": ""}, "InvalidArgument"),
+        ({"x-amz-algorithm": "AWS4-HMAC-SHA1"}, "InvalidArgument"),
+        ({"x-amz-credential": "x"}, "InvalidArgument"),
+        ({"x-amz-credential": "AKIB/20151229/us-east-1/s3/aws4_request"}, "InvalidAccessKeyId"),
+        ({"x-amz-date": "20151230T000000Z"}, "InvalidArgument"),
+        ({"x-amz-date": "today"}, "InvalidArgument"),
+        ({"x-amz-security-token": "t"}, "InvalidToken"),
+    ):
+        with pytest.raises(ForebayError) as caught:
+            _verifier().verify_policy({**fields, **changes})
+        assert caught.value.code == code, changes
 
 
 def test_a_request_without_any_trace_of_a_signature_is_anonymous() -> None:

@@ -10,12 +10,21 @@ Every request is signed differently, but a client's *scope* (key id, day, region
 for a day: everything in the Authorization header before the signature. So it is parsed and its signing key derived once
 and kept, which leaves one SHA-256, one HMAC and the joining of strings per request.
 
+A body is covered by what the signer said of it (`Verified.payload`): its SHA-256; nothing (UNSIGNED-PAYLOAD, which is
+what clients send over TLS); or chunks that are signed one after the other, each over the signature before it, starting
+from the request's; `core/signedbody.py` has all that. A form upload signs its policy alone (`Verifier.verify_policy`).
+
+Replays. What was signed may be sent again as it is until it is too old: SKEW_S_MAX, or what a presigned query says. A
+table of signatures seen would refuse honest clients, which sign a retry in the same second alike, and fronts share no
+memory. So TLS keeps requests from being overheard, and a writer that must not be repeated sends If-Match or
+If-None-Match; `docs/security.md` says this to users.
+
 Rejected: botocore's signer run backwards (ten times slower, and it takes its input as objects of its own); caching
 verdicts (a signature is used once); accepting Signature Version 2 (SHA-1, and signs almost nothing).
 
 Invariants. (1) Signatures are compared in constant time. (2) Only scopes of known key ids are kept, and at most
 `SCOPES_KEPT_MAX`. (3) Nothing but `Denied` and `Invalid` is raised, with an S3 code, whatever the input. (4) A request
-that carries any trace of a signature is never treated as anonymous.
+that carries any trace of a signature is never treated as anonymous. (5) No signing key is ever printed.
 """
 
 from __future__ import annotations
@@ -30,10 +39,9 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
 from forebay.core.errors import Denied, ForebayError, Invalid
+from forebay.core.signedbody import UNSIGNED, check_payload, check_payload_form, mismatch
 
 ALGORITHM: Final = b"AWS4-HMAC-SHA256"
-UNSIGNED: Final = b"UNSIGNED-PAYLOAD"
-EMPTY_SHA256: Final = hashlib.sha256(b"").hexdigest().encode()
 SKEW_S_MAX: Final = 900  # S3's: a clock may be 15 minutes off, in either direction
 EXPIRES_S_MAX: Final = 604_800  # S3's: a presigned request lives for seven days at most
 SCOPES_KEPT_MAX: Final = 1024  # distinct (key, day, region, header list); each costs about 1 KiB
@@ -52,12 +60,20 @@ QueryPairs = list[tuple[bytes, bytes]]  # percent-decoded, in the order sent
 
 
 class Verified(NamedTuple):
-    """Who signed. `payload` is the value the signer gave for the body's hash, as sent."""
+    """Who signed. `payload` is the value the signer gave for the body's hash, as sent. The rest is where the signatures
+    of chunks start (`ChunkVerifier`)."""
 
     key_id: str
     region: str
     payload: bytes
     presigned: bool
+    stamp: bytes = b""
+    scope: bytes = b""
+    signature: bytes = b""
+    key: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Verified({self.key_id!r}, {self.region!r}, {self.payload!r}, presigned={self.presigned})"
 
 
 class _Scope(NamedTuple):
@@ -143,14 +159,15 @@ class Verifier:
         path: bytes,
         query: bytes,
         headers: Mapping[bytes, bytes],
-        body: bytes = b"",
+        body: bytes | None = b"",
     ) -> Verified | None:
         """Who signed this request, or None if it is not signed at all (anonymous).
 
         `path` and `query` are as on the request line; header names are lower case, values without surrounding white
-        space, repeated ones joined by commas. `Denied` (InvalidAccessKeyId, SignatureDoesNotMatch,
-        RequestTimeTooSkewed, AccessDenied) or `Invalid` (AuthorizationHeaderMalformed,
-        AuthorizationQueryParametersError, …) says what is wrong with the signature.
+        space, repeated ones joined by commas. With `body` None it is still to come: whoever receives it compares it
+        with `Verified.payload` (`signedbody.check_payload_sha256`, `signedbody.ChunkVerifier`). `Denied`
+        (InvalidAccessKeyId, SignatureDoesNotMatch, RequestTimeTooSkewed, AccessDenied) or `Invalid`
+        (AuthorizationHeaderMalformed, AuthorizationQueryParametersError, …) says what is wrong with the signature.
         """
         authorization = headers.get(b"authorization")
         if b"X-Amz-" in query or b"Signature=" in query or b"AWSAccessKeyId=" in query or b"%" in query:
@@ -180,9 +197,36 @@ class Verifier:
             scope.names_text,
             payload,
         )
-        _compare(scope, stamp, canonical, authorization[-64:])
-        check_payload(payload, body)
-        return Verified(scope.key_id, scope.region, payload, False)
+        signature = authorization[-64:]
+        _compare(scope, stamp, canonical, signature)
+        if body is None:
+            check_payload_form(payload)
+        else:
+            check_payload(payload, body)
+        return Verified(scope.key_id, scope.region, payload, False, stamp, scope.text, signature, scope.key)
+
+    def verify_policy(self, fields: Mapping[str, str]) -> Verified:
+        """Who signed the `policy` of a form upload (POST). `fields` are the form's, names in lower case.
+
+        Nothing but the policy's text is signed: the caller reads it, sees that it has not expired, and holds every
+        other field against its conditions. `Denied` or `Invalid` as in `verify`.
+        """
+        raw = {name: fields.get(name, "").encode() for name in _POLICY_REQUIRED}
+        if any(not value for value in raw.values()):
+            missing = ", ".join(name for name, value in raw.items() if not value)
+            raise Invalid(f"the form is not signed in full: it lacks {missing}", code="InvalidArgument")
+        if "x-amz-security-token" in fields:
+            raise _no_session_tokens()
+        if raw["x-amz-algorithm"] != ALGORITHM:
+            raise Invalid('x-amz-algorithm only supports "AWS4-HMAC-SHA256"', code="InvalidArgument")
+        scope = self._scope(raw["x-amz-credential"], b"host", _malformed_form)
+        stamp = raw["x-amz-date"]
+        if parse_stamp(stamp) is None or not stamp.startswith(scope.day):
+            raise _malformed_form("x-amz-date must be YYYYMMDDTHHMMSSZ, of the credential's day")
+        expected = hmac.digest(scope.key, raw["policy"], "sha256").hex().encode()
+        if not hmac.compare_digest(expected, raw["x-amz-signature"]):
+            raise mismatch()
+        return Verified(scope.key_id, scope.region, UNSIGNED, True, stamp, scope.text)
 
     def _check_time(self, now_s: float, stamp: bytes, scope: _Scope) -> None:
         seen, stamp_s = self._stamp
@@ -252,7 +296,7 @@ class Verifier:
         path: bytes,
         pairs: QueryPairs,
         headers: Mapping[bytes, bytes],
-        body: bytes,
+        body: bytes | None,
     ) -> Verified:
         given = dict(pairs)
         if b"X-Amz-Algorithm" not in given and (b"AWSAccessKeyId" in given or b"Signature" in given):
@@ -295,9 +339,13 @@ class Verifier:
             scope.names_text,
             payload,
         )
-        _compare(scope, stamp, canonical, given[b"X-Amz-Signature"])
-        check_payload(payload, body)
-        return Verified(scope.key_id, scope.region, payload, True)
+        signature = given[b"X-Amz-Signature"]
+        _compare(scope, stamp, canonical, signature)
+        if body is None:
+            check_payload_form(payload)
+        else:
+            check_payload(payload, body)
+        return Verified(scope.key_id, scope.region, payload, True, stamp, scope.text, signature, scope.key)
 
 
 _QUERY_REQUIRED = (
@@ -308,6 +356,7 @@ _QUERY_REQUIRED = (
     b"X-Amz-SignedHeaders",
     b"X-Amz-Expires",
 )
+_POLICY_REQUIRED = ("policy", "x-amz-algorithm", "x-amz-credential", "x-amz-date", "x-amz-signature")
 _QUERY_TRACES = {*_QUERY_REQUIRED, b"X-Amz-Security-Token", b"AWSAccessKeyId", b"Signature"}
 
 
@@ -336,29 +385,7 @@ def _compare(scope: _Scope, stamp: bytes, canonical: bytes, signature: bytes) ->
     to_sign = b"AWS4-HMAC-SHA256\n%b\n%b\n%b" % (stamp, scope.text, hashlib.sha256(canonical).hexdigest().encode())
     expected = hmac.digest(scope.key, to_sign, "sha256").hex().encode()
     if not hmac.compare_digest(expected, signature):
-        raise Denied(
-            "The request signature we calculated does not match the signature you provided: check the secret key and "
-            "the signing method, and that no proxy rewrites the request",
-            code="SignatureDoesNotMatch",
-        )
-
-
-def check_payload(payload: bytes, body: bytes) -> None:
-    """`Invalid` if `payload`, the signer's word about the body, is not a known form or does not fit `body`."""
-    if payload == EMPTY_SHA256 and not body:
-        return
-    if payload == UNSIGNED or payload.startswith(b"STREAMING-"):
-        return
-    if not _SIGNATURE(payload):
-        raise Invalid(
-            "x-amz-content-sha256 must be UNSIGNED-PAYLOAD, STREAMING-…, or the SHA-256 of the body in hex",
-            code="InvalidArgument",
-        )
-    if hashlib.sha256(body).hexdigest().encode() != payload:
-        raise Invalid(
-            "The provided 'x-amz-content-sha256' header does not match what was computed: the body changed on its way",
-            code="XAmzContentSHA256Mismatch",
-        )
+        raise mismatch()
 
 
 def _malformed_header(what: str) -> ForebayError:
@@ -367,6 +394,10 @@ def _malformed_header(what: str) -> ForebayError:
 
 def _malformed_query(what: str) -> ForebayError:
     return Invalid(f"The query's authorization is malformed: {what}", code="AuthorizationQueryParametersError")
+
+
+def _malformed_form(what: str) -> ForebayError:
+    return Invalid(f"The form's authorization is malformed: {what}", code="InvalidArgument")
 
 
 def _unsupported() -> ForebayError:

@@ -19,17 +19,25 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from forebay.core.access import ANYONE, Identities, Identity, Verb, decode_identities
 from forebay.core.errors import Denied, NotFound
-from forebay.core.sigv4 import Verifier
+from forebay.core.sigv4 import Verified, Verifier
 from forebay.core.types import Bucket
 from forebay.node.http.requests import Request
 from forebay.ports import clock
 
 _PORT = re.compile(r":\d*\Z")
 _ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
+
+
+class Caller(NamedTuple):
+    """Who sent a request, before its body: `verified` is what was signed, None on a node without identities."""
+
+    identity: Identity
+    verified: Verified | None
 
 
 class Auth:
@@ -61,6 +69,39 @@ class Auth:
         if verified is None:
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
         return self._identities.by_key_id[verified.key_id]
+
+    def caller(self, request: Request) -> Caller:
+        """As `signed`, for a request whose body is still to come: whoever receives it holds it against
+        `verified.payload`, with the chunk signatures that it may have."""
+        if self.open:
+            return Caller(ANYONE, None)
+        verified = self._verifier.verify(
+            self._wall_s(), request.method, request.path, request.query, request.headers, None
+        )
+        if verified is None:
+            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
+        return Caller(self._identities.by_key_id[verified.key_id], verified)
+
+    def signed_before_body(self, request: Request) -> tuple[Identity, Verified | None]:
+        """As `signed`, for a request whose body is still to come. Hold the body against what the signer said of it
+        (`core/signedbody.py`); None if there is nothing to hold it against, since the node has no identities."""
+        if self.open:
+            return ANYONE, None
+        verified = self._verifier.verify(
+            self._wall_s(), request.method, request.path, request.query, request.headers, None
+        )
+        if verified is None:
+            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
+        return self._identities.by_key_id[verified.key_id], verified
+
+    def signed_policy(self, fields: Mapping[str, str]) -> Identity:
+        """Who signed the policy of a form upload; `fields` are the form's, names in lower case. The caller still
+        compares the form with the policy, and its time."""
+        if self.open:
+            return ANYONE
+        if "policy" not in fields:
+            raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
+        return self._identities.by_key_id[self._verifier.verify_policy(fields).key_id]
 
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
