@@ -5,21 +5,36 @@ of its flush. It says what the flush must know after a restart: which version of
 since when it waits, and how far an upload is. Where it stands says how durable it is: in the synced index, or in the
 unsynced one (docs/design/0003-writing.md).
 
+An answer of the backend may be lost (the process is killed while a put is under way), and the next write of the key may
+come before anybody noticed. The backend then has a version that nobody noted, and it is ours. So a note names the
+*digest* of its body, and `succeeding` hands on those of the bodies before it: what the backend has is compared with
+them before it is called a conflict.
+
 Invariant. `seq` grows with every write of a node, so of two notes of one key the higher one is the later write.
 """
 
 from __future__ import annotations
 
-import msgspec
+import struct
+from collections.abc import Sequence
 
+import msgspec
+import xxhash
+
+from forebay.core import limits
 from forebay.core.types import Headers
+
+TRIED_MAX = 64  # bodies of one dirty spell that may have reached the backend unnoticed: more than that is no spell
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
     """One object or delete that is owed to the backend, or (`local`) a local object.
 
-    `based_on`: the backend's version before the first dirty write: "" for none, None for any. `object_id` is the
-    record's; 0 for a delete. `upload_id` and `part_bytes`: a multipart flush that was begun.
+    `since_s`: when the key became dirty (Unix time). `based_on`: the backend's version before the first dirty write: ""
+    for none, None for any. `object_id` is the record's; 0 for a delete. `upload_id` and `part_bytes`: a multipart flush
+    that was begun, of the key `upload_key` ("": the object's own). `digest`: `digest_of` the body ("" where it is not
+    known). `tried`: digests of earlier bodies that may have reached the backend, "" for a delete. `stale`: (key, id) of
+    uploads to abort. Whoever writes the note of a key that owes one already makes it with `succeeding`.
     """
 
     seq: int
@@ -33,10 +48,43 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     upload_id: str = ""
     part_bytes: int = 0
     local: bool = False
+    digest: str = ""
+    tried: tuple[str, ...] = ()
+    stale: tuple[tuple[str, str], ...] = ()
+    upload_key: str = ""
 
     @property
     def is_delete(self) -> bool:
         return self.object_id == 0
+
+
+def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None = None) -> str:
+    """What tells one body from another: of its size and the xxh3-64 of each block, or of the bytes themselves."""
+    if body is not None:
+        block = limits.BLOCK_BYTES
+        sums = [xxhash.xxh3_64_intdigest(body[at : at + block]) for at in range(0, len(body), block)]
+    packed = struct.pack(f"<Q{len(sums)}Q", size_bytes, *(each or 1 for each in sums))  # 0 is stored as 1: files.py
+    return str(xxhash.xxh3_128_hexdigest(packed))
+
+
+def succeeding(note: Note, before: Note | None) -> Note:
+    """`note`, of a write to a key that owed `before`: it goes on waiting since then, is based on the same version, and
+    knows what may have been sent of the bodies before it. Without `before`, or with a local one, `note` as it is."""
+    if before is None or before.local or note.local or before.seq == note.seq:
+        return note
+    tried = (*before.tried, "" if before.is_delete else before.digest)
+    if not before.is_delete and not before.digest:
+        tried = before.tried  # nothing to know it by
+    stale = before.stale
+    if before.upload_id:
+        stale = (*stale, (before.upload_key, before.upload_id))
+    return msgspec.structs.replace(
+        note,
+        since_s=min(note.since_s, before.since_s),
+        based_on=before.based_on,
+        tried=tuple(dict.fromkeys(tried))[-TRIED_MAX:],
+        stale=stale,
+    )
 
 
 class Owed(msgspec.Struct, frozen=True):
