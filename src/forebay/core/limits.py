@@ -41,6 +41,11 @@ FLUSHES_MAX = 16  # flushes at once per bucket
 DIRTY_WAIT_S = 10.0  # how long a write waits for dirty bytes to go down before it is refused
 METADATA_BYTES_MAX = 2 * KIB  # S3's limit on user metadata of an object, names and values
 TAGS_MAX = 10  # S3's limit on tags of an object
+TAG_KEY_CHARS_MAX = 128  # S3's limit on a tag's key
+TAG_VALUE_CHARS_MAX = 256  # S3's limit on a tag's value
+CORS_RULES_MAX = 100  # S3's limit on the CORS rules of a bucket: every front holds them all
+CORS_BYTES_MAX = 64 * KIB  # S3's limit on a CORS configuration's XML
+FORM_BYTES_MAX = 20 * KIB  # S3's limit on a form upload's fields, everything but the file
 DELETE_KEYS_MAX = 1000  # S3's limit on keys in one DeleteObjects
 CLOCK_SKEW_MAX_S = 900.0  # S3's limit on the age of a signature
 

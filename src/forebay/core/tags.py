@@ -1,0 +1,78 @@
+"""An object's tags: what may be one, and the query string in which they travel.
+
+Theory. Tags are a set of pairs that S3 keeps beside an object. They arrive as a query string (the header
+`x-amz-tagging` of a PUT, CopyObject or CreateMultipartUpload) or as XML (PutObjectTagging); here they are kept as that
+query string, among the object's stored headers, in one canonical spelling. Tags are metadata for people and billing, so
+their characters are those that every store takes: letters, digits and spaces of any script, and `+ - = . _ : / @`.
+
+Invariant. `format_tags(parse_tags(text))` is the same for every spelling of the same tags in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import quote, unquote_plus
+
+from forebay.core import limits
+from forebay.core.errors import Invalid
+
+HEADER: Final = "x-amz-tagging"
+COUNT_HEADER: Final = "x-amz-tagging-count"
+Tags = tuple[tuple[str, str], ...]
+_CHARS: Final = re.compile(r"[\w\s+\-=._:/@]*")
+
+
+def check_tags(tags: Sequence[tuple[str, str]]) -> Tags:
+    """The tags if S3 would keep them for an object, else `Invalid` (`InvalidTag`) saying which rule they break."""
+    if len(tags) > limits.TAGS_MAX:
+        raise Invalid(
+            f"Object tags cannot be greater than {limits.TAGS_MAX}: {len(tags)} are given, leave some out",
+            code="InvalidTag",
+        )
+    seen = set()
+    for key, value in tags:
+        if not 1 <= len(key) <= limits.TAG_KEY_CHARS_MAX:
+            raise Invalid(
+                f"The TagKey you have provided is invalid: use 1 to {limits.TAG_KEY_CHARS_MAX} characters",
+                code="InvalidTag",
+            )
+        if len(value) > limits.TAG_VALUE_CHARS_MAX:
+            raise Invalid(
+                f"The TagValue you have provided is invalid: use at most {limits.TAG_VALUE_CHARS_MAX} characters",
+                code="InvalidTag",
+            )
+        if not _CHARS.fullmatch(key) or not _CHARS.fullmatch(value):
+            raise Invalid(
+                "a tag holds a character that is not allowed: use letters, digits, spaces and + - = . _ : / @",
+                code="InvalidTag",
+            )
+        if key.startswith("aws:"):
+            raise Invalid("System tags cannot be added/updated by requester: rename aws:…", code="InvalidTag")
+        if key in seen:
+            raise Invalid(f"Cannot provide multiple Tags with the same key: {key!r} is there twice", code="InvalidTag")
+        seen.add(key)
+    return tuple(tags)
+
+
+def parse_tags(text: str) -> Tags:
+    """Tags from the header's query string, checked; a key without `=` has the value "". `Invalid` as `check_tags`, and
+    `InvalidArgument` for what is no UTF-8."""
+    try:
+        pairs = [
+            (unquote_plus(key, errors="strict"), unquote_plus(value, errors="strict"))
+            for key, _, value in (part.partition("=") for part in text.split("&") if part)
+        ]
+    except UnicodeDecodeError:
+        raise Invalid(
+            "The header 'x-amz-tagging' shall be encoded as UTF-8 then URLEncoded URL query parameters without tag "
+            "name duplicates: encode it so",
+            code="InvalidArgument",
+        ) from None
+    return check_tags(pairs)
+
+
+def format_tags(tags: Sequence[tuple[str, str]]) -> str:
+    """The query string of `tags`; "" for none."""
+    return "&".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in tags)
