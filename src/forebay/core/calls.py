@@ -19,7 +19,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.core.metrics import Snapshot
-from forebay.core.types import Bucket, Headers, ListPage
+from forebay.core.types import Bucket, CorsRule, Headers, ListPage
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -28,6 +28,14 @@ class Nothing(msgspec.Struct, frozen=True):
 
 class BucketNamed(msgspec.Struct, frozen=True):
     name: str
+
+
+class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Change what S3 lets a bucket's admin change of one that is there; None leaves it as it is."""
+
+    name: str
+    acl: Literal["private", "public-read"] | None = None
+    cors: tuple[CorsRule, ...] | None = None
 
 
 class ListCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -161,6 +169,15 @@ class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
     if_match: str | None = None
     if_none_match: str | None = None
     tags: str | None = None  # None: the source's
+
+
+class TagCall(msgspec.Struct, frozen=True):
+    """Make `tags` (canonical, as `core/tags.py` spells them; "" for none) the object's, which stays as it is else: its
+    bytes, version and ETag. Its tags are read as the stored header `x-amz-tagging` (`stat`)."""
+
+    bucket: str
+    key: str
+    tags: str
 
 
 class UploadCreateCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -374,6 +391,8 @@ class NodeMap(msgspec.Struct, frozen=True):
 VERBS: dict[str, tuple[Any, Any]] = {
     "buckets": (Nothing, list[Bucket]),
     "bucket_put": (Bucket, Bucket),  # create or change; the bucket as kept
+    "bucket_create": (Bucket, Bucket),  # as bucket_put, but `Exists` (BucketAlreadyOwnedByYou) for one that is there
+    "bucket_rules": (BucketRulesCall, Bucket),
     "bucket_delete": (BucketNamed, Nothing),  # forgets the bucket and evicts what is cached of it, never the backend
     "bucket_check": (BucketNamed, Nothing),  # Backend.probe: it answers, or the error says why not
     "list": (ListCall, ListPage),
@@ -389,6 +408,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "put_open": (PutOpenCall, PutOpened),
     "delete": (DeleteCall, Nothing),
     "copy": (CopyCall, Written),
+    "tag": (TagCall, Nothing),
     "upload_create": (UploadCreateCall, UploadState),
     "upload_part": (UploadPartCall, PartState),
     "upload_part_copy": (UploadPartCopyCall, PartState),
