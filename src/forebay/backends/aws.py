@@ -144,7 +144,7 @@ def find_place(bucket: str, options: Mapping[str, str], environment: Mapping[str
 
 
 class Signer:
-    """Signature version 4 for requests without a body."""
+    """Signature version 4. A request with a body says in `x-amz-content-sha256` what is signed of it."""
 
     def __init__(self, place: S3Place, clock: Clock) -> None:
         self._place, self._clock = place, clock
@@ -156,17 +156,20 @@ class Signer:
         if place.request_payer:
             sent["x-amz-request-payer"] = "requester"
         if place.credentials is None:
+            sent.pop("x-amz-content-sha256", None)
             return sent
         keys = place.credentials.current()
         now = datetime.fromtimestamp(self._clock.wall_s(), UTC).strftime("%Y%m%dT%H%M%SZ")
-        sent |= {"x-amz-date": now, "x-amz-content-sha256": _EMPTY_SHA256}
+        payload = sent.setdefault("x-amz-content-sha256", _EMPTY_SHA256)
+        sent["x-amz-date"] = now
         if keys.session_token:
             sent["x-amz-security-token"] = keys.session_token
         names = sorted(name for name in sent if name not in ("user-agent", "accept-encoding"))
         listed = ";".join(names)
-        canonical = "\n".join([method, path, query, *(f"{name}:{sent[name]}" for name in names), "", listed, ""])
+        lines = [f"{name}:{' '.join(sent[name].split())}" for name in names]
+        canonical = "\n".join([method, path, query, *lines, "", listed, ""])
         scope = f"{now[:8]}/{place.region}/s3/aws4_request"
-        hashed = hashlib.sha256((canonical + _EMPTY_SHA256).encode()).hexdigest()
+        hashed = hashlib.sha256((canonical + payload).encode()).hexdigest()
         key = signing_key(keys.secret_access_key, now[:8].encode(), place.region.encode())
         signature = hmac.digest(key, f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashed}".encode(), "sha256").hex()
         credential = f"Credential={keys.access_key_id}/{scope}, SignedHeaders={listed}, Signature={signature}"

@@ -23,15 +23,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import obstore
 
 from forebay.backends import errors
 from forebay.backends.refusing import Refusing
-from forebay.backends.seam import Fetch
+from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wire import Wire, bare_etag, is_condition, version_of
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition
@@ -111,14 +111,39 @@ class CloudFetch:
         self._stream = None  # dropping the answer closes its connection
 
 
-class Cloud(Refusing):
-    """See the module. `locate.py` makes these. `prefix` is what comes before every key in the bucket behind."""
+class Writes(Protocol):
+    """The writing half of a service: the seam's methods, on keys of the bucket behind."""
+
+    part_bytes_min: int
+
+    async def put(self, key: str, body: Body, headers: Headers, expect: str | None, tags: str) -> ObjectInfo: ...
+
+    async def delete(self, key: str, expect: str | None) -> None: ...
+
+    async def copy(self, source_key: str, key: str, source_version: str, headers: Headers | None) -> ObjectInfo: ...
+
+    async def begin_upload(self, key: str, headers: Headers, tags: str) -> str: ...
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str: ...
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], expect: str | None
+    ) -> ObjectInfo: ...
+
+    async def abort_upload(self, key: str, upload_id: str) -> None: ...
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]: ...
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]: ...
+
+
+class CloudReads:
+    """The reading half of `Cloud`."""
 
     def __init__(
         self, scheme: str, store: ObjectStore, wire: Wire, prefix: str, list_page: ListPageBlocking | None
     ) -> None:
         self.scheme = scheme
-        self.read_only = list_page is None
         self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
         self._has_ranges = True
 
@@ -258,6 +283,68 @@ class Cloud(Refusing):
         if self._list_page is None and ("//" in full or full[0] == "/" or full[-1] == "/"):
             raise errors.no_such_key(what)  # web servers fold slashes, and answer a folder with its index
         return full, what
+
+
+class Unwritten(CloudReads, Refusing):
+    """What can be read but not written, such as a plain web server."""
+
+    read_only = True
+
+
+class Cloud(CloudReads):
+    """See the module. `locate.py` makes these. `prefix` is what comes before every key in the bucket behind."""
+
+    read_only = False
+
+    def __init__(
+        self, scheme: str, store: ObjectStore, wire: Wire, prefix: str, list_page: ListPageBlocking, writes: Writes
+    ) -> None:
+        super().__init__(scheme, store, wire, prefix, list_page)
+        self._writes = writes
+        self.part_bytes_min = writes.part_bytes_min
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        full, _ = self._full(key)
+        return self._own(key, await self._writes.put(full, body, headers, expect, tags))
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        full, what = self._full(key)
+        if expect == "":
+            raise errors.expects_nothing(what)
+        await self._writes.delete(full, expect)
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        source, full = self._full(source_key)[0], self._full(key)[0]
+        return self._own(key, await self._writes.copy(source, full, source_version, headers))
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._writes.begin_upload(self._full(key)[0], headers, tags)
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        errors.check_part_number(number)
+        return await self._writes.put_part(self._full(key)[0], upload_id, number, body)
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        return self._own(key, await self._writes.complete_upload(self._full(key)[0], upload_id, parts, expect))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._writes.abort_upload(self._full(key)[0], upload_id)
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self._writes.list_parts(self._full(key)[0], upload_id)
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        found = await self._writes.list_uploads(self._prefix + prefix)
+        return [seen._replace(key=seen.key[len(self._prefix) :]) for seen in found]
+
+    def _own(self, key: str, info: ObjectInfo) -> ObjectInfo:
+        return msgspec.structs.replace(info, key=key) if self._prefix else info
 
 
 def _options(range: RangeSpec | None, version: str) -> GetOptions:

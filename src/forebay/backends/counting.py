@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from forebay.backends.refusing import Refusing
-from forebay.backends.seam import Backend, Fetch
+from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.core.errors import ForebayError
-from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.ports.clock import Clock
 
 # Upper bounds in seconds: a backend in the same rack answers in 1 ms, one that retries inside in 10 s.
@@ -29,9 +28,11 @@ ResultT = TypeVar("ResultT")
 class BackendCounters:
     """What one bucket's backend did, since it was opened.
 
-    `requests` by verb (fetch, head, check, list, probe) and `errors` by kind count single attempts; `retries` those
-    made again. `first_byte_counts[i]` counts fetches whose first byte came within `FIRST_BYTE_BUCKETS_S[i]` but not
-    within the bound before; the last item those that came later than all.
+    `requests` by verb (fetch, head, check, list, probe, put, delete, copy, begin_upload, put_part, complete_upload,
+    abort_upload, list_parts, list_uploads) and `errors` by kind count single attempts; `retries` those made again.
+    `written_bytes` are those of puts and parts that the backend took. `first_byte_counts[i]` counts fetches whose first
+    byte came within `FIRST_BYTE_BUCKETS_S[i]` but not within the bound before; the last item those that came later than
+    all.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -40,6 +41,7 @@ class BackendCounters:
     read_bytes: int = 0
     first_byte_counts: list[int] = field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
     first_byte_sum_s: float = 0.0
+    written_bytes: int = 0
 
     def saw_first_byte(self, seconds: float) -> None:
         """A fetch's first body byte came `seconds` after it was asked for."""
@@ -75,11 +77,11 @@ class CountingFetch:
         await self._inner.aclose()
 
 
-class Counting(Refusing):
+class Counting:
     """See the module."""
 
     def __init__(self, inner: Backend, counters: BackendCounters, clock: Clock) -> None:
-        self.scheme, self.read_only = inner.scheme, inner.read_only
+        self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
         self._inner, self._counters, self._clock = inner, counters, clock
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
@@ -95,6 +97,44 @@ class Counting(Refusing):
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
         return await self._count("list", self._inner.list_page(prefix, delimiter, start_after, limit))
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        info = await self._count("put", self._inner.put(key, body, headers=headers, expect=expect, tags=tags))
+        self._counters.written_bytes += body.size_bytes
+        return info
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        await self._count("delete", self._inner.delete(key, expect=expect))
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        copied = self._inner.copy(source_key, key, source_version=source_version, headers=headers)
+        return await self._count("copy", copied)
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._count("begin_upload", self._inner.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        token = await self._count("put_part", self._inner.put_part(key, upload_id, number, body))
+        self._counters.written_bytes += body.size_bytes
+        return token
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        return await self._count("complete_upload", self._inner.complete_upload(key, upload_id, parts, expect=expect))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._count("abort_upload", self._inner.abort_upload(key, upload_id))
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self._count("list_parts", self._inner.list_parts(key, upload_id))
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        return await self._count("list_uploads", self._inner.list_uploads(prefix))
 
     async def probe(self) -> None:
         await self._count("probe", self._inner.probe())

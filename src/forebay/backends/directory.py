@@ -14,7 +14,8 @@ reads the whole tree); following the tree with os.walk (memory of all levels, wr
 
 Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Symbolic links
 are followed: whoever may write into the directory decides what is served. (2) Names that are not UTF-8 and what is not
-a regular file are not objects. (3) No call blocks the event loop.
+a regular file are not objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or not at all
+(`newfile.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ import os
 import stat
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, NamedTuple, TypeVar
 
-from forebay.backends import errors, pages
+from forebay.backends import errors, newfile, pages
+from forebay.backends.newfile import NewFile
 from forebay.backends.refusing import Refusing
+from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import Unavailable
-from forebay.core.types import ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
+from forebay.core.errors import Invalid, NotFound, NotSupported, Unavailable
+from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock, SystemClock
 
+PIECE_BYTES = 8 << 20  # of a put, between two looks at whether its bytes are there
 CHUNK_BYTES = 1 << 20  # one thread hand-over (about 60 us) per MiB costs 6 %; more would only delay the first byte
 DIRECTORIES_KEPT = 8  # sorted name lists kept between pages: one per level of a usual tree
 SETTLED_S = 2.0  # a directory changed later than this ago may change again within one tick of mtime: do not keep it
+
+
+ResultT = TypeVar("ResultT")
 
 
 class _Names(NamedTuple):
@@ -97,7 +104,7 @@ class DirectoryFetch:
 
 
 class DirectoryBackend(Refusing):
-    """See the module."""
+    """See the module. There are no uploads: a put may have any size."""
 
     scheme = "file"
     read_only = False
@@ -137,6 +144,86 @@ class DirectoryBackend(Refusing):
     async def aclose(self) -> None:
         self._kept.clear()
 
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        if tags:
+            raise NotSupported(f"{self._what(key)}: a directory has no tags: leave them out, or use user metadata")
+        file = await self._begin(key)
+        try:
+            if body.md5:
+                file.hash()
+            done = 0
+            while done < body.size_bytes:
+                end = min(done + PIECE_BYTES, body.size_bytes)
+                await body.ready(end)
+                await _finished(asyncio.to_thread(_take, file, body, done, end))
+                done = end
+            status = await _finished(asyncio.to_thread(file.publish, headers, expect, body.md5, version_of))
+        finally:
+            file.close()
+        return self._describe(key, status, headers)
+
+    async def _begin(self, key: str) -> NewFile:
+        path = self._path_to_write(key)
+        return await asyncio.to_thread(self._new, path, self._what(key))
+
+    def _new(self, path: str, what: str) -> NewFile:
+        self._probe()  # a root that is gone (an unmounted disk) is not made anew
+        return NewFile(path, what)
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        check_key(key)
+        if expect == "":
+            raise errors.expects_nothing(self._what(key))
+        try:
+            path = self._path(key)
+        except NotFound:
+            if expect:
+                raise errors.changed(self._what(key)) from None
+            return
+        await asyncio.to_thread(self._remove, path, self._what(key), expect)
+
+    def _remove(self, path: str, what: str, expect: str | None) -> None:
+        self._probe()
+        newfile.remove(path, self.root, what, expect, version_of)
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        check_key(source_key)
+        return await asyncio.to_thread(self._copy, source_key, key, source_version, headers)
+
+    def _copy(self, source_key: str, key: str, source_version: str, headers: Headers | None) -> ObjectInfo:
+        path = self._path_to_write(key)
+        fd, source = self._open(source_key)
+        try:
+            if source_version and source.version != source_version:
+                raise errors.changed(self._what(source_key))
+            file = NewFile(path, self._what(key))
+            try:
+                file.append_from(fd, 0, source.size_bytes)
+                if version_of(os.fstat(fd)) != source.version:
+                    raise errors.changed(self._what(source_key))
+                kept = source.headers if headers is None else headers
+                return self._describe(key, file.publish(kept, None, "", version_of), kept)
+            finally:
+                file.close()
+        finally:
+            os.close(fd)
+
+    def _path_to_write(self, key: str) -> str:
+        check_key(key)
+        try:
+            return self._path(key)
+        except NotFound:
+            raise Invalid(
+                f"{self._what(key)}: a directory has no such name (empty, '.' or '..' between slashes, or NUL, or one "
+                "of Forebay's own): choose another key",
+                code="InvalidURI",
+            ) from None
+
     # --- files -------------------------------------------------------------------------------------------------------
     def _what(self, key: str) -> str:
         return f"file://{self.root}/{key}"
@@ -144,6 +231,8 @@ class DirectoryBackend(Refusing):
     def _path(self, key: str) -> str:
         """The file that `key` names, or `NotFound`: such a key cannot exist here."""
         if "\0" in key or any(segment in ("", ".", "..") for segment in key.split("/")):
+            raise errors.no_such_key(self._what(key))
+        if newfile.is_temporary(key.rpartition("/")[2]):
             raise errors.no_such_key(self._what(key))
         return f"{self.root}/{key}"
 
@@ -155,7 +244,7 @@ class DirectoryBackend(Refusing):
         except OSError as error:
             raise self._failed(error, key) from error
         try:
-            return fd, self._describe(key, os.fstat(fd))
+            return fd, self._describe(key, os.fstat(fd), newfile.kept_headers(fd))
         except BaseException:
             os.close(fd)
             raise
@@ -166,13 +255,13 @@ class DirectoryBackend(Refusing):
             status = os.stat(path)
         except OSError as error:
             raise self._failed(error, key) from error
-        return self._describe(key, status)
+        return self._describe(key, status, newfile.kept_headers(path))
 
-    def _describe(self, key: str, status: os.stat_result) -> ObjectInfo:
+    def _describe(self, key: str, status: os.stat_result, headers: Headers) -> ObjectInfo:
         if not stat.S_ISREG(status.st_mode):
             raise errors.no_such_key(self._what(key))
         version = version_of(status)
-        return ObjectInfo(key, status.st_size, version, version.strip('"'), status.st_mtime)
+        return ObjectInfo(key, status.st_size, version, version.strip('"'), status.st_mtime, headers)
 
     def _failed(self, error: OSError, key: str) -> Exception:
         if error.errno in (36, 40):  # ENAMETOOLONG, ELOOP: the file system has no such name
@@ -252,12 +341,33 @@ class DirectoryBackend(Refusing):
             raise errors.from_os(error, self._what(folder)) from error
         except OSError as error:
             raise Unavailable(f"{self._what(folder)} cannot be listed: {error}: check the disk") from error
-        names = sorted(name for name in names if name.isascii() or _is_utf8(name))
+        names = sorted(name for name in names if (name.isascii() or _is_utf8(name)) and not newfile.is_temporary(name))
         if self._clock.wall_s() - mtime_ns / 1e9 > SETTLED_S:
             self._kept[folder] = _Names(mtime_ns, names)
             while len(self._kept) > DIRECTORIES_KEPT:
                 self._kept.popitem(last=False)
         return here, names
+
+
+def _take(file: NewFile, body: Body, start: int, end: int) -> None:
+    """Append bytes `start` to `end` of a body."""
+    if body.data is not None:
+        file.append(memoryview(body.data)[start:end])
+        return
+    with open(body.path, "rb") as source:
+        file.append_from(source.fileno(), body.offset + start, end - start)
+
+
+async def _finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """`work` in a thread to its end, also when the caller is cancelled: its file may not be closed under it."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+        raise
 
 
 def _is_utf8(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The one translation from what a backend said to Forebay's kinds of errors.
 
 Theory. Every failure of a backend reaches us in one of three shapes: an exception of obstore's, whose text carries the
-HTTP status and the body; an HTTP answer to a request that we made ourselves (`s3wire.py`); an `OSError` from the local
+HTTP status and the body; an HTTP answer to a request that we made ourselves (`wire.py`); an `OSError` from the local
 disk or a socket. Each shape is reduced to the same facts (status, the service's own code, text), and one table turns
 those into a kind. obstore gives the status of an error only inside its message, so it is read from there; the
 expression is anchored on obstore's own words, and an unknown text becomes `Unavailable`, which is tried again: a lost
@@ -19,9 +19,11 @@ import socket
 
 from obstore import exceptions as obstore_errors
 
+from forebay.core import limits
 from forebay.core.errors import (
     KINDS,
     Busy,
+    Corrupt,
     Denied,
     ForebayError,
     Invalid,
@@ -52,6 +54,10 @@ _DENIED_CODES = {
     "RequestTimeTooSkewed",
     "AuthorizationHeaderMalformed",
 }
+# A body that does not match the checksum that was sent with it.
+_DAMAGED_CODES = {"BadDigest", "Md5Mismatch", "XAmzContentSHA256Mismatch"}
+# Answers below 500 that pass: a body that came too slowly, and two writes that met.
+_PASSING_CODES = {"RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "IncompleteBody"}
 # obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
 _OUT_OF_RANGE = ("Requested range was invalid", "Wanted range starting at", "bytes 0--1/0")
 # obstore says "error sending request" for all of these, and the cause only in the depth of its message.
@@ -98,14 +104,15 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
     return Unavailable(f"{what}: the backend does not answer ({_quote(text)}): check the endpoint and the network")
 
 
-def from_status(status: int, body: str, what: str) -> ForebayError:
-    """The kind that an HTTP answer stands for; `body` is its text."""
+def from_status(status: int, body: str, what: str, *, retry_after: str = "") -> ForebayError:
+    """The kind that an HTTP answer stands for; `body` is its text, `retry_after` that header's value."""
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
     if status in (429, 503) or code in _BUSY_CODES:
-        # obstore does not tell Retry-After; the retry policy's own delays apply.
-        return Busy(f"{what}: the backend asks to slow down ({said}): try again later")
+        # obstore does not tell Retry-After; the retry policy's own delays apply then.
+        wait_s = float(retry_after) if retry_after.isdigit() else 0.0
+        return Busy(f"{what}: the backend asks to slow down ({said}): try again later", retry_after_s=wait_s)
     if status == 404:
         return _not_found(body, what)
     if status == 416:
@@ -118,6 +125,10 @@ def from_status(status: int, body: str, what: str) -> ForebayError:
         return Invalid(f"{what}: the bucket is at {where}: set the bucket's option region or endpoint", code=code)
     if status in (401, 403) or (status == 400 and code in _DENIED_CODES):
         return _denied(said, what)
+    if code in _DAMAGED_CODES:
+        return Corrupt(f"{what}: the body was damaged on its way ({said}): send it again")
+    if code in _PASSING_CODES:
+        return Unavailable(f"{what}: the backend could not finish ({said}): try again")
     if status in (405, 501):
         return NotSupported(f"{what}: the backend does not do this ({said})")
     if 400 <= status < 500 and status != 408:
@@ -144,6 +155,29 @@ def no_such_key(what: str) -> NotFound:
 def no_such_bucket(what: str) -> NotFound:
     """The bucket itself does not exist at the backend."""
     return NotFound(f"{what}: there is no such bucket at the backend: check the bucket's URL", code="NoSuchBucket")
+
+
+def no_such_upload(what: str) -> NotFound:
+    """The upload was completed or aborted, or never was."""
+    return NotFound(
+        f"{what}: there is no such upload (any more): look at the object, or begin anew", code="NoSuchUpload"
+    )
+
+
+def check_part_number(number: int) -> None:
+    """`Invalid` for a part number that no service takes."""
+    if not 1 <= number <= limits.PARTS_MAX:
+        raise Invalid(f"part number {number} is not one of 1 to {limits.PARTS_MAX}", code="InvalidArgument")
+
+
+def expects_nothing(what: str) -> Invalid:
+    """A delete was asked for on the condition that there is nothing to delete."""
+    return Invalid(f"{what}: a delete cannot expect that there is nothing: leave the condition out")
+
+
+def exists(what: str) -> Precondition:
+    """The object is there, and the write expected that it is not."""
+    return Precondition(f"{what} exists already: read it, or write without the condition", code="PreconditionFailed")
 
 
 def changed(what: str) -> Precondition:

@@ -2,8 +2,9 @@
 
 Theory. A wrapper on the seam, so that the code above meets the same kinds of errors and bodies as from a cloud. Two
 ways to say what goes wrong: a `FaultPlan` of rates drawn from a seed (the same seed and order of calls, the same
-faults), and a script of single faults for the next fetches, for tests that tell one story. It also misbehaves in ways
-that the seam forbids (a body that just ends, a size that lies, a stale listing): layers above must survive those too.
+faults), and a script of single faults for the next fetches and writes, for tests that tell one story. It also
+misbehaves in ways that the seam forbids (a body that just ends, a size that lies, a stale listing): layers above must
+survive those too.
 
 `version_salt` makes every object look changed: add to it and all versions differ from those before.
 """
@@ -12,20 +13,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from forebay.backends import errors
-from forebay.backends.refusing import Refusing
-from forebay.backends.seam import Backend, Fetch
+from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.core.errors import Busy, ForebayError, Unavailable
-from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import Clock, SystemClock
 
+NOTHING = Body(0, b"")
+
+ResultT = TypeVar("ResultT")
 Sleep = Callable[[float], Awaitable[object]]
 
 
@@ -36,7 +39,9 @@ class FaultPlan:
     `latency_s` before each answer; `rate_bytes_s` of one body (0: unlimited). `error_rate` answers 5xx, `busy_rate`
     asks to slow down; `reset_rate` breaks a body midway, `truncate_rate` ends one early without a word; `change_rate`
     makes the object another version; `stale_rate` answers a listing as it was when first asked; `lie_rate` says an
-    object is one byte larger than it is.
+    object is one byte larger than it is. Of writes, `error_rate` and `busy_rate` refuse, `reset_rate` breaks a body on
+    its way, `lost_rate` does what was asked and then answers 5xx; `rate_bytes_s` paces a body. `retry_after_s` is what
+    an answer says that asks to slow down.
     """
 
     seed: int = 0
@@ -49,18 +54,20 @@ class FaultPlan:
     change_rate: float = 0.0
     stale_rate: float = 0.0
     lie_rate: float = 0.0
+    lost_rate: float = 0.0
+    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Script: the next fetch raises this instead of answering."""
+    """Script: the next fetch or write raises this instead of answering."""
 
     error: ForebayError
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Script: the next body breaks with `Unavailable` after so many bytes."""
+    """Script: the next body, in either direction, breaks with `Unavailable` after so many bytes."""
 
     after_bytes: int
 
@@ -79,7 +86,12 @@ class Lie:
     extra_bytes: int
 
 
-Fault = Fail | Reset | Truncate | Lie
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Script: the next write happens, and its answer is lost."""
+
+
+Fault = Fail | Reset | Truncate | Lie | Lose
 
 
 class FaultyFetch:
@@ -122,7 +134,26 @@ class FaultyFetch:
         await self._inner.aclose()
 
 
-class Faulty(Refusing):
+class _Disturbed:
+    """Paces a body on its way to the backend, and breaks it."""
+
+    def __init__(self, faulty: Faulty, body: Body, fault: Fault | None) -> None:
+        self._faulty, self._body = faulty, body
+        self._stop = fault.after_bytes if isinstance(fault, Reset) else None
+        self._began_s = faulty.clock.monotonic_s()
+
+    async def ready(self, upto: int) -> None:
+        await self._body.ready(upto)
+        if self._stop is not None and upto > self._stop:
+            raise Unavailable("planned fault: the connection was reset while the body was sent; send it again")
+        rate = self._faulty.plan.rate_bytes_s
+        if rate:
+            ahead_s = self._began_s + upto / rate - self._faulty.clock.monotonic_s()
+            if ahead_s > 0:
+                await self._faulty.sleep(ahead_s)
+
+
+class Faulty:
     """See the module. `plan` and `version_salt` may be changed at any time; `script` is consumed from its left end."""
 
     def __init__(
@@ -134,7 +165,8 @@ class Faulty(Refusing):
         clock: Clock | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.scheme, self.read_only, self.inner = inner.scheme, inner.read_only, inner
+        self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
+        self.inner = inner
         self.plan = plan or FaultPlan()
         self.script: deque[Fault] = deque(script or [])
         self.version_salt = 0
@@ -181,6 +213,74 @@ class Faulty(Refusing):
             self._first_pages.setdefault(asked, page)
         return page
 
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        bare = self._expected(key, expect)
+        info = await self._write(lambda own: self.inner.put(key, own, headers=headers, expect=bare, tags=tags), body)
+        return msgspec.structs.replace(info, version=self._salted(info.version))
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        bare = self._expected(key, expect)
+        await self._write(lambda _: self.inner.delete(key, expect=bare))
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        bare = self._expected(source_key, source_version) or ""
+        info = await self._write(lambda _: self.inner.copy(source_key, key, source_version=bare, headers=headers))
+        return msgspec.structs.replace(info, version=self._salted(info.version))
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._write(lambda _: self.inner.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        return await self._write(lambda own: self.inner.put_part(key, upload_id, number, own), body)
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        bare = self._expected(key, expect)
+        info = await self._write(lambda _: self.inner.complete_upload(key, upload_id, parts, expect=bare))
+        return msgspec.structs.replace(info, version=self._salted(info.version))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._write(lambda _: self.inner.abort_upload(key, upload_id))
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        await self._before()
+        return await self.inner.list_parts(key, upload_id)
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        await self._before()
+        return await self.inner.list_uploads(prefix)
+
+    async def _write(self, call: Callable[[Body], Awaitable[ResultT]], body: Body = NOTHING) -> ResultT:
+        """One write with at most one fault."""
+        fault = self.script.popleft() if self.script else None
+        if isinstance(fault, Fail):
+            raise fault.error
+        await self._before()
+        if fault is None and self._happens(self.plan.reset_rate):
+            fault = Reset(int(self._draws.random() * body.size_bytes))
+        if fault is None and self._happens(self.plan.lost_rate):
+            fault = Lose()
+        result = await call(body._replace(ready=_Disturbed(self, body, fault).ready))
+        if isinstance(fault, Reset):  # it had no body to break
+            fault = Lose()
+        if isinstance(fault, Lose):
+            raise Unavailable("planned fault: the write happened and its answer was lost; look, or write again")
+        return result
+
+    def _expected(self, key: str, expect: str | None) -> str | None:
+        """A condition as the backend beneath knows it."""
+        if not expect:
+            return expect
+        if expect != self._salted(self._bare(expect)):
+            raise errors.changed(key)
+        return self._bare(expect)
+
     async def probe(self) -> None:
         await self._before()
         await self.inner.probe()
@@ -197,7 +297,10 @@ class Faulty(Refusing):
         if self._happens(self.plan.error_rate):
             raise Unavailable("planned fault: the backend answered 500; try again")
         if self._happens(self.plan.busy_rate):
-            raise Busy("planned fault: the backend answered 503 SlowDown; try again later")
+            raise Busy(
+                "planned fault: the backend answered 503 SlowDown; try again later",
+                retry_after_s=self.plan.retry_after_s,
+            )
 
     def _draw_fault(self, size_bytes: int) -> Fault | None:
         if self._happens(self.plan.reset_rate):

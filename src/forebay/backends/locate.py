@@ -8,6 +8,7 @@ and to the wire (see `aws.py`, `google.py`, `azure.py`).
     s3://bucket/prefix      S3 and compatible services        file:///srv/data     a directory
     gs://bucket/prefix      Google Cloud Storage              memory://name        this process's memory
     az://container/prefix   Azure Blob Storage                https://host/path/   a web server, read only, no listing
+    local://                no backend: the bucket is here alone
 
 Nothing here opens a connection; a key file is read.
 """
@@ -24,13 +25,15 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from forebay.backends import aws, azure, google, memory, s3list
-from forebay.backends.cloud import Cloud
+from forebay.backends.cloud import Cloud, Unwritten
 from forebay.backends.directory import DirectoryBackend
+from forebay.backends.local import LocalBackend
+from forebay.backends.s3write import S3Writes
 from forebay.backends.seam import Backend
 from forebay.backends.wire import Wire, anonymous
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.types import Bucket
+from forebay.core.types import LOCAL_URL, Bucket
 from forebay.ports.clock import Clock, SystemClock
 
 CLIENT_OPTIONS = {
@@ -46,6 +49,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "https": CLIENT_OPTIONS,
     "file": {},
     "memory": {},
+    "local": {},
 }
 GCS_URL = "https://storage.googleapis.com"
 # The whole of a request may take as long as its bytes flow: the read timeout finds a stalled one.
@@ -65,6 +69,8 @@ def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
     scheme, name, path = _parse(bucket)
     if scheme == "memory":
         return memory.named(name)
+    if scheme == "local":
+        return LocalBackend()
     if scheme == "file":
         return DirectoryBackend(path, clock)
     client = _client_options(bucket.options)
@@ -79,7 +85,7 @@ def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
         return _azure(name, prefix, bucket.options, client, clock)
     url = f"{scheme}://{name}"
     store = HTTPStore(url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
-    return Cloud(scheme, store, Wire(url, anonymous, client), prefix, None)
+    return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None)
 
 
 def _parse(bucket: Bucket) -> tuple[str, str, str]:
@@ -105,7 +111,9 @@ def _parse(bucket: Bucket) -> tuple[str, str, str]:
         if parts.netloc or not parts.path.startswith("/"):
             raise Invalid(f"backend URL {bucket.url!r} is not absolute: write it as file:///dir")
         return scheme, "", unquote(parts.path)
-    if not parts.netloc and scheme != "memory":
+    if scheme == "local" and (parts.netloc or parts.path):
+        raise Invalid(f"backend URL {bucket.url!r} names something, but a bucket without a backend is just {LOCAL_URL}")
+    if not parts.netloc and scheme not in ("memory", "local"):
         raise Invalid(f"backend URL {bucket.url!r} names no bucket: write it as {scheme}://bucket/prefix")
     path = unquote(parts.path) if scheme in ("http", "https") else parts.path
     if any(segment in (".", "..") for segment in path.split("/")):
@@ -155,11 +163,11 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
         retry_config=_NO_RETRY,
         credential_provider=provider,
     )
-    wire = Wire(place.url, aws.Signer(place, clock), client)
-    return Cloud("s3", store, wire, prefix, _pages(wire))
+    wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
+    return Cloud("s3", store, wire, prefix, _pages(wire), S3Writes(wire))
 
 
-def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Backend:
     base = (options.get("base_url") or os.environ.get("GOOGLE_BASE_URL") or GCS_URL).rstrip("/")
     tokens = google.find_tokens(options, os.environ, aws.flag(options, "skip_signature"), clock)
     config: Any = {"base_url": base, "skip_signature": tokens is None}
@@ -172,10 +180,10 @@ def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, A
         credential_provider=provider,
     )
     wire = Wire(f"{base}/{name}", tokens.authorize if tokens else anonymous, client, meta="x-goog-meta-")
-    return Cloud("gs", store, wire, prefix, _pages(wire))
+    return Unwritten("gs", store, wire, prefix, _pages(wire))
 
 
-def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Backend:
     place = azure.find_place(name, options, os.environ, clock)
     config: Any = {
         "account_name": place.account,
@@ -191,7 +199,7 @@ def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str,
         credential_provider=provider,
     )
     wire = azure.make_wire(place, client)
-    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page)
+    return Unwritten("az", store, wire, prefix, azure.Lister(wire).list_page)
 
 
 def _pages(wire: Wire) -> Any:

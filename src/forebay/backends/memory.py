@@ -10,11 +10,16 @@ Rejected: obstore's MemoryStore (it cannot hold keys with `//`, `..` or a traili
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple
 
-from forebay.backends import errors, pages
-from forebay.backends.refusing import Refusing
+from forebay.backends import errors, pages, sending
+from forebay.backends.seam import Body, PartSeen, UploadSeen
+from forebay.core import limits
+from forebay.core.errors import Corrupt, Invalid
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports import clock
 
@@ -39,17 +44,30 @@ class MemoryFetch:
         self._rest = memoryview(b"")
 
 
-class MemoryBackend(Refusing):
-    """See the module. `put` and `delete` are for whoever owns the bucket, not part of the seam."""
+class _Upload(NamedTuple):
+    key: str
+    headers: Headers
+    started_s: float
+    parts: dict[int, tuple[str, bytes]]
+
+
+class MemoryBackend:
+    """See the module. `place` and `remove` are for whoever owns the bucket, not part of the seam.
+
+    Tags are kept in `tags`, where tests can look; the seam has no way to read them.
+    """
 
     scheme = "memory"
     read_only = False
+    part_bytes_min = 1
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self._keys: list[str] | None = []
         self._version = 0
+        self._uploads: dict[str, _Upload] = {}
+        self.tags: dict[str, str] = {}
 
     def place(self, key: str, data: bytes, headers: Headers = ()) -> ObjectInfo:
         """Store a new version of `key`."""
@@ -59,6 +77,7 @@ class MemoryBackend(Refusing):
         info = ObjectInfo(key, len(data), version, version.strip('"'), clock.wall_s(), headers)
         if key not in self._objects:
             self._keys = None
+        self.tags.pop(key, None)
         self._objects[key] = (info, bytes(data))
         return info
 
@@ -66,6 +85,7 @@ class MemoryBackend(Refusing):
         """Forget `key`; it need not exist."""
         if self._objects.pop(key, None):
             self._keys = None
+            self.tags.pop(key, None)
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> MemoryFetch:
         info, data = self._find(key)
@@ -95,6 +115,95 @@ class MemoryBackend(Refusing):
                 return
             info = self._objects[key][0]
             yield ListEntry(key, info.size_bytes, info.etag, info.modified_s)
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        data = await self._whole(body, self._name(key))
+        self._check_expected(key, expect)
+        info = self.place(key, data, headers)
+        if tags:
+            self.tags[key] = tags
+        return info
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        check_key(key)
+        if expect == "":
+            raise errors.expects_nothing(self._name(key))
+        self._check_expected(key, expect)
+        self.remove(key)
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        info, data = self._find(source_key)
+        if source_version and info.version != source_version:
+            raise errors.changed(self._name(source_key))
+        return self.place(key, data, info.headers if headers is None else headers)
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        check_key(key)
+        self._version += 1
+        upload_id = f"upload-{self._version}"
+        self._uploads[upload_id] = _Upload(key, headers, clock.wall_s(), {})
+        return upload_id
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        errors.check_part_number(number)
+        self._upload(key, upload_id)
+        data = await self._whole(body, self._name(key))
+        self._version += 1
+        token = f'"part-{self._version}"'
+        self._upload(key, upload_id).parts[number] = (token, data)
+        return token
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        upload = self._upload(key, upload_id)
+        for number, token in parts:
+            if upload.parts.get(number, ("", b""))[0] != token:
+                raise Invalid(f"{self._name(key)}: part {number} is not the one that was sent", code="InvalidPart")
+        self._check_expected(key, expect)
+        del self._uploads[upload_id]
+        return self.place(key, b"".join(upload.parts[number][1] for number, _ in parts), upload.headers)
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        self._uploads.pop(upload_id, None)
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        parts = self._upload(key, upload_id).parts
+        return [PartSeen(number, token, len(data)) for number, (token, data) in sorted(parts.items())]
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        found = [
+            UploadSeen(upload.key, upload_id, upload.started_s)
+            for upload_id, upload in self._uploads.items()
+            if upload.key.startswith(prefix)
+        ]
+        return sorted(found)[: limits.LIST_KEYS_MAX]
+
+    def _upload(self, key: str, upload_id: str) -> _Upload:
+        upload = self._uploads.get(upload_id)
+        if upload is None or upload.key != key:
+            raise errors.no_such_upload(self._name(key))
+        return upload
+
+    async def _whole(self, body: Body, what: str) -> bytes:
+        await body.ready(body.size_bytes)
+        data = await asyncio.to_thread(sending.whole, body)
+        if body.md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != body.md5:
+            raise Corrupt(f"{what}: the bytes do not have the MD5 that came with them: send them again")
+        return data
+
+    def _check_expected(self, key: str, expect: str | None) -> None:
+        check_key(key)
+        found = self._objects.get(key)
+        if expect == "" and found is not None:
+            raise errors.exists(self._name(key))
+        if expect and (found is None or found[0].version != expect):
+            raise errors.changed(self._name(key))
 
     async def probe(self) -> None:
         """Memory always answers."""

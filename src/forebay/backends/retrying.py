@@ -6,6 +6,12 @@ object costs one request and no byte twice. Progress renews the patience: a body
 broken. If the object has changed meanwhile, the range is refused (`Precondition`), because gluing two versions together
 would be a lie.
 
+A write is made again as a whole; its body is read again from the file. What cannot be known is whether a write whose
+answer was lost happened. Where it has no condition that does not matter. With one, the second attempt would meet the
+work of the first and call it somebody else's: so when a condition fails after an attempt that may have happened, the
+object is looked at, and if it holds the very bytes of the body, the write is done. An error of `Body.ready` is the
+caller's own and ends the matter. Progress of a body that still grows renews the patience here too.
+
 Invariants. (1) Bytes leave in order, each once, all of one version. (2) A body that ends without its last byte counts
 as broken, whatever the layers beneath believe. (3) Nothing is tried again after `aclose`, or when the caller is
 cancelled.
@@ -14,16 +20,16 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from forebay.backends import errors
 from forebay.backends.counting import BackendCounters
-from forebay.backends.refusing import Refusing
-from forebay.backends.seam import Backend, Fetch
-from forebay.core.errors import Corrupt, ForebayError
+from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
+from forebay.core.errors import Corrupt, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.retry import DEFAULT_POLICY, RetryBudget, RetryPolicy, delay_before_retry
-from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
@@ -95,7 +101,7 @@ class RetryingFetch:
             await inner.aclose()
 
 
-class Retrying(Refusing):
+class Retrying:
     """See the module."""
 
     def __init__(
@@ -107,7 +113,8 @@ class Retrying(Refusing):
         policy: RetryPolicy = DEFAULT_POLICY,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.scheme, self.read_only, self.inner = inner.scheme, inner.read_only, inner
+        self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
+        self.inner = inner
         self._clock, self._chance, self._counters, self._policy, self._sleep = clock, chance, counters, policy, sleep
         self._budget = RetryBudget()
 
@@ -122,6 +129,85 @@ class Retrying(Refusing):
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
         return await self._again(lambda: self.inner.list_page(prefix, delimiter, start_after, limit))
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        sending = _Sending(self, body)
+        own = body._replace(ready=sending.ready)
+        try:
+            return await self._again(
+                lambda: self.inner.put(key, own, headers=headers, expect=expect, tags=tags), sending
+            )
+        except Precondition:
+            if not sending.attempts_lost:
+                raise
+            info = await self._ours(key, body)
+            if info is None:
+                raise
+            return info
+
+    async def _ours(self, key: str, body: Body) -> ObjectInfo | None:
+        """What is there now, if it is exactly the body."""
+        try:
+            info = await self.head(key)
+            if info.size_bytes != body.size_bytes:
+                return None
+            there = hashlib.md5(usedforsecurity=False)
+            if info.size_bytes:
+                fetch = await self.fetch(key, version=info.version)
+                try:
+                    async for chunk in fetch:
+                        await asyncio.to_thread(there.update, chunk)
+                finally:
+                    await fetch.aclose()
+        except (NotFound, Precondition):
+            return None
+        wanted = body.md5 or await asyncio.to_thread(_md5, body)
+        return info if there.hexdigest() == wanted else None
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        lost = _Attempts()
+        try:
+            await self._again(lambda: self.inner.delete(key, expect=expect), lost)
+        except Precondition:
+            if not lost.attempts_lost:
+                raise
+            try:
+                await self.head(key)
+            except NotFound:
+                return  # an attempt whose answer was lost did it
+            raise
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        return await self._again(
+            lambda: self.inner.copy(source_key, key, source_version=source_version, headers=headers)
+        )
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._again(lambda: self.inner.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        sending = _Sending(self, body)
+        own = body._replace(ready=sending.ready)
+        return await self._again(lambda: self.inner.put_part(key, upload_id, number, own), sending)
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        return await self._again(lambda: self.inner.complete_upload(key, upload_id, parts, expect=expect))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._again(lambda: self.inner.abort_upload(key, upload_id))
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self._again(lambda: self.inner.list_parts(key, upload_id))
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        return await self._again(lambda: self.inner.list_uploads(prefix))
 
     async def probe(self) -> None:
         """One attempt: who asks whether the backend answers wants to know now."""
@@ -142,14 +228,58 @@ class Retrying(Refusing):
         self._counters.retries += 1
         await self._sleep(delay_s)
 
-    async def _again(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        since_s, attempt = self.now_s(), 0
+    async def _again(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
+        attempts = attempts or _Attempts()
+        attempts.since_s, attempt = self.now_s(), 0
         while True:
             attempt += 1
             try:
                 result = await call()
             except ForebayError as error:
-                await self.wait(attempt, error, since_s)
+                if attempts.over:
+                    raise
+                attempts.attempts_lost |= isinstance(error, Unavailable)
+                await self.wait(attempt, error, attempts.since_s)
             else:
                 self._budget.succeeded()
                 return result
+
+
+class _Attempts:
+    """What must be known of a write's attempts."""
+
+    def __init__(self) -> None:
+        self.since_s = 0.0  # when patience began
+        self.attempts_lost = False  # an attempt failed in a way that does not say whether it happened
+        self.over = False  # no attempt can help any more
+
+
+class _Sending(_Attempts):
+    """A body that is watched as it is sent."""
+
+    def __init__(self, stack: Retrying, body: Body) -> None:
+        super().__init__()
+        self._stack, self._body, self._furthest = stack, body, 0
+
+    async def ready(self, upto: int) -> None:
+        try:
+            await self._body.ready(upto)
+        except Exception:
+            self.over = True
+            raise
+        if upto > self._furthest:
+            self._furthest, self.since_s = upto, self._stack.now_s()
+
+
+def _md5(body: Body) -> str:
+    found = hashlib.md5(usedforsecurity=False)
+    if body.data is not None:
+        found.update(body.data)
+        return found.hexdigest()
+    with open(body.path, "rb") as file:
+        file.seek(body.offset)
+        left = body.size_bytes
+        while left and (data := file.read(min(left, 1 << 20))):
+            found.update(data)
+            left -= len(data)
+    return found.hexdigest()

@@ -1,14 +1,15 @@
-"""Requests that obstore cannot make: true listings, and keys that it cannot name.
+"""Requests that obstore cannot make: true listings, writes, and keys that it cannot name.
 
 Theory. obstore parses every key as a path. So its listings call the objects `x//y` and `marker/` by the names `x/y` and
 `marker` (measured with 0.12.1), which are other objects or none, and one key with a control character fails the whole
 listing; nor has it a listing by delimiter that comes in pages. Folder markers and doubled slashes are common in real
 buckets, and a listing may not lie, so listing speaks HTTP itself: one authorised GET per page, in a thread. The same
-exchange serves the few objects whose keys obstore would change or refuse. Bodies of ordinary keys stay with obstore,
-which is several times faster.
+exchange serves the few objects whose keys obstore would change or refuse. Bodies of ordinary keys that are read stay
+with obstore, which is several times faster. Writes go through `tell` (see `sending.py`), one attempt each.
 
 One connection carries one request at a time and goes back to a small pool. A pooled connection that turns out to be
-closed is replaced once: that is not a retry of a request the server has seen. Retrying is the stack's.
+closed is replaced once: that is not a retry of a request the server has seen. A write does not try: it takes only a
+connection that is not closed yet, since what the server did with a lost one is not known. Retrying is the stack's.
 
 Invariants. (1) A body that ends early raises. (2) The path is sent as it was signed: encoded once, never normalised.
 (3) No call on the event loop blocks: everything that waits is run by `Wire.run`.
@@ -17,9 +18,11 @@ Invariants. (1) A body that ends early raises. (2) The path is sent as it was si
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import http.client
+import select
 import ssl
 import threading
 import urllib.request
@@ -29,14 +32,17 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
-from forebay.backends import errors
+from forebay.backends import errors, sending
+from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import ForebayError, NotSupported, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotSupported, Unavailable
 from forebay.core.sigv4 import canonical_query
 from forebay.core.types import Headers, ObjectInfo, RangeSpec
 
 THREADS_MAX = 8  # listings at once; each waits for the network nearly all its time
-IDLE_MAX = 4  # connections kept between requests
+SENDERS_MAX = 2 * limits.FLUSHES_MAX  # writes that are sending at once: all flushes, and as many of clients
+IDLE_MAX = limits.FLUSHES_MAX  # connections kept between requests
+WRITE_ANSWER_TIMEOUT_S = 120.0  # a service that joins parts or copies gigabytes may say nothing for as long
 ANSWER_BYTES_MAX = 16 * limits.MIB  # 1,000 keys of 1,024 bytes, every byte percent-encoded, are 4 MB
 CHUNK_BYTES = 256 * limits.KIB
 CONTENT_HEADERS = (
@@ -49,6 +55,8 @@ CONTENT_HEADERS = (
 )
 
 _COMPARED_ONLY = "~"  # begins a version that cannot be sent as a condition
+
+NOTHING = Body(0, b"")
 
 ResultT = TypeVar("ResultT")
 
@@ -88,10 +96,10 @@ class Answer(NamedTuple):
 
 
 class Wire:
-    """GET and HEAD requests to one bucket at `url` (without a final slash). Thread-safe. Methods block but for `run`.
+    """Requests to one bucket at `url` (without a final slash). Thread-safe. Methods block but for `run`.
 
-    `meta` is how the service begins the names of user metadata (`x-amz-meta-`); they come out as S3's. `query` goes
-    with every request.
+    `bucket` is its name there; `meta` is how the service begins the names of user metadata (`x-amz-meta-`); they come
+    out as S3's. `query` goes with every request.
     """
 
     def __init__(
@@ -100,10 +108,12 @@ class Wire:
         authorize: Authorize,
         client: Mapping[str, Any],
         *,
+        bucket: str = "",
         meta: str = "x-amz-meta-",
         query: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.url = url
+        self.bucket = bucket
         self._query = list(query)
         self._parts = urlsplit(url)
         self._authorize, self._meta = authorize, meta
@@ -113,6 +123,7 @@ class Wire:
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="forebay-wire")
+        self._senders = ThreadPoolExecutor(SENDERS_MAX, thread_name_prefix="forebay-send")
 
     async def run(self, call: Callable[[], ResultT]) -> ResultT:
         """`call` in one of this object's threads, so that listings never use up the loop's own."""
@@ -193,11 +204,109 @@ class Wire:
                 found.append(("x-amz-meta-" + name.lower().removeprefix(self._meta), value))
         return tuple(found)
 
+    # --- writes ------------------------------------------------------------------------------------------------------
+    async def tell(
+        self,
+        method: str,
+        key: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        body: Body = NOTHING,
+    ) -> Answer:
+        """Send `body` (its length and MD5 go along) and return the whole answer, whatever its status.
+
+        `Unavailable` if there is none: then the write may have happened or not. What `body.ready` raises, leaves.
+        """
+        exchange = sending.Exchange(self._senders)
+        fields = {**(headers or {}), "content-length": str(body.size_bytes)}
+        if body.md5:
+            fields["content-md5"] = base64.b64encode(bytes.fromhex(body.md5)).decode()
+        begin = functools.partial(self._begin, exchange, method, key, query, fields)
+        try:
+            if body.size_bytes <= sending.PIECE_BYTES:
+                await body.ready(body.size_bytes)
+                return await exchange.step(lambda: self._finish(exchange, begin(sending.whole(body))))
+            await exchange.step(begin)
+            sent, failed = 0, None
+            while sent < body.size_bytes and failed is None:
+                end = min(sent + sending.PIECE_BYTES, body.size_bytes)
+                await body.ready(end)
+                failed = await exchange.step(functools.partial(self._send_piece, exchange, body, sent, end))
+                sent = end
+            return await exchange.step(functools.partial(self._finish, exchange, failed))
+        except BaseException:
+            exchange.close()
+            raise
+
+    def _begin(
+        self,
+        exchange: sending.Exchange,
+        method: str,
+        key: str,
+        query: Sequence[tuple[str, str]],
+        fields: Mapping[str, str],
+        data: bytes = b"",
+    ) -> OSError | None:
+        """Send the head, and `data` after it."""
+        target, headers = self._request(method, key, query, fields)
+        with self._lock:
+            while self._idle and exchange.connection is None:
+                kept = self._idle.pop()
+                if _is_quiet(kept):
+                    exchange.connection = kept
+                else:
+                    kept.close()
+        try:
+            connection = exchange.connection = exchange.connection or self._connect()
+            exchange.keep_going()
+            connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers.items():
+                connection.putheader(name, value.encode())
+            connection.endheaders()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
+        except ValueError as error:
+            raise Invalid(f"{self.url}/{key}: a header cannot be sent ({error}): change the metadata") from error
+        return self._send_piece(exchange, Body(len(data), data), 0, len(data)) if data else None
+
+    def _send_piece(self, exchange: sending.Exchange, body: Body, start: int, end: int) -> OSError | None:
+        """None, or why the server takes no more: it may have answered already, and `_finish` reads that."""
+        assert exchange.connection is not None
+        assert exchange.connection.sock is not None
+        try:
+            sending.send_piece(exchange.connection.sock, body, start, end)
+        except ConnectionError as error:
+            return error
+        except OSError as error:
+            raise self._broken(error) from error
+        return None
+
+    def _finish(self, exchange: sending.Exchange, failed: OSError | None) -> Answer:
+        """The answer; if the body could not be sent whole, the one that the server gave before."""
+        connection = exchange.connection
+        assert connection is not None
+        try:
+            if connection.sock is not None:
+                connection.sock.settimeout(WRITE_ANSWER_TIMEOUT_S)
+            answer = connection.getresponse()
+            body = answer.read(ANSWER_BYTES_MAX)
+            if connection.sock is not None:
+                connection.sock.settimeout(limits.BACKEND_STALL_TIMEOUT_S)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(failed or error) from error
+        if failed is None:
+            exchange.connection = None
+            self._release(connection, answer)
+        else:
+            exchange.close()
+        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
+
     # --- one exchange ------------------------------------------------------------------------------------------------
-    def _send(
+    def _request(
         self, method: str, key: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request and read the head of its answer."""
+    ) -> tuple[str, dict[str, str]]:
+        """The target and all headers of a request."""
         path = quote(f"{self._parts.path}/{key}" if key else self._parts.path or "/", safe="/-_.~")
         query_text = canonical_query(
             [(name.encode(), value.encode()) for name, value in [*query, *self._query]]
@@ -207,7 +316,13 @@ class Wire:
             target = f"http://{self._parts.netloc}{target}"
         host = self._parts.netloc.rpartition("@")[2]
         fixed = {"host": host, "user-agent": "forebay", "accept-encoding": "identity", **headers}
-        sent = self._authorize(method, path, query_text, fixed)
+        return target, self._authorize(method, path, query_text, fixed)
+
+    def _send(
+        self, method: str, key: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request without a body and read the head of its answer."""
+        target, sent = self._request(method, key, query, headers)
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -264,6 +379,7 @@ class Wire:
         for connection in idle:
             connection.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._senders.shutdown(wait=False, cancel_futures=True)
 
 
 class WireFetch:
@@ -303,6 +419,15 @@ class WireFetch:
             self._open = False
             with contextlib.suppress(OSError):
                 self._wire._release(self._connection, self._answer)
+
+
+def _is_quiet(connection: http.client.HTTPConnection) -> bool:
+    """Whether an idle connection is open and silent: a server that closes it is heard."""
+    if connection.sock is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return not poll.poll(0)
 
 
 def _range_header(range: RangeSpec) -> str:

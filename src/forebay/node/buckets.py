@@ -16,17 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from forebay.backends.counting import BackendCounters
-from forebay.backends.refusing import Refusing
-from forebay.backends.seam import Backend, Fetch
+from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, Precondition
-from forebay.core.types import Bucket, ListPage, ObjectInfo, RangeSpec, check_bucket_name
+from forebay.core.types import Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
 from forebay.meta.seam import MetaStore
 from forebay.ports.clock import Clock
 
@@ -56,11 +55,11 @@ class Served:
         return (self.bucket.url, self.bucket.options) == (other.bucket.url, other.bucket.options)
 
 
-class _Watched(Refusing):
+class _Watched:
     """A backend that notes how its last request went. An answer that says no is an answer."""
 
     def __init__(self, inner: Backend, served: Served) -> None:
-        self.scheme, self.read_only = inner.scheme, inner.read_only
+        self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
         self._inner, self._served = inner, served
 
     async def _watch(self, call: Awaitable[ResultT]) -> ResultT:
@@ -86,6 +85,39 @@ class _Watched(Refusing):
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
         return await self._watch(self._inner.list_page(prefix, delimiter, start_after, limit))
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.put(key, body, headers=headers, expect=expect, tags=tags))
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        await self._watch(self._inner.delete(key, expect=expect))
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.copy(source_key, key, source_version=source_version, headers=headers))
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._watch(self._inner.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        return await self._watch(self._inner.put_part(key, upload_id, number, body))
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.complete_upload(key, upload_id, parts, expect=expect))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._watch(self._inner.abort_upload(key, upload_id))
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self._watch(self._inner.list_parts(key, upload_id))
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        return await self._watch(self._inner.list_uploads(prefix))
 
     async def probe(self) -> None:
         try:

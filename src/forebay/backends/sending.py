@@ -1,0 +1,120 @@
+"""Bodies on their way to a backend: pieces of a file that may still be growing, in bounded memory, cut off when the
+caller gives up.
+
+Theory. A put waits for two things that have nothing to do with each other: for the client whose bytes still come, and
+for the network. The first is awaited on the event loop (`Body.ready`), the second blocks a thread; so a request is an
+`Exchange` of short steps, each run in a thread, and between them no thread is held however slow a client is. Bytes of a
+file go to a plain socket by sendfile(2) and never enter Python; TLS takes a piece of at most `PIECE_BYTES` through
+memory.
+
+A caller that is cancelled must not leave half a request on a connection that is used again, nor a thread that goes on
+sending: the socket is shut down, which wakes the thread, and whoever finishes last closes it. A body that is cut off is
+shorter than its Content-Length says, and no service makes an object of it.
+
+Rejected: obstore's puts (it takes whole bodies into memory or makes uploads of its own, whose ids it keeps to itself,
+so that nothing could be resumed after a crash); asyncio's streams (TLS would run on the loop that serves every hit).
+
+Invariants. (1) Never more than the announced bytes are sent. (2) A connection is closed exactly once, never while a
+thread uses it. (3) An error of `Body.ready` leaves as it is, and the request with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from forebay.backends.seam import Body
+from forebay.core import limits
+from forebay.core.errors import Closed, Corrupt
+
+PIECE_BYTES = limits.MIB  # one thread hand-over (about 60 us) for each: 1 % at 200 MB/s
+
+ResultT = TypeVar("ResultT")
+
+
+class Exchange:
+    """One request and its answer. Steps run one after another, each in a thread of `threads`."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.connection: http.client.HTTPConnection | None = None
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._busy = self._given_up = False
+
+    async def step(self, call: Callable[[], ResultT]) -> ResultT:
+        """`call` in a thread. If this is cancelled, the socket is shut down and closed once `call` has ended."""
+        self._busy = True
+        try:
+            future = self._threads.submit(call)
+        except RuntimeError:
+            self._busy = False
+            raise Closed("the bucket's backend is being closed: try again on a node that runs") from None
+        future.add_done_callback(self._stepped)  # before the loop hears of it
+        return await asyncio.wrap_future(future)
+
+    def keep_going(self) -> None:
+        """Raise if the caller has given up: asked by steps that could still prevent something."""
+        if self._given_up:
+            raise ConnectionAbortedError("the caller gave up")
+
+    def close(self) -> None:
+        """End the exchange without its answer. May be called twice."""
+        with self._lock:
+            self._given_up = True
+            if not self._busy:
+                self._close()
+                return
+            sock = self.connection.sock if self.connection is not None else None
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own would drop its state under us
+
+    def _stepped(self, _: Future[ResultT]) -> None:
+        with self._lock:
+            self._busy = False
+            if self._given_up:
+                self._close()
+
+    def _close(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
+
+
+def whole(body: Body) -> bytes:
+    """All bytes of a small body. Blocks."""
+    if body.data is not None:
+        return body.data
+    with open(body.path, "rb") as file:
+        data = os.pread(file.fileno(), body.size_bytes, body.offset)
+    if len(data) != body.size_bytes:
+        raise _short(body)
+    return data
+
+
+def send_piece(sock: socket.socket, body: Body, start: int, end: int) -> None:
+    """Send bytes `start` to `end` of the body, which are there. Blocks; `OSError` of the socket."""
+    if body.data is not None:
+        sock.sendall(memoryview(body.data)[start:end])
+        return
+    with open(body.path, "rb") as file:
+        if not isinstance(sock, ssl.SSLSocket):
+            if sock.sendfile(file, body.offset + start, end - start) != end - start:
+                raise _short(body)
+            return
+        data = os.pread(file.fileno(), end - start, body.offset + start)
+        if len(data) != end - start:
+            raise _short(body)
+        sock.sendall(data)
+
+
+def _short(body: Body) -> Corrupt:
+    return Corrupt(f"{body.path} is shorter than the {body.size_bytes} bytes to send: write the object again")
