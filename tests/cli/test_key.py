@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import stat
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.cli.conftest import Program
 
-from forebay.core.access import Identities, parse_identities
+from forebay.core.access import Identities, decode_identities
+from forebay.core.errors import Exists, Invalid
+from forebay.core.keyfile import parse_identities
+from forebay.node.identities import IdentitiesFile
+from forebay.node.sealing import Opener, make_key, read_key, seal
+from forebay.ports import clock
 
 
 def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> None:
@@ -28,7 +36,9 @@ def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> 
     shown = alone("key", "create", "admin", "--allow", "admin:*").stdout
     assert "export AWS_ACCESS_KEY_ID=FB" in shown
     assert f"--identities {path}" in shown
-    assert alone("key", "ls").stdout.splitlines()[0].split() == ["NAME", "ACCESS", "KEY", "ID", "TOKEN", "ALLOWS"]
+    assert alone("key", "ls").stdout.splitlines()[0].split() == [
+        *("NAME", "ACCESS", "KEY", "ID", "TOKEN", "STATE", "ALLOWS")
+    ]
     assert "secret" not in alone("key", "ls", "--json").stdout
     assert [row["name"] for row in json.loads(alone("key", "ls", "--json").stdout)] == ["trainer", "admin"]
     assert len(Identities(parse_identities(path.read_bytes())).by_key_id) == 2
@@ -48,3 +58,128 @@ def test_wrong_keys_are_refused(alone: Program, tmp_path: Path) -> None:
     assert "mend it by hand" in alone("key", "ls", *file, code=2).stderr
     assert "mend it by hand" in alone("key", "create", "z", "--allow", "read:*", *file, code=2).stderr
     assert (tmp_path / "keys.json").read_text() == "{}", "what cannot be read is not overwritten"
+
+
+def _made(alone: Program, *args: str) -> Any:
+    return json.loads(alone("key", *args, "--json").stdout)
+
+
+def test_a_key_is_replaced_and_the_old_one_works_on_for_a_while(alone: Program, tmp_path: Path) -> None:
+    path = tmp_path / "node" / "identities.json"
+    first = _made(alone, "create", "trainer", "--allow", "read:*")
+    second = _made(alone, "rotate", "trainer", "--grace", "1h")
+    now_s = clock.wall_s()
+    assert second["access_key_id"] != first["access_key_id"]
+    assert now_s + 3500 < second["old_until_s"] <= now_s + 3600
+    table = Identities(parse_identities(path.read_bytes()))
+    assert table.secrets == {made["access_key_id"]: made["secret_access_key"] for made in (first, second)}
+    assert table.of_token(first["token"].encode(), now_s) is not None
+    assert table.of_token(first["token"].encode(), now_s + 3700) is None
+    assert "old until" in alone("key", "ls").stdout
+    (shown,) = json.loads(alone("key", "ls", "--json").stdout)
+    assert [old["access_key_id"] for old in shown["retiring"]] == [first["access_key_id"]]
+    third = _made(alone, "rotate", "trainer", "--grace", "0s")
+    assert "old_until_s" not in third
+    assert list(Identities(parse_identities(path.read_bytes())).secrets) == [third["access_key_id"]]
+    assert "is not a time" in alone("key", "rotate", "trainer", "--grace", "soon", code=2).stderr
+    assert "has no key" in alone("key", "rotate", "nobody", code=3).stderr
+
+
+def test_what_a_key_may_is_changed_while_it_stays(alone: Program, tmp_path: Path) -> None:
+    path = tmp_path / "node" / "identities.json"
+    made = _made(alone, "create", "trainer", "--allow", "read:corpus")
+    assert "may read:corpus,write:ckpt-*" in alone("key", "grant", "trainer", "write:ckpt-*").stdout
+    assert _made(alone, "grant", "trainer", "read:corpus")["allow"] == "read:corpus,write:ckpt-*"
+    assert _made(alone, "revoke", "trainer", "read:corpus")["allow"] == "write:ckpt-*"
+    assert "has no grant read:corpus" in alone("key", "revoke", "trainer", "read:corpus", code=3).stderr
+    assert "is disabled" in alone("key", "disable", "trainer").stdout
+    assert Identities(parse_identities(path.read_bytes())).secrets == {}
+    assert alone("key", "ls").stdout.splitlines()[1].split()[3] == "disabled"
+    assert _made(alone, "enable", "trainer")["disabled"] is False
+    assert "may do nothing" in alone("key", "revoke", "trainer", "write:ckpt-*").stdout
+    (identity,) = parse_identities(path.read_bytes())
+    assert (identity.secret_access_key, identity.grants) == (made["secret_access_key"], ())
+
+
+# --- sealed ----------------------------------------------------------------------------------------------------------
+def test_a_sealed_file_gives_no_secret_away_and_keys_are_made_without_the_private_one(
+    alone: Program, tmp_path: Path
+) -> None:
+    path, key = tmp_path / "node" / "identities.json", tmp_path / "elsewhere.key"
+    made = [_made(alone, "create", "ann", "--allow", "read:*"), _made(alone, "rotate", "ann")]
+    assert "the same file system" in alone("key", "seal", str(key)).stderr
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    moved = key.rename(tmp_path / "unreachable")
+    made += [_made(alone, "create", "bob", "--allow", "admin:*"), _made(alone, "rotate", "bob")]
+    text = path.read_text()
+    assert not any(one[secret] in text for one in made for secret in ("secret_access_key", "token"))
+    assert all(row["sealed"] for row in json.loads(alone("key", "ls", "--json").stdout))
+    file = IdentitiesFile(str(path), str(moved))
+    assert file.read()
+    found = Identities(decode_identities(file.encoded))
+    assert found.secrets == {one["access_key_id"]: one["secret_access_key"] for one in made}
+    with pytest.raises(Invalid, match="--identity-key"):
+        IdentitiesFile(str(path)).read()
+    assert "--from" in alone("key", "seal", str(tmp_path / "new.key"), code=2).stderr
+    _made(alone, "seal", str(tmp_path / "new.key"), "--from", str(moved))
+    with pytest.raises(Invalid, match="does not open"):
+        IdentitiesFile(str(path), str(moved)).read()
+    again = IdentitiesFile(str(path), str(tmp_path / "new.key"))
+    assert again.read()
+    assert Identities(decode_identities(again.encoded)).secrets == found.secrets
+
+
+def test_what_was_sealed_opens_only_as_it_was_and_for_whom(tmp_path: Path) -> None:
+    opener = make_key(tmp_path / "key")
+    sealed = seal(opener.public, "s3cret", "AKID")
+    assert read_key(tmp_path / "key").open(sealed, "AKID") == "s3cret"
+    assert seal(opener.public, "s3cret", "AKID") != sealed
+    other = Opener(bytes(range(32)))
+    for who, text, key_id in (
+        (opener, sealed, "OTHER"),
+        (other, sealed, "AKID"),
+        (opener, sealed[:-8] + "AAAAAAA=", "AKID"),
+        (opener, "A" * len(sealed), "AKID"),
+        (opener, sealed[:40], "AKID"),
+        (opener, "", "AKID"),
+        (opener, "no base64!", "AKID"),
+    ):
+        with pytest.raises(Invalid):
+            who.open(text, key_id)
+    with pytest.raises(Exists):
+        make_key(tmp_path / "key")
+    for wrong in (b"", b"forebay-identity-key-1", b"forebay-identity-key-1 AAAA", b"x" * 60):
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(Invalid):
+            read_key(tmp_path / "wrong")
+    with pytest.raises(Invalid, match="cannot be read"):
+        read_key(tmp_path / "missing")
+
+
+def test_a_node_keeps_its_identities_when_the_file_breaks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "identities.json"
+    with pytest.raises(Invalid, match="cannot be read"):
+        IdentitiesFile(str(path)).read()
+    path.write_text(
+        '{"identities": [{"name": "ann", "access_key_id": "A", "secret_access_key": "s", "allow": "read:*"}]}'
+    )
+    path.chmod(0o644)
+    file = IdentitiesFile(str(path))
+    with caplog.at_level(logging.WARNING):
+        assert file.read()
+        assert "chmod 600" in caplog.text
+        assert not file.read(), "nothing changed"
+        before = file.encoded
+        for _ in range(3):
+            path.write_text("{")
+            assert not file.read()
+        path.unlink()
+        assert not file.read()
+    assert file.encoded == before
+    assert "stay as they were" in caplog.text
+    path.write_text('{"identities": []}')
+    assert file.read()
+    assert decode_identities(file.encoded) == []
+    assert file.encoded, "a file without entries is not a node without identities"
+    assert not IdentitiesFile("").read()
+    assert IdentitiesFile("").encoded == b""

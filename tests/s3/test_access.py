@@ -11,12 +11,14 @@ from forebay.core.access import (
     Grant,
     Identities,
     Identity,
+    Retiring,
     decode_identities,
     encode_identities,
+    format_grants,
     parse_grants,
-    parse_identities,
 )
 from forebay.core.errors import Denied, Invalid
+from forebay.core.keyfile import Entry, KeyFile, Replaced, identities_of, parse, parse_identities, render
 from forebay.node.http.auth import Auth
 from forebay.node.http.requests import Request
 
@@ -135,7 +137,94 @@ def test_an_update_takes_effect_at_once() -> None:
 
 def test_lookups_by_token_and_key() -> None:
     table = Identities(parse_identities(FILE))
-    assert table
-    assert not Identities()
     assert table.secrets == {"AKIDTRAINER": "s3cret"}
-    assert table.by_token(b"nobody") is None
+    assert table.of_token(b"nobody", 0) is None
+    assert table.of_key("AKIDNOBODY", 0) is None
+    for found in (table.of_token(b"t0ken", 0), table.of_key("AKIDTRAINER", 0)):
+        assert found is not None
+        assert found.name == "trainer"
+
+
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
+
+
+def test_a_key_that_was_replaced_works_until_its_time_and_no_longer() -> None:
+    old = Retiring("AKIDOLD", "old secret", _digest(b"old"), until_s=100.0)
+    table = Identities([Identity("trainer", "AKIDNEW", "new secret", _digest(b"new"), retiring=(old,))])
+    assert table.secrets == {"AKIDNEW": "new secret", "AKIDOLD": "old secret"}
+    for now_s, works in ((0.0, True), (100.0, True), (100.1, False)):
+        assert (table.of_key("AKIDOLD", now_s) is not None) is works
+        assert (table.of_token(b"old", now_s) is not None) is works
+        assert table.of_key("AKIDNEW", now_s) is not None
+        assert table.of_token(b"new", now_s) is not None
+    with pytest.raises(Invalid, match="share"):
+        Identities([Identity("trainer", "AKIDOLD", "x", retiring=(old,))])
+
+
+def test_who_is_disabled_proves_nothing_but_keeps_the_key() -> None:
+    ann = Identity("ann", "AKIDANN", "secret", _digest(b"t"), parse_grants("read:*"), disabled=True)
+    table = Identities([ann])
+    assert table.secrets == {}
+    assert table.of_key("AKIDANN", 0) is None
+    assert table.of_token(b"t", 0) is None
+    with pytest.raises(Invalid, match="share"):
+        Identities([ann, Identity("bob", "AKIDANN", "secret")])
+
+
+def test_a_file_without_entries_lets_nobody_in() -> None:
+    auth = Auth()
+    auth.update(encode_identities(parse_identities(b'{"identities": []}')))
+    assert not auth.open
+    with pytest.raises(Denied):
+        auth.signed(_request())
+    with pytest.raises(Denied):
+        auth.bearer(_request({b"host": b"localhost"}))
+
+
+def test_no_secret_is_ever_printed() -> None:
+    old = Retiring("AKIDOLD", "old-secret", _digest(b"old"), until_s=100.0)
+    ann = Identity("ann", "AKIDANN", "ann-secret", _digest(b"t"), parse_grants("read:*"), (old,))
+    entry = Entry(name="ann", access_key_id="AKIDANN", secret_access_key="ann-secret", token="tok-en")
+    for text in (repr(ann), repr(old), str([ann]), repr(KeyFile((entry,))), f"{entry}"):
+        assert "AKID" in text
+        for secret in ("secret", "tok-en", _digest(b"t"), _digest(b"old")):
+            assert secret not in text
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+def _open_sealed(sealed: str, key_id: str) -> str:
+    if not sealed.startswith(key_id):
+        raise Invalid(f"the secret of {key_id} was sealed for another key")
+    return sealed.removeprefix(key_id)
+
+
+def test_a_file_is_read_back_as_it_was_written() -> None:
+    old = Replaced(access_key_id="AKIDOLD", secret_sealed="AKIDOLDx", until_s=1e9)
+    ann = Entry(name="ann", allow="read:*", access_key_id="AKIDANN", secret_sealed="AKIDANNy", retiring=(old,))
+    bob = Entry(name="bob", token="t", disabled=True)
+    for file in (KeyFile(()), KeyFile((), "public"), KeyFile((bob,)), KeyFile((ann, bob), "public")):
+        assert parse(render(file)) == file
+        assert file.is_sealed == (ann in file.identities)
+    found = identities_of(KeyFile((ann, bob)), _open_sealed)
+    assert [identity.secret_access_key for identity in found] == ["y", ""]
+    assert found[0].retiring == (Retiring("AKIDOLD", "x", "", 1e9),)
+    assert format_grants(found[0].grants) == "read:*"
+    assert found[1].disabled
+    with pytest.raises(Invalid, match="--identity-key"):
+        parse_identities(render(KeyFile((ann,))))
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (Entry(name="x", access_key_id="A", secret_access_key="s", secret_sealed="As"), "secret twice"),
+        (Entry(name="x", secret_sealed="s"), "half a key"),
+        (Entry(name="x", access_key_id="A", secret_sealed="B"), "another key"),
+        (Entry(name="x", token="t", retiring=(Replaced(until_s=1.0),)), "cannot prove"),
+        (Entry(name="x", token="t", retiring=(Replaced(until_s=1.0, token="t"),)), "share"),
+    ],
+)
+def test_an_entry_that_is_not_sound_is_refused(entry: Entry, words: str) -> None:
+    with pytest.raises(Invalid, match=words):
+        identities_of(KeyFile((entry,)), _open_sealed)

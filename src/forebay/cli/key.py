@@ -1,22 +1,24 @@
 """`forebay key`: who may do what, in the identities file that `forebay node --identities` reads.
 
-Theory. The file is the truth and the node reads it again when it changes, so this needs no running node. A secret is
-shown once, when it is made: of the token only the hash is kept; the S3 secret must be kept (a signature cannot be
-verified without it), so the file is for its owner's eyes only (mode 0600).
+Theory. The file (`core/keyfile.py`) is the truth and the node reads it again when it changes, so this needs no running
+node. A secret is shown once, when it is made: of the token only the hash is kept; the S3 secret must be kept (a
+signature cannot be verified without it), as it is, or sealed once `forebay key seal` was used. Sealing takes only the
+public key in the file, so every verb here works where the private key is not.
 
 Invariants. (1) The file is replaced whole or not at all, by one writer at a time. (2) What is written can be read: it
-is parsed again before it replaces anything.
+is parsed again before it replaces anything. (3) Proofs whose time is over leave the file with its next change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
+import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
@@ -24,9 +26,10 @@ import typer
 from forebay.cli import local_node, show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import verb
-from forebay.core.access import Grant, Identity, parse_grants, parse_identities
+from forebay.core.access import Grant, format_grants, parse_grants
 from forebay.core.errors import Exists, Invalid, NotFound
-from forebay.ports import chance
+from forebay.core.keyfile import Entry, KeyFile, Proof, Replaced, parse, render
+from forebay.ports import chance, clock
 
 app = typer.Typer(
     no_args_is_help=True, help="Make keys for clients of a node.", rich_markup_mode=None, add_completion=False
@@ -35,6 +38,10 @@ File = Annotated[
     str | None, typer.Option("--file", metavar="FILE", help="The identities file. Default: DIR/identities.json.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is for.")]
+Grants = Annotated[str, typer.Argument(metavar="GRANTS", help="Such as read:corpus,write:ckpt-*.")]
+P = TypeVar("P", bound=Proof)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)").fullmatch
+_NOTICED = "A node notices within seconds."
 
 
 @app.command("create")
@@ -48,25 +55,45 @@ def create(
     debug: Debug = False,
 ) -> None:
     """Make a key pair and a token, and allow them something."""
-    grants = parse_grants(allow)
-    key_id, secret, token = f"FB{chance.token_hex(9).upper()}", chance.token_hex(20), chance.token_hex(32)
+    grants = format_grants(parse_grants(allow))
     path = _path(file, dir)
     with _locked(path):
         known = _read(path)
-        if any(identity.name == name for identity in known):
-            raise Exists(f"{name} has a key already: choose another name, or `forebay key rm {name}` first")
-        _write(path, [*known, Identity(name, key_id, secret, hashlib.sha256(token.encode()).hexdigest(), grants)])
-    made = {"name": name, "access_key_id": key_id, "secret_access_key": secret, "token": token}
-    if as_json:
-        show.document({**made, "allow": _text(grants), "file": str(path)})
-        return
-    print(
-        f"{name} may {_text(grants)}; these are shown once:\n\n"
-        f"  export AWS_ACCESS_KEY_ID={key_id}\n"
-        f"  export AWS_SECRET_ACCESS_KEY={secret}\n"
-        f"  export FOREBAY_TOKEN={token}\n\n"
-        f"A node knows them when it is started with --identities {path}"
-    )
+        if any(entry.name == name for entry in known.identities):
+            raise Exists(
+                f"{name} has a key already: choose another name, replace the key with `forebay key rotate {name}`, or "
+                f"`forebay key rm {name}` first"
+            )
+        made = Made(known.sealed_for)
+        _write(path, _with(known, *known.identities, made.entry(name, grants)))
+    made.tell(name, grants, path, as_json=as_json)
+
+
+@app.command("rotate")
+@verb
+def rotate(
+    name: Name,
+    grace: Annotated[
+        str, typer.Option("--grace", metavar="TIME", help="How long the old key still works: 30m, 24h, 7d; 0s is not.")
+    ] = "24h",
+    file: File = None,
+    dir: Dir = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Replace a key pair and token; the old ones work on for a while."""
+    until_s = clock.wall_s() + _seconds(grace)
+    path = _path(file, dir)
+    with _locked(path):
+        known = _read(path)
+        old = _find(known, name, path)
+        made = Made(known.sealed_for)
+        fields = {field: getattr(old, field) for field in Proof.__struct_fields__}
+        retiring = (*old.retiring, Replaced(**fields, until_s=until_s)) if _seconds(grace) else ()
+        retiring = tuple(msgspec.structs.replace(one, until_s=min(one.until_s, until_s)) for one in retiring)
+        new = msgspec.structs.replace(made.entry(name, old.allow), disabled=old.disabled, retiring=retiring)
+        _write(path, _with(known, *(new if entry.name == name else entry for entry in known.identities)))
+    made.tell(name, old.allow, path, as_json=as_json, until_s=until_s if retiring else 0.0)
 
 
 @app.command("ls")
@@ -76,12 +103,15 @@ def ls(file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug
     path = _path(file, dir)
     known = _read(path)
     if as_json:
-        show.document([{"name": i.name, "access_key_id": i.access_key_id, "allow": _text(i.grants)} for i in known])
-    elif not known:
+        show.document([_shown(entry, known) for entry in known.identities])
+    elif not known.identities:
         show.note(f"no keys in {path}: make one with `forebay key create NAME --allow read:BUCKET`")
     else:
-        rows = [(i.name, i.access_key_id or "-", "yes" if i.token_sha256 else "no", _text(i.grants)) for i in known]
-        print(show.columns(("NAME", "ACCESS KEY ID", "TOKEN", "ALLOWS"), rows))
+        rows = [
+            (e.name, e.access_key_id or "-", "yes" if e.token_hash else "no", _state(e), e.allow or "-")
+            for e in known.identities
+        ]
+        print(show.columns(("NAME", "ACCESS KEY ID", "TOKEN", "STATE", "ALLOWS"), rows))
 
 
 @app.command("rm")
@@ -91,22 +121,212 @@ def rm(name: Name, file: File = None, dir: Dir = None, as_json: AsJson = False, 
     path = _path(file, dir)
     with _locked(path):
         known = _read(path)
-        left = [identity for identity in known if identity.name != name]
-        if len(left) == len(known):
-            raise NotFound(f"{name} has no key in {path}: see `forebay key ls`")
-        _write(path, left)
+        gone = _find(known, name, path)
+        _write(path, _with(known, *(entry for entry in known.identities if entry is not gone)))
     if as_json:
         show.document({"name": name, "removed": True})
     else:
         print(f"the key of {name} is gone")
 
 
+@app.command("disable")
+@verb
+def disable(name: Name, file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Let a key prove nothing for now; `enable` takes it back. A node notices within seconds."""
+    _change(name, file, dir, as_json, disabled=True)
+
+
+@app.command("enable")
+@verb
+def enable(name: Name, file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Let a disabled key work again."""
+    _change(name, file, dir, as_json, disabled=False)
+
+
+@app.command("grant")
+@verb
+def grant(
+    name: Name, grants: Grants, file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Allow a key more. A node notices within seconds."""
+    _change(name, file, dir, as_json, add=parse_grants(grants))
+
+
+@app.command("revoke")
+@verb
+def revoke(
+    name: Name, grants: Grants, file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Allow a key less: grants it has, as `forebay key ls` shows them. A node notices within seconds."""
+    _change(name, file, dir, as_json, take=parse_grants(grants))
+
+
+@app.command("seal")
+@verb
+def seal(
+    key: Annotated[
+        str, typer.Argument(metavar="KEYFILE", help="The private key; made when it is not there. Not on DIR's disk.")
+    ],
+    old_key: Annotated[
+        str | None, typer.Option("--from", metavar="KEYFILE", help="The private key that opens what is sealed now.")
+    ] = None,
+    file: File = None,
+    dir: Dir = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Encrypt the secrets in the identities file, now and from now on, for a key that is kept elsewhere."""
+    from forebay.node import sealing
+
+    path, key_path = _path(file, dir), Path(key).expanduser().absolute()
+    with _locked(path):
+        known = _read(path)
+        opener = sealing.read_key(Path(old_key).expanduser()) if old_key else None
+        if known.is_sealed and opener is None:
+            raise Invalid(
+                f"the secrets in {path} are sealed already: give the private key that opens them with --from KEYFILE"
+            )
+        made = not key_path.exists()
+        recipient = (sealing.make_key(key_path) if made else sealing.read_key(key_path)).public
+
+        def sealed(proof: P) -> P:
+            secret = proof.secret_access_key
+            if proof.secret_sealed:
+                assert opener is not None
+                secret = opener.open(proof.secret_sealed, proof.access_key_id)
+            box = sealing.seal(recipient, secret, proof.access_key_id) if secret else ""
+            return msgspec.structs.replace(proof, secret_access_key="", secret_sealed=box)
+
+        entries = []
+        for entry in known.identities:
+            retiring = tuple(sealed(old) for old in entry.retiring)
+            entries.append(msgspec.structs.replace(sealed(entry), retiring=retiring))
+        _write(path, KeyFile(tuple(entries), recipient))
+    if as_json:
+        show.document({"file": str(path), "key": str(key_path), "made": made, "sealed_for": recipient})
+        return
+    print(f"the secrets in {path} are sealed; a node opens them with --identity-key {key_path}")
+    if key_path.stat().st_dev == path.stat().st_dev:
+        show.note(
+            "the key lies on the same file system as the secrets, so a copy of it holds both: move it to another disk, "
+            "or let systemd keep it (docs/security.md)"
+        )
+
+
+class Made:
+    """A key pair and a token that were just drawn, to be sealed for `sealed_for` if that is not empty."""
+
+    def __init__(self, sealed_for: str) -> None:
+        self.key_id = f"FB{chance.token_hex(9).upper()}"
+        self.secret = chance.token_hex(20)
+        self.token = chance.token_hex(32)
+        self._sealed_for = sealed_for
+
+    def entry(self, name: str, allow: str) -> Entry:
+        """What the file keeps of them."""
+        digest = Proof(token=self.token).token_hash
+        entry = Entry(name=name, allow=allow, access_key_id=self.key_id, token_sha256=digest)
+        if not self._sealed_for:
+            return msgspec.structs.replace(entry, secret_access_key=self.secret)
+        from forebay.node.sealing import seal
+
+        return msgspec.structs.replace(entry, secret_sealed=seal(self._sealed_for, self.secret, self.key_id))
+
+    def tell(self, name: str, allow: str, path: Path, *, as_json: bool, until_s: float = 0.0) -> None:
+        if as_json:
+            made = {"access_key_id": self.key_id, "secret_access_key": self.secret, "token": self.token}
+            more = {"old_until_s": until_s} if until_s else {}
+            show.document({"name": name, **made, "allow": allow, "file": str(path), **more})
+            return
+        print(
+            f"{name} may {allow or 'do nothing yet'}; these are shown once:\n\n"
+            f"  export AWS_ACCESS_KEY_ID={self.key_id}\n"
+            f"  export AWS_SECRET_ACCESS_KEY={self.secret}\n"
+            f"  export FOREBAY_TOKEN={self.token}\n"
+        )
+        if until_s:
+            print(f"The old ones work until {_when(until_s)}. {_NOTICED}")
+        else:
+            print(f"A node knows them when it is started with --identities {path}")
+
+
+def _change(
+    name: str,
+    file: str | None,
+    dir: str | None,
+    as_json: bool,
+    *,
+    disabled: bool | None = None,
+    add: tuple[Grant, ...] = (),
+    take: tuple[Grant, ...] = (),
+) -> None:
+    """Change one entry, and say how it is now."""
+    path = _path(file, dir)
+    with _locked(path):
+        known = _read(path)
+        old = _find(known, name, path)
+        grants = parse_grants(old.allow) if old.allow else ()
+        missing = [one for one in take if one not in grants]
+        if missing:
+            raise NotFound(f"{name} has no grant {format_grants(missing)}: it has {old.allow or 'none'}")
+        grants = tuple(one for one in dict.fromkeys((*grants, *add)) if one not in take)
+        flag = old.disabled if disabled is None else disabled
+        new = msgspec.structs.replace(old, allow=format_grants(grants), disabled=flag)
+        _write(path, _with(known, *(new if entry is old else entry for entry in known.identities)))
+    if as_json:
+        show.document(_shown(new, known))
+    else:
+        print(f"{name} {'is disabled, and ' if new.disabled else ''}may {new.allow or 'do nothing'}. {_NOTICED}")
+
+
+def _shown(entry: Entry, known: KeyFile) -> dict[str, object]:
+    retiring = [{"access_key_id": old.access_key_id, "until_s": old.until_s} for old in _current(entry)]
+    return {
+        "name": entry.name,
+        "access_key_id": entry.access_key_id,
+        "allow": entry.allow,
+        "disabled": entry.disabled,
+        "sealed": bool(entry.secret_sealed),
+        "retiring": retiring,
+    }
+
+
+def _state(entry: Entry) -> str:
+    if entry.disabled:
+        return "disabled"
+    old = _current(entry)
+    return f"old until {_when(max(one.until_s for one in old))}" if old else "ok"
+
+
+def _current(entry: Entry) -> tuple[Replaced, ...]:
+    now_s = clock.wall_s()
+    return tuple(old for old in entry.retiring if old.until_s >= now_s)
+
+
+def _when(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _seconds(text: str) -> float:
+    match = _TIME(text)
+    if match is None:
+        raise Invalid(f"--grace {text!r} is not a time: use 30m, 24h or 7d, or 0s for none")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def _path(file: str | None, dir: str | None) -> Path:
     return Path(file).expanduser().absolute() if file else local_node.directory(dir) / "identities.json"
 
 
-def _text(grants: tuple[Grant, ...]) -> str:
-    return ",".join(f"{grant.verb}:{grant.pattern}" for grant in grants)
+def _find(known: KeyFile, name: str, path: Path) -> Entry:
+    for entry in known.identities:
+        if entry.name == name:
+            return entry
+    raise NotFound(f"{name} has no key in {path}: see `forebay key ls`")
+
+
+def _with(known: KeyFile, *entries: Entry) -> KeyFile:
+    return KeyFile(tuple(entries), known.sealed_for)
 
 
 @contextlib.contextmanager
@@ -120,34 +340,36 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _read(path: Path) -> list[Identity]:
+def _read(path: Path) -> KeyFile:
     try:
-        return parse_identities(path.read_bytes())
+        return parse(path.read_bytes())
     except FileNotFoundError:
-        return []
+        return KeyFile(())
     except Invalid as error:
         raise Invalid(f"{path}: {error.message}; mend it by hand first") from None
 
 
-def _write(path: Path, identities: list[Identity]) -> None:
-    rows = [
-        {
-            "name": identity.name,
-            "access_key_id": identity.access_key_id,
-            "secret_access_key": identity.secret_access_key,
-            "token_sha256": identity.token_sha256,
-            "allow": _text(identity.grants),
-        }
-        for identity in identities
-    ]
-    body = msgspec.json.format(msgspec.json.encode({"identities": rows}), indent=2) + b"\n"
-    assert parse_identities(body) == identities, "what is written can be read"
-    new = path.with_name(f".{path.name}.new")
+def _write(path: Path, file: KeyFile) -> None:
+    """Replace the file: tokens as hashes, without proofs whose time is over."""
+    entries = []
+    for entry in file.identities:
+        retiring = tuple(_hashed(old) for old in _current(entry))
+        entries.append(msgspec.structs.replace(_hashed(entry), retiring=retiring))
+    body = render(KeyFile(tuple(entries), file.sealed_for))
+    target = Path(os.path.realpath(path))  # a link stays one
+    new = target.with_name(f".{target.name}.new")
     with contextlib.suppress(FileNotFoundError):
         new.unlink()
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(body)
-        file.flush()
+    with open(fd, "wb") as out:
+        with contextlib.suppress(OSError):
+            at = target.stat()
+            os.fchown(fd, at.st_uid, at.st_gid)  # root changes the keys of a node that runs as another user
+        out.write(body)
+        out.flush()
         os.fsync(fd)
-    new.replace(path)
+    new.replace(target)
+
+
+def _hashed(proof: P) -> P:
+    return msgspec.structs.replace(proof, token="", token_sha256=proof.token_hash)

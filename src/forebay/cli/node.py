@@ -27,6 +27,15 @@ Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Se
 Identities = Annotated[
     str | None, typer.Option("--identities", metavar="FILE", help="Who may do what; needed beyond loopback.")
 ]
+IdentityKey = Annotated[
+    str | None, typer.Option("--identity-key", metavar="FILE", help="What opens sealed secrets of the identities.")
+]
+TlsCert = Annotated[
+    str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate and chain as PEM: speak TLS.")
+]
+TlsKey = Annotated[
+    str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key as PEM. Default: in the same file.")
+]
 Domain = Annotated[
     str | None, typer.Option("--domain", metavar="NAME", help="Suffix of virtual-host bucket names: BUCKET.NAME.")
 ]
@@ -36,27 +45,9 @@ AutoBuckets = Annotated[
 ]
 
 
-def flags(
-    dir: str | None,
-    listen: str | None,
-    fronts: int | None,
-    capacity: str | None,
-    volumes: list[str] | None,
-    identities: str | None,
-    domain: str | None,
-    auto_buckets: bool | None,
-) -> dict[str, Any]:
+def flags(dir: str | None, volumes: list[str] | None, **others: Any) -> dict[str, Any]:
     """The flags as `settings.load` takes them; None is "not given"."""
-    return {
-        "dir": dir or None,
-        "listen": listen,
-        "fronts": fronts,
-        "capacity": capacity,
-        "volumes": tuple(volumes or ()),
-        "identities": identities,
-        "domain": domain,
-        "auto_buckets": auto_buckets,
-    }
+    return {"dir": dir or None, "volumes": tuple(volumes or ()), **others}
 
 
 @app.command("node")
@@ -69,6 +60,9 @@ def node(
     volume: Volumes = None,
     config: Config = None,
     identities: Identities = None,
+    identity_key: IdentityKey = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     domain: Domain = None,
     auto_buckets: AutoBuckets = None,
     log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
@@ -81,7 +75,19 @@ def node(
     from forebay.cli import local_node
     from forebay.node import settings
 
-    given = flags(dir, listen, fronts, capacity, volume, identities, domain, auto_buckets)
+    given = flags(
+        dir,
+        volume,
+        listen=listen,
+        fronts=fronts,
+        capacity=capacity,
+        identities=identities,
+        identity_key=identity_key,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        domain=domain,
+        auto_buckets=auto_buckets,
+    )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
     loaded = settings.load(config, **given, log_to_file=log_to_file or None)

@@ -41,6 +41,9 @@ def up(
     volume: node_verb.Volumes = None,
     config: node_verb.Config = None,
     identities: node_verb.Identities = None,
+    identity_key: node_verb.IdentityKey = None,
+    tls_cert: node_verb.TlsCert = None,
+    tls_key: node_verb.TlsKey = None,
     domain: node_verb.Domain = None,
     auto_buckets: node_verb.AutoBuckets = None,
     timeout_s: Annotated[
@@ -55,7 +58,19 @@ def up(
     """
     from forebay.node import settings
 
-    given = node_verb.flags(dir, listen, fronts, capacity, volume, identities, domain, auto_buckets)
+    given = node_verb.flags(
+        dir,
+        volume,
+        listen=listen,
+        fronts=fronts,
+        capacity=capacity,
+        identities=identities,
+        identity_key=identity_key,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        domain=domain,
+        auto_buckets=auto_buckets,
+    )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
     wanted = settings.load(config, **given)
@@ -147,6 +162,8 @@ def _start(
 
 
 def _arguments(given: dict[str, object], config: str | None) -> list[str]:
+    from forebay.node.settings import PATHS
+
     out: list[str] = []
     for name, value in given.items():
         if name == "auto_buckets":
@@ -155,8 +172,8 @@ def _arguments(given: dict[str, object], config: str | None) -> list[str]:
             for each in value:
                 out += ["--volume", str(Path(each).absolute())]
         elif value is not None:
-            path = name in ("dir", "identities")
-            out += [f"--{name}", str(Path(str(value)).expanduser().absolute()) if path else str(value)]
+            text = str(Path(str(value)).expanduser().absolute()) if name in PATHS else str(value)
+            out += [f"--{name.replace('_', '-')}", text]
     return out if config is None else [*out, "--config", str(Path(config).absolute())]
 
 

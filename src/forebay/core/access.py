@@ -6,11 +6,16 @@ characters. What no grant allows is denied; there are no denials, so the order o
 independent (`write` without `read` suits a backup job) except that `admin` includes the other two. An S3 secret must be
 kept as it is, since verifying a signature needs it.
 
+A key can be replaced without a break: the old one stays *retiring* for a while beside the new one. Where identities are
+kept, and how secrets are sealed there, is `core/keyfile.py`.
+
 Rejected: S3 bucket policies and ACLs (a language of their own; buckets behind us have theirs already); roles (one more
-name to learn for what a pattern does).
+name to learn for what a pattern does); two secrets for one access key id while it is replaced (every request would be
+verified twice, and logs could not tell who still uses the old one).
 
 Invariants. (1) Two identities never share a name, an access key id or a token. (2) `decode_identities` reads back what
-`encode_identities` wrote.
+`encode_identities` wrote. (3) Neither secrets nor hashes of tokens are ever printed. (4) A table of no identities lets
+nobody in: being open to all is the node's decision (`Auth.open`), not that of an empty table.
 """
 
 from __future__ import annotations
@@ -44,14 +49,32 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
         return re.fullmatch(".*".join(re.escape(part) for part in self.pattern.split("*")), bucket) is not None
 
 
+class Retiring(msgspec.Struct, frozen=True):
+    """A key pair, a token or both that were replaced; they still prove who calls until `until_s` (Unix time)."""
+
+    access_key_id: str
+    secret_access_key: str
+    token_sha256: str
+    until_s: float
+
+    def __repr__(self) -> str:
+        return f"Retiring({self.access_key_id!r}, until_s={self.until_s:.0f})"
+
+
 class Identity(msgspec.Struct, frozen=True):
-    """One caller. `token_sha256` is lower-case hex; a way of proving that is not used is empty."""
+    """One caller. `token_sha256` is lower-case hex; a way of proving that is not used is empty. One that is disabled
+    keeps its name and keys but proves nothing."""
 
     name: str
     access_key_id: str = ""
     secret_access_key: str = ""
     token_sha256: str = ""
     grants: tuple[Grant, ...] = ()
+    retiring: tuple[Retiring, ...] = ()
+    disabled: bool = False
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name!r}, {self.access_key_id!r}, {format_grants(self.grants)!r})"
 
     def may(self, verb: Verb, bucket: str) -> bool:
         """Whether any grant allows `verb` on `bucket`."""
@@ -72,42 +95,9 @@ def parse_grants(text: str) -> tuple[Grant, ...]:
     return tuple(grants)
 
 
-class _InFile(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    access_key_id: str = ""
-    secret_access_key: str = ""
-    token: str = ""
-    token_sha256: str = ""
-    allow: str = ""
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    identities: list[_InFile]
-
-
-def parse_identities(text: bytes) -> list[Identity]:
-    """Identities from an identities file (JSON), or `Invalid` saying what is wrong.
-
-    `{"identities": [{"name": "trainer", "access_key_id": "…", "secret_access_key": "…", "token": "…",
-    "allow": "read:corpus,write:ckpt-*"}]}`; `token_sha256` may stand instead of `token`.
-    """
-    try:
-        file = msgspec.json.decode(text, type=_File)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise Invalid(f"the identities file does not fit: {error}") from None
-    identities = []
-    for entry in file.identities:
-        token = hashlib.sha256(entry.token.encode()).hexdigest() if entry.token else entry.token_sha256.lower()
-        if bool(entry.access_key_id) != bool(entry.secret_access_key):
-            raise Invalid(
-                f"identity {entry.name!r} has half a key: give access_key_id and secret_access_key, or neither"
-            )
-        if not entry.access_key_id and not token:
-            raise Invalid(f"identity {entry.name!r} cannot prove itself: give it a key pair or a token")
-        grants = parse_grants(entry.allow) if entry.allow else ()
-        identities.append(Identity(entry.name, entry.access_key_id, entry.secret_access_key, token, grants))
-    Identities(identities)
-    return identities
+def format_grants(grants: Iterable[Grant]) -> str:
+    """The text that `parse_grants` reads back."""
+    return ",".join(f"{grant.verb}:{grant.pattern}" for grant in grants)
 
 
 encode_identities = msgspec.msgpack.Encoder().encode
@@ -120,29 +110,43 @@ def decode_identities(body: bytes) -> list[Identity]:
 
 
 class Identities:
-    """A table of identities, looked up by what they present. Made anew when any identity changes."""
+    """A table of identities, looked up by what they present. Made anew when any identity changes. `Invalid` if two
+    share a name, a key or a token."""
 
     def __init__(self, identities: Iterable[Identity] = ()) -> None:
         self.by_key_id: dict[str, Identity] = {}
+        self.secrets: dict[str, str] = {}
         self._by_token: dict[str, Identity] = {}
+        self._until_s: dict[str, float] = {}  # key ids and token hashes that end by themselves
         names: set[str] = set()
         for identity in identities:
             if not identity.name or identity.name in names:
                 raise Invalid(f"identity name {identity.name!r} is empty or taken twice: give each its own")
             names.add(identity.name)
-            for proof, table in (
-                (identity.access_key_id, self.by_key_id),
-                (identity.token_sha256, self._by_token),
-            ):
-                if proof and proof in table:
-                    raise Invalid(f"identities {identity.name!r} and {table[proof].name!r} share a key or token")
-                if proof:
-                    table[proof] = identity
-        self.secrets = {key_id: identity.secret_access_key for key_id, identity in self.by_key_id.items()}
+            self._enter(identity, identity.access_key_id, identity.secret_access_key, identity.token_sha256)
+            for old in identity.retiring:
+                self._enter(identity, old.access_key_id, old.secret_access_key, old.token_sha256)
+                self._until_s |= {proof: old.until_s for proof in (old.access_key_id, old.token_sha256) if proof}
 
-    def __bool__(self) -> bool:
-        return bool(self.by_key_id or self._by_token)
+    def _enter(self, identity: Identity, key_id: str, secret: str, token_sha256: str) -> None:
+        for proof, table in ((key_id, self.by_key_id), (token_sha256, self._by_token)):
+            if proof and proof in table:
+                raise Invalid(f"identities {identity.name!r} and {table[proof].name!r} share a key or token")
+            if proof:
+                table[proof] = identity
+        if key_id and not identity.disabled:
+            self.secrets[key_id] = secret
 
-    def by_token(self, token: bytes) -> Identity | None:
-        """Who holds `token`. The lookup is by its hash, so timing tells nothing about the token."""
-        return self._by_token.get(hashlib.sha256(token).hexdigest())
+    def of_key(self, key_id: str, now_s: float) -> Identity | None:
+        """Whose key this is; None if it is nobody's, was replaced too long ago, or its owner is disabled."""
+        return self._valid(self.by_key_id.get(key_id), key_id, now_s)
+
+    def of_token(self, token: bytes, now_s: float) -> Identity | None:
+        """Who holds `token`, as `of_key`. The lookup is by its hash, so timing tells nothing about the token."""
+        digest = hashlib.sha256(token).hexdigest()
+        return self._valid(self._by_token.get(digest), digest, now_s)
+
+    def _valid(self, identity: Identity | None, proof: str, now_s: float) -> Identity | None:
+        if identity is None or identity.disabled or now_s > self._until_s.get(proof, now_s):
+            return None
+        return identity

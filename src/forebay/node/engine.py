@@ -29,7 +29,6 @@ import msgspec
 from forebay.backends.counting import BackendCounters
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
-from forebay.core.access import encode_identities, parse_identities
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.types import Bucket
 from forebay.core.wire import Welcome
@@ -38,6 +37,7 @@ from forebay.node import child
 from forebay.node.buckets import Buckets, OpenBackend
 from forebay.node.cold import ColdReads
 from forebay.node.fronts import Connection, Fronts
+from forebay.node.identities import IdentitiesFile
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.room import Room
@@ -87,8 +87,7 @@ class Engine:
         self.started_s = clock.wall_s()
         self._opener = opener
         self._chance = chance
-        self._identities = b""
-        self._identities_at: tuple[int, int] = (0, 0)
+        self._identities = IdentitiesFile(settings.identities, settings.identity_key)
         self._flushing: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -101,7 +100,7 @@ class Engine:
         directory = Path(self.settings.dir)
         for path in (directory, self.settings.run_dir):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._read_identities()
+        self._identities.read()
         self._meta = SqliteMeta(self.settings.meta_file)
         try:
             self.node_id = await self._know_myself()
@@ -207,7 +206,7 @@ class Engine:
     # --- what fronts are told ----------------------------------------------------------------------------------------
     def welcome(self) -> Welcome:
         """What a front needs before it serves."""
-        return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities)
+        return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded)
 
     def _touched(self, object_id: int, first: int, end: int) -> None:
         self.room.touched(object_id, first, end)
@@ -259,7 +258,7 @@ class Engine:
                 self.store.housekeep()
                 self.flush()
                 self.room.follow_volumes()
-                if self._read_identities():
+                if self._identities.read():
                     self.fronts.greet_again()
             except Exception:
                 log.exception("housekeeping broke; it goes on")
@@ -296,29 +295,6 @@ class Engine:
         self.room.reclaim()
         if removed:
             log.info("%d files that no record names were removed", removed)
-
-    def _read_identities(self) -> bool:
-        """Read the identities file if it changed; whether it did. A broken file changes nothing after the start."""
-        if not self.settings.identities:
-            return False
-        path = Path(self.settings.identities)
-        try:
-            stat = path.stat()
-            if (stat.st_mtime_ns, stat.st_size) == self._identities_at:
-                return False
-            identities = encode_identities(parse_identities(path.read_bytes()))
-        except OSError as error:
-            problem: ForebayError = Invalid(f"the identities file {path} cannot be read ({error}): check --identities")
-        except Invalid as error:
-            problem = error
-        else:
-            self._identities_at = (stat.st_mtime_ns, stat.st_size)
-            changed, self._identities = identities != self._identities, identities
-            return changed
-        if not self._identities:
-            raise problem
-        log.error("the identities stay as they were: %s", problem)
-        return False
 
 
 async def run_until_stopped(

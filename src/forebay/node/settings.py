@@ -3,7 +3,8 @@
 Theory. Settings are data; nothing reads the environment or a file later. They come from defaults, then a TOML file
 (`--config`), then flags, each replacing the one before; an unknown name in the file is an error, since a setting that
 is silently ignored is worse than none. The supervisor resolves what depends on the machine (how many fronts, which
-port) and hands the result to its children as one line of JSON.
+port) and hands the result to its children as one line of JSON. One thing is looked for in the environment, once, by
+`load`: where systemd put the credential with the identity key.
 
 Invariants. (1) A `Settings` that exists is valid. (2) Without identities the address is loopback.
 """
@@ -25,6 +26,8 @@ from forebay.core.errors import Invalid, NotFound
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
+IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
+PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|KIB|MB|MIB|GB|GIB|TB|TIB|K|M|G|T)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -68,7 +71,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `fronts`: front processes; 0 runs all in one process, None chooses by cores. `capacity_bytes` bounds all volumes
     together (None: what the filesystems have). `volumes` are directories; none means DIR/volumes/v0. `domain` is the
     suffix of virtual-host bucket names. `auto_buckets`: an unknown bucket is looked for at s3:// with the environment's
-    credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr.
+    credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr. `identity_key` is the file that
+    opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
+    key, "" when it stands in the same file.
     """
 
     dir: str
@@ -81,6 +86,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auto_buckets: bool = True
     scrub_bytes_s: float = 20e6
     log_to_file: bool = False
+    identity_key: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -99,6 +107,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the node has no identities, so it listens on loopback only, and {host} is not loopback: make a key "
                 "with `forebay key create` and give --identities FILE, or listen on 127.0.0.1"
             )
+        if self.tls_key and not self.tls_cert:
+            raise Invalid("--tls-key is given without --tls-cert: give the certificate's file too")
 
     @property
     def host(self) -> str:
@@ -114,7 +124,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host = self.host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self.tls_cert else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def fronts_resolved(self) -> int:
@@ -180,9 +191,14 @@ def load(config: str | Path | None = None, **flags: Any) -> Settings:
     named = {_FILE_NAMES.get(name, name).replace("-", "_"): value for name, value in values.items()}
     if isinstance(named.get("capacity_bytes"), str):
         named["capacity_bytes"] = parse_size(named["capacity_bytes"])
-    for name in ("dir", "identities"):
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    if not named.get("identity_key") and credentials and (Path(credentials) / IDENTITY_CREDENTIAL).is_file():
+        named["identity_key"] = str(Path(credentials) / IDENTITY_CREDENTIAL)
+    for name in PATHS:
         if named.get(name):
-            named[name] = str(Path(named[name]).expanduser().resolve())
+            path = Path(named[name]).expanduser()
+            # what is replaced while the node runs may be a link that is turned: it is followed each time, not once
+            named[name] = str(path.resolve() if name == "dir" else path.absolute())
     named["volumes"] = [str(Path(path).expanduser().resolve()) for path in named.get("volumes", ())]
     try:
         return msgspec.convert(named, Settings)

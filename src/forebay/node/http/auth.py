@@ -57,42 +57,33 @@ class Auth:
         self._identities = Identities(decode_identities(identities))
         self._verifier = Verifier(self._identities.secrets)
         self._answers: dict[tuple[str, str, str], bool] = {}
-        self.open = not self._identities
+        self.open = not identities  # told of none; an identities file without entries lets nobody in
 
     def signed(self, request: Request) -> Identity:
         """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did."""
-        if self.open:
-            return ANYONE
-        verified = self._verifier.verify(
-            self._wall_s(), request.method, request.path, request.query, request.headers, request.body
-        )
-        if verified is None:
-            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        return self._identities.by_key_id[verified.key_id]
+        return ANYONE if self.open else self._verify(request, request.body).identity
 
     def caller(self, request: Request) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
         `verified.payload`, with the chunk signatures that it may have."""
-        if self.open:
-            return Caller(ANYONE, None)
-        verified = self._verifier.verify(
-            self._wall_s(), request.method, request.path, request.query, request.headers, None
-        )
-        if verified is None:
-            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        return Caller(self._identities.by_key_id[verified.key_id], verified)
+        return Caller(ANYONE, None) if self.open else self._verify(request, None)
 
-    def signed_before_body(self, request: Request) -> tuple[Identity, Verified | None]:
-        """As `signed`, for a request whose body is still to come. Hold the body against what the signer said of it
-        (`core/signedbody.py`); None if there is nothing to hold it against, since the node has no identities."""
-        if self.open:
-            return ANYONE, None
-        verified = self._verifier.verify(
-            self._wall_s(), request.method, request.path, request.query, request.headers, None
-        )
+    def _verify(self, request: Request, body: bytes | None) -> Caller:
+        now_s = self._wall_s()
+        verified = self._verifier.verify(now_s, request.method, request.path, request.query, request.headers, body)
         if verified is None:
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        return self._identities.by_key_id[verified.key_id], verified
+        return Caller(self._owner(verified.key_id, now_s), verified)
+
+    def _owner(self, key_id: str, now_s: float) -> Identity:
+        """Whose key this is. Its signature was right, but it may have been replaced."""
+        identity = self._identities.of_key(key_id, now_s)
+        if identity is None:
+            raise Denied(
+                "The access key id you provided was replaced and is no longer valid: use the new one",
+                code="InvalidAccessKeyId",
+            )
+        return identity
 
     def signed_policy(self, fields: Mapping[str, str]) -> Identity:
         """Who signed the policy of a form upload; `fields` are the form's, names in lower case. The caller still
@@ -101,7 +92,7 @@ class Auth:
             return ANYONE
         if "policy" not in fields:
             raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
-        return self._identities.by_key_id[self._verifier.verify_policy(fields).key_id]
+        return self._owner(self._verifier.verify_policy(fields).key_id, self._wall_s())
 
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
@@ -119,7 +110,8 @@ class Auth:
                     self._hosts.add(host)
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
-        identity = self._identities.by_token(token.strip()) if scheme.lower() == b"bearer" else None
+        known = scheme.lower() == b"bearer"
+        identity = self._identities.of_token(token.strip(), self._wall_s()) if known else None
         if identity is None:
             raise Denied(
                 "this node has identities: send 'Authorization: Bearer <token>' with a token it knows",
@@ -130,14 +122,21 @@ class Auth:
     def require_read(self, identity: Identity, bucket: Bucket) -> None:
         """Return if `identity` may read `bucket`, else `Denied`; `NotFound` for one that is not known to be there, so
         that a wrong name is told from a missing grant."""
+        self._require_in(identity, "read", bucket)
+
+    def require_write(self, identity: Identity, bucket: Bucket) -> None:
+        """Return if `identity` may write to `bucket`, else as `require_read`."""
+        self._require_in(identity, "write", bucket)
+
+    def _require_in(self, identity: Identity, verb: Verb, bucket: Bucket) -> None:
         try:
-            self.require(identity, "read", bucket.name)
+            self.require(identity, verb, bucket.name)
         except Denied:
             if bucket.url:
                 raise
             raise NotFound(
-                f"there is no bucket {bucket.name!r} that {identity.name} may read: look at the name, or have "
-                f"'read:{bucket.name}' granted",
+                f"there is no bucket {bucket.name!r} that {identity.name} may {verb}: look at the name, or have "
+                f"'{verb}:{bucket.name}' granted",
                 code="NoSuchBucket",
             ) from None
 
