@@ -1,9 +1,16 @@
-"""The S3 handler with nothing real around it: objects in a dictionary, an exchange that remembers what was answered."""
+"""The S3 handler with nothing real around it: objects in a dictionary, an exchange that remembers what was answered.
+
+Writes are kept in the same dictionary, so that a read then sees them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +18,15 @@ from xml.etree import ElementTree
 
 from forebay.core import limits
 from forebay.core.access import Identity, encode_identities
-from forebay.core.calls import ListCall, Nothing
-from forebay.core.errors import Bug, ForebayError, NotFound
+from forebay.core.calls import CopyCall, DeleteCall, ListCall, Nothing, PutCall, PutOpened, Written
+from forebay.core.errors import Bug, ForebayError, NotFound, Precondition
+from forebay.core.httpsem import Conditions
 from forebay.core.listing import after_prefix
 from forebay.core.record import Record, build_head
-from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec, check_bucket_name
+from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec, WriteMode, check_bucket_name
 from forebay.node.http.auth import Auth
+from forebay.node.http.intake import Intake
+from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Decide, plan_plain
 from forebay.node.http.requests import Exchange, Request
 from forebay.node.http.s3 import S3
@@ -30,6 +40,7 @@ class Object:
     data: bytes
     headers: dict[str, str] = field(default_factory=dict)
     etag: str = ""
+    tags: str = ""
 
     def __post_init__(self) -> None:
         self.etag = self.etag or hashlib.md5(self.data).hexdigest()
@@ -65,12 +76,13 @@ class Answer:
 
 
 class FakeExchange:
-    """Answers end here. `spawn` runs the work at once."""
+    """Answers end here. What is spawned is run by whoever made this."""
 
     def __init__(self, handler: S3, request: Request) -> None:
         self._handler = handler
         self.request = request
         self.answers: list[Answer] = []
+        self.work: list[Coroutine[Any, Any, None]] = []
 
     def respond(self, status: int, head: bytes = b"", body: bytes = b"") -> None:
         self.answers.append(Answer(status, head, body))
@@ -80,10 +92,7 @@ class FakeExchange:
         self.respond(*response)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            asyncio.run(work)
-        except ForebayError as error:
-            self.fail(error)
+        self.work.append(work)
 
 
 def list_dumbly(
@@ -115,13 +124,20 @@ class FakeReads:
         self.buckets = buckets
         self.found_later: set[str] = set()
         self.asked: list[tuple[str, str, RangeSpec | None]] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.answers: dict[str, Any] = {}
+        self.write: WriteMode = "back"
+        self.options: dict[str, str] = {}
+        self.said: list[tuple[str, int, int]] = []
+        self.places = 0
+        self.dir = ""
 
     def bucket(self, name: str) -> Bucket:
         if name in self.found_later:
             return Bucket(name, "", freshness_s=0.0)
         if name not in self.buckets:
             return Bucket(check_bucket_name(name), "", freshness_s=0.0)
-        return Bucket(name, "memory://")
+        return Bucket(name, "memory://", write=self.write, options=self.options)
 
     def serve(
         self,
@@ -144,12 +160,27 @@ class FakeReads:
 
     async def call(self, verb: str, arguments: Any) -> Any:
         """The engine's calls that S3 needs."""
+        self.calls.append((verb, arguments))
+        answer = self.answers.get(verb)
+        if isinstance(answer, ForebayError):
+            raise answer
+        if answer is not None:
+            return answer(arguments) if callable(answer) else answer
+        await asyncio.sleep(0)
         if verb == "buckets":
             return [Bucket(name, "memory://", created_s=MODIFIED_S) for name in self.buckets]
         if verb == "bucket_check":
             if arguments.name not in self.buckets:
                 raise NotFound(f"no bucket {arguments.name!r}", code="NoSuchBucket")
             return Nothing()
+        if verb == "put":
+            return self._put(arguments)
+        if verb == "put_open":
+            return PutOpened(0)
+        if verb == "delete":
+            return self._delete(arguments)
+        if verb == "copy":
+            return self._copy(arguments)
         if verb != "list":
             raise Bug(f"S3 needs no call {verb}")
         assert isinstance(arguments, ListCall)
@@ -163,6 +194,71 @@ class FakeReads:
         entries = [ListEntry(key, len(objects[key].data), objects[key].etag, MODIFIED_S) for key in plain]
         return ListPage(entries, rolled, after)
 
+    def _objects(self, bucket: str) -> dict[str, Object]:
+        if bucket not in self.buckets:
+            raise NotFound(f"no bucket {bucket!r}", code="NoSuchBucket")
+        return self.buckets[bucket]
+
+    def _judge(self, found: Object | None, if_match: str | None, if_none_match: str | None) -> None:
+        if if_match is not None and found is None:
+            raise NotFound("there is no such object", code="NoSuchKey")
+        if if_none_match is not None and found is not None:
+            raise Precondition("it is there", code="PreconditionFailed")
+        if found is not None and Conditions(if_match).judge(found.etag, MODIFIED_S) != 200:
+            raise Precondition("it is another", code="PreconditionFailed")
+
+    def _put(self, call: PutCall) -> Written:
+        objects = self._objects(call.bucket)
+        self._judge(objects.get(call.key), call.if_match, call.if_none_match)
+        data = call.body
+        if data is None:
+            with open(call.path, "rb") as file:
+                data = file.read()
+            os.unlink(call.path)
+        assert len(data) == call.size_bytes
+        made = Object(data, dict(call.headers), call.md5 or call.hash128 + "-x" if call.hash128 else "", call.tags)
+        objects[call.key] = made
+        return Written(made.etag, made.etag, len(data), MODIFIED_S)
+
+    def _delete(self, call: DeleteCall) -> Nothing:
+        objects = self._objects(call.bucket)
+        self._judge(objects.get(call.key), call.if_match, None)
+        objects.pop(call.key, None)
+        return Nothing()
+
+    def _copy(self, call: CopyCall) -> Written:
+        source = self._objects(call.source_bucket).get(call.source_key)
+        if source is None:
+            raise NotFound("there is no such object", code="NoSuchKey")
+        conditions = Conditions(
+            call.source_if_match,
+            call.source_if_none_match,
+            call.source_if_modified_since,
+            call.source_if_unmodified_since,
+        )
+        if conditions.judge(source.etag, MODIFIED_S) != 200:
+            raise Precondition("the source is another", code="PreconditionFailed")
+        objects = self._objects(call.bucket)
+        self._judge(objects.get(call.key), call.if_match, call.if_none_match)
+        headers = source.headers if call.headers is None else dict(call.headers)
+        made = Object(source.data, headers, "", source.tags if call.tags is None else call.tags)
+        objects[call.key] = made
+        return Written(made.etag, made.etag, len(made.data), MODIFIED_S)
+
+    # what `Puts` needs
+    def place(self, bucket: str, key: str) -> str:
+        if not self.dir:
+            self.dir = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, self.dir, True)
+        self.places += 1
+        return os.path.join(self.dir, f"in-{self.places}")
+
+    def grown(self, put: int, upto: int) -> None:
+        self.said.append(("grown", put, upto))
+
+    def gave_up(self, put: int) -> None:
+        self.said.append(("gave up", put, 0))
+
 
 class Front:
     """`ask` what a client would ask and get what it would get."""
@@ -171,25 +267,59 @@ class Front:
         self.reads = FakeReads(dict(buckets))
         self.auth = Auth(lambda: now_s)
         self.auth.update(encode_identities(list(identities)) if identities else b"")
-        self.handler = S3(self.reads, self.reads.call, self.auth, "node-1", ("s3.example.com",))
+        puts = Puts(self.reads.call, Intake(self.reads.place), self.reads)
+        self.handler = S3(self.reads, self.reads.call, self.auth, puts, "node-1", ("s3.example.com",))
 
-    def ask(self, method: str, target: str | bytes, headers: dict[str, str] | None = None, **more: str) -> Answer:
-        """One request; `more` are headers too, `_` for `-`."""
+    def ask(
+        self,
+        method: str,
+        target: str | bytes,
+        headers: dict[str, str] | None = None,
+        body: bytes | None = None,
+        pieces: int = 1 << 20,
+        **more: str,
+    ) -> Answer:
+        """One request; `more` are headers too, `_` for `-`. The body arrives `pieces` bytes at a time."""
         raw = target.encode() if isinstance(target, str) else target
         sent = {b"host": b"127.0.0.1:9400"}
         sent |= {name.lower().encode(): value.encode() for name, value in (headers or {}).items()}
         sent |= {name.replace("_", "-").encode(): value.encode() for name, value in more.items()}
         path, _, query = raw.partition(b"?")
+        if body is not None:
+            sent.setdefault(b"content-length", b"%d" % len(body))
         request = Request(method.encode(), raw, path, query, sent)
         exchange = FakeExchange(self.handler, request)
-        try:
-            self.handler.handle(request, exchange)  # type: ignore[arg-type]
-        except ForebayError as error:
-            exchange.fail(error)
+        asyncio.run(self._ask(request, exchange, body, pieces))
         assert len(exchange.answers) == 1, "exactly one answer for a request"
         answer = exchange.answers[0]
         assert answer.headers["x-amz-request-id"]
         return answer
+
+    async def _ask(self, request: Request, exchange: FakeExchange, body: bytes | None, pieces: int) -> None:
+        """What a connection does with a request."""
+        try:
+            if body:
+                sink = request.sink = self.handler.take_body(request)
+                try:
+                    for at in range(0, len(body), pieces):
+                        sink.write(memoryview(body)[at : at + pieces])
+                except BaseException:
+                    sink.abort()
+                    raise
+                request.body = sink.finish()
+            self.handler.handle(request, exchange)  # type: ignore[arg-type]
+            for work in exchange.work:
+                await work
+        except ForebayError as error:
+            exchange.fail(error)
+
+    def put(self, target: str, body: bytes, headers: dict[str, str] | None = None, **more: str) -> Answer:
+        return self.ask("PUT", target, headers, body, **more)
+
+    @property
+    def left_over(self) -> list[str]:
+        """Files of bodies that nobody took."""
+        return os.listdir(self.reads.dir) if self.reads.dir else []
 
     def get(self, target: str | bytes, headers: dict[str, str] | None = None, **more: str) -> Answer:
         return self.ask("GET", target, headers, **more)

@@ -267,12 +267,20 @@ def test_what_is_not_served_is_refused_not_invented(front: Front) -> None:
     assert front.get("/corpus/a.png", {"x-amz-expected-bucket-owner": "123456789012"}).status == 501
 
 
-def test_writes_are_refused_before_their_body_is_sent(front: Front) -> None:
-    for method in ("PUT", "POST", "DELETE"):
-        for target in ("/corpus/a.png", "/corpus", "/"):
-            answer = front.ask(method, target)
-            assert (answer.status, answer.code) == (501, "NotImplemented"), (method, target)
-    request = Request(b"PUT", b"/corpus/a", b"/corpus/a", b"", {b"content-length": b"9"})
+def test_writes_that_are_not_served_are_refused_before_their_body_is_sent(front: Front) -> None:
+    for method, target, status in (
+        ("PUT", "/corpus?lifecycle", 501),
+        ("PUT", "/corpus/a.png?retention", 501),
+        ("POST", "/corpus/a.png?select", 501),
+        ("POST", "/corpus/a.png", 501),
+        ("DELETE", "/corpus?policy", 501),
+        ("PUT", "/", 405),
+        ("DELETE", "/", 405),
+    ):
+        answer = front.ask(method, target)
+        assert (answer.status, bool(answer.code)) == (status, True), (method, target)
+    headers = {b"content-length": b"9"}
+    request = Request(b"PUT", b"/corpus/a?retention", b"/corpus/a", b"retention", headers)
     with pytest.raises(NotSupported):
         front.handler.take_body(request)
     request.method = b"GET"
@@ -281,7 +289,11 @@ def test_writes_are_refused_before_their_body_is_sent(front: Front) -> None:
 
 def test_other_methods(front: Front) -> None:
     patch = front.ask("PATCH", "/corpus/a.png")
-    assert (patch.status, patch.code, patch.headers["allow"]) == (405, "MethodNotAllowed", "GET, HEAD")
+    assert (patch.status, patch.code, patch.headers["allow"]) == (
+        405,
+        "MethodNotAllowed",
+        "GET, HEAD, PUT, POST, DELETE",
+    )
     assert front.ask("HEAD", "/").status == 405
     preflight = front.ask("OPTIONS", "/corpus/a.png", origin="http://x")
     assert (preflight.status, preflight.code) == (403, "AccessForbidden")

@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forebay.http")
 
+BODY_READ_BYTES = 256 * 1024  # one read of a large body: as much as is hashed and written while it is in the L2 cache
 READ_BYTES = 64 * 1024  # one read: more than the longest head, so that a whole one is usually parsed in place
 FIELDS_KEPT_BYTES_MAX = 1024  # a longer block of fields is not remembered: 4,096 connections x 32 KiB would be too much
 LINGER_S = 5.0  # how long a client may take to see our end and close
 BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall timeout
 _NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
+_body_buffer = memoryview(bytearray(BODY_READ_BYTES))  # for sinks that store their bytes before they return
 
 assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
@@ -77,6 +79,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_in_loop",
         "_keep",
         "_lane",
+        "_large",
         "_latency",
         "_mute",
         "_on_fault",
@@ -119,6 +122,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._handler: Handler = server.default_handler
         self._verb = VERB_OTHER
         self._sink: BodySink | None = None
+        self._large = False  # a body is being received whose sink takes large pieces at once
         self._body_left = 0
         self._body_progress = 0
         self._chunked: parsing.Chunked | None = None
@@ -153,9 +157,12 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self.turn_away()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _buffer
+        return _body_buffer if self._large else _buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._large:
+            self._take_large(_body_buffer[:nbytes])
+            return
         data = bytes(_buffer[:nbytes])
         phase = self._phase
         if phase == IDLE:
@@ -285,7 +292,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._chunked = parsing.Chunked()
         else:
             self._body_left = fields.length_bytes
-        self._sink = sink = self._handler.take_body(self.request)
+        self._sink = self.request.sink = sink = self._handler.take_body(self.request)
+        self._large = sink.large
         if isinstance(sink, BoundedBody) and self._chunked is None and self._body_left > sink.limit_bytes:
             raise too_large(sink.limit_bytes)
         if fields.expects_continue and not data and self._http11 and not self._put(b"HTTP/1.1 100 Continue\r\n\r\n"):
@@ -311,6 +319,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 complete = self._body_left == 0
             if complete:
                 self._sink = None
+                self._large = False
                 self.request.body = sink.finish()
         except ForebayError as error:
             self._refuse(error)
@@ -318,11 +327,31 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if complete:
             self._handle()
             return rest
-        self._body_progress += len(data)
+        self._progress(len(data))
+        return b""
+
+    def _progress(self, size_bytes: int) -> None:
+        self._body_progress += size_bytes
         if self._body_progress >= BODY_PROGRESS_BYTES:
             self._body_progress = 0
             self._since_s = self._server.now_s
-        return b""
+
+    def _take_large(self, data: memoryview) -> None:
+        """More of a body whose sink takes large pieces: nothing is copied, except what stands behind the body."""
+        if self._chunked is None and len(data) < self._body_left:
+            sink = self._sink
+            assert sink is not None
+            try:
+                sink.write(data)
+            except ForebayError as error:
+                self._refuse(error)
+                return
+            self._body_left -= len(data)
+            self._progress(len(data))
+            return
+        rest = self._take_body(bytes(data))
+        if rest:
+            self._go_on(rest)
 
     def _go_on(self, rest: bytes) -> None:
         """Bytes behind a body that came in several reads."""
@@ -348,9 +377,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._counts.requests_refused += 1
         self._keep = False
         self._pending.clear()
-        if self._sink is not None:
-            self._sink.abort()
-            self._sink = None
+        self._let_sink_go()
         request = self.request if self._phase == BODY else None
         if self._phase != BODY:
             self._mute, self._verb, self._http11 = False, VERB_OTHER, True
@@ -360,6 +387,13 @@ class Connection(Sender, asyncio.BufferedProtocol):
         response = self._handler.render_error(error, request)
         # What is not a request of any API yet gets HTTP's own status: S3, for one, says 400 for a timeout.
         self.respond(status_of(error) if request is None else response.status, response.head, response.body)
+
+    def _let_sink_go(self) -> None:
+        """The body that is being received will not be completed."""
+        self._large = False
+        if self._sink is not None:
+            self._sink.abort()
+            self._sink = None
 
     # --- answers (Exchange) ------------------------------------------------------------------------------------------
     def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
@@ -650,9 +684,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._file is not None:
             self._file.release()
             self._file = None
-        if self._sink is not None:
-            self._sink.abort()
-            self._sink = None
+        self._let_sink_go()
         if self._task is not None:
             self._task.cancel()
             self._task = None

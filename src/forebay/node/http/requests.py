@@ -31,10 +31,13 @@ class Request:
 
     `target` is the raw request target, `path` what is before its first `?` and `query` what is after (both still
     percent-encoded). `headers` maps lower-case names to values without surrounding blanks; repeated fields are joined
-    with a comma, as RFC 9110 5.3 allows. `secure`: it came over TLS. `started_s` is monotonic seconds.
+    with a comma, as RFC 9110 5.3 allows. `secure`: it came over TLS. `started_s` is monotonic seconds. `sink` took the
+    body, if one was announced; `caller` is for the handler, to remember who was let in before the body.
     """
 
-    __slots__ = ("body", "headers", "method", "path", "peer", "query", "secure", "started_s", "target")
+    __slots__ = (
+        "body", "caller", "headers", "method", "path", "peer", "query", "secure", "sink", "started_s", "target",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -53,6 +56,8 @@ class Request:
         self.query = query
         self.headers = headers
         self.body = b""
+        self.sink: BodySink | None = None
+        self.caller: Any = None
         self.peer = peer
         self.secure = secure
         self.started_s = started_s
@@ -138,10 +143,14 @@ class Exchange(Protocol):
 
 
 class BodySink(Protocol):
-    """Where the body of one request goes while it arrives."""
+    """Where the body of one request goes while it arrives. `large`: it may be long, so it is read and handed over in
+    large pieces, as views of a buffer."""
 
-    def write(self, chunk: bytes) -> None:
-        """Take the next bytes. Raising refuses the rest: the error is answered and the connection closed."""
+    large: bool
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Take the next bytes, which are the caller's again when this returns. Raising refuses the rest: the error is
+        answered and the connection closed."""
         ...
 
     def finish(self) -> bytes:
@@ -156,17 +165,19 @@ class BodySink(Protocol):
 class BoundedBody:
     """A sink that keeps a small body in memory; beyond `limit_bytes` it raises `Invalid` (`EntityTooLarge`, 413)."""
 
+    large = False
+
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._parts: list[bytes] = []
         self._size_bytes = 0
 
-    def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes | memoryview) -> None:
         self._size_bytes += len(chunk)
         if self._size_bytes > self.limit_bytes:
             self._parts.clear()
             raise too_large(self.limit_bytes)
-        self._parts.append(chunk)
+        self._parts.append(bytes(chunk))
 
     def finish(self) -> bytes:
         return b"".join(self._parts)
@@ -198,6 +209,7 @@ class Handler(Protocol):
 
 
 Call = Callable[[str, Any], Coroutine[Any, Any, Any]]  # (verb, arguments) -> answer, as core/calls.py types them
+Lines = Callable[[Request], bytes]  # the finished header lines that the answer to a request begins with
 
 REASONS = {
     100: "Continue",
@@ -228,6 +240,7 @@ REASONS = {
     502: "Bad Gateway",
     503: "Service Unavailable",
     505: "HTTP Version Not Supported",
+    507: "Insufficient Storage",
 }
 STATUS_LINES = {status: b"HTTP/1.1 %d %s\r\n" % (status, reason.encode()) for status, reason in REASONS.items()}
 
@@ -242,6 +255,8 @@ STATUS_OF_CODE = {
     "MissingContentLength": 411,
     "VersionNotSupported": 505,
     "ExpectationFailed": 417,
+    "ConditionalRequestConflict": 409,
+    "InsufficientStorage": 507,
 }
 
 

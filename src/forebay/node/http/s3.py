@@ -1,4 +1,4 @@
-"""The S3 API, reading side: which operation a request is, and what it answers.
+"""The S3 API: which operation a request is, and for reads also what it answers.
 
 Theory. Nearly every request is a plain GET of an object, and its whole budget is ten microseconds: name, identity,
 bucket, and on to `Reads`. So `handle` takes that path first; conditions, ranges, overrides and everything else branch
@@ -8,6 +8,11 @@ function given to `Reads`, which calls it once with the record, whether that cam
 A GET with a *subresource* in its query (`?acl`, `?tagging`) is another operation, so it must never be answered with the
 object: those not served are listed and refused with NotImplemented. Parameters that are no subresource (SDKs add
 `x-id`) are ignored, as S3 does.
+
+Whatever is no plain read is offered in turn to those who know a kind of operation: `UploadsApi` (multipart),
+`BucketsApi` (buckets, ACLs, CORS, tags, forms), `Objects` (the rest of writing). Each says whether it is its own. A
+request with a body is looked at twice: before the body (`take_body`: may the caller do this at all?), and when it is
+there (`handle`); who was let in is remembered with the request, since a signature is verified once.
 
 Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
 on it would act on an invention. Exception: GetBucketVersioning says "never enabled", which is what we serve.
@@ -24,13 +29,14 @@ from typing import Final
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.calls import BucketNamed, Nothing
-from forebay.core.errors import Denied, ForebayError, Invalid, NotSupported, Precondition
+from forebay.core.errors import ForebayError, Invalid, NotSupported, Precondition
 from forebay.core.httpsem import Conditions, parse_range, range_applies
 from forebay.core.record import Record
 from forebay.core.s3names import Addressing
 from forebay.core.types import Bucket, RangeSpec
 from forebay.node.http import s3_errors, s3_listing
 from forebay.node.http.auth import Auth
+from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
 from forebay.node.http.requests import (
     BodySink,
@@ -42,6 +48,10 @@ from forebay.node.http.requests import (
     decode_query,
     header_line,
 )
+from forebay.node.http.s3_buckets import BucketsApi
+from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.http.s3_uploads import UploadsApi
+from forebay.node.http.s3_write import Objects
 from forebay.node.http.s3_xml import CONTENT_TYPE, document
 
 REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
@@ -54,6 +64,7 @@ _SPECIAL: Final = frozenset(
         b"range",
         b"x-amz-server-side-encryption-customer-algorithm",
         b"x-amz-expected-bucket-owner",
+        b"origin",
     )
 )
 _OVERRIDES: Final = {
@@ -64,22 +75,7 @@ _OVERRIDES: Final = {
     "response-content-disposition": b"Content-Disposition",
     "response-content-encoding": b"Content-Encoding",
 }
-# fmt: off
-_OBJECT_SUBRESOURCES: Final = frozenset(
-    (
-        "acl", "annotation", "attributes", "legal-hold", "retention", "restore", "select", "tagging", "torrent",
-        "uploadId", "uploads",
-    )
-)
-_BUCKET_SUBRESOURCES: Final = frozenset(
-    (
-        "abac", "accelerate", "acl", "analytics", "cors", "delete", "encryption", "intelligent-tiering", "inventory",
-        "lifecycle", "logging", "metadataConfiguration", "metadataTable", "metrics", "notification", "object-lock",
-        "ownershipControls", "policy", "policyStatus", "publicAccessBlock", "replication", "requestPayment",
-        "session", "tagging", "uploads", "versions", "website",
-    )
-)
-# fmt: on
+_UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning"}
 _MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
 _KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
 
@@ -91,7 +87,13 @@ class S3:
     """
 
     def __init__(
-        self, reads: Reads, call: Call, auth: Auth, node_id: str = "forebay", base_domains: tuple[str, ...] = ()
+        self,
+        reads: Reads,
+        call: Call,
+        auth: Auth,
+        puts: Puts,
+        node_id: str = "forebay",
+        base_domains: tuple[str, ...] = (),
     ) -> None:
         self._reads = reads
         self._call = call
@@ -99,6 +101,9 @@ class S3:
         self._node_id = node_id
         self._addressing = Addressing((*base_domains, "localhost", "s3.localhost"))
         self._ids = s3_errors.RequestIds()
+        self._uploads = UploadsApi(call, auth, puts.intake, self._lines)
+        self._buckets = BucketsApi(call, auth, puts, self._lines)
+        self._objects = Objects(call, auth, puts, self._lines, reads.bucket)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
@@ -111,46 +116,85 @@ class S3:
             bucket = self._reads.bucket(name)
             self._auth.require_read(identity, bucket)
             if request.query or not _SPECIAL.isdisjoint(headers):
-                self._read(request, exchange, bucket, key)
+                self._read(request, exchange, identity, bucket, key)
             else:
                 self._reads.serve(exchange, bucket, key, None, None, self._ids.line())
-            return
-        if method == b"OPTIONS":
-            raise Denied(
-                "CORS is not enabled for this bucket: call from a server, not from a browser page",
-                code="AccessForbidden",
-            )
-        identity = self._auth.signed(request)
-        if method not in (b"GET", b"HEAD"):
-            if method in (b"PUT", b"POST", b"DELETE"):
-                raise _no_writes()
-            raise Invalid(
-                "The specified method is not allowed against this resource: use GET or HEAD", code="MethodNotAllowed"
-            )
-        if name:
-            self._bucket_operation(request, exchange, identity, name)
-        elif method == b"HEAD":
-            raise Invalid("there is no HEAD of the service itself: use GET for ListBuckets", code="MethodNotAllowed")
+        elif method in (b"PUT", b"POST", b"DELETE"):
+            self._write(request, exchange, name, key)
+        elif method == b"OPTIONS":
+            self._buckets.preflight(request, exchange, self._reads.bucket(name))
+        elif method not in (b"GET", b"HEAD"):
+            raise _no_such_method()
         else:
-            exchange.spawn(self._list_buckets(request, exchange, identity))
+            identity = self._auth.signed(request)
+            if name:
+                self._bucket_operation(request, exchange, identity, name)
+            elif method == b"HEAD":
+                raise Invalid(
+                    "there is no HEAD of the service itself: use GET for ListBuckets", code="MethodNotAllowed"
+                )
+            else:
+                exchange.spawn(self._list_buckets(request, exchange, identity))
 
     def take_body(self, request: Request) -> BodySink:
-        """Bodies belong to writes, which are refused before the client sends one; a GET's body is read and ignored."""
-        if request.method in (b"PUT", b"POST", b"DELETE"):
-            raise _no_writes()
-        return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+        """Bodies belong to writes; who may not write is refused before the body. A GET's is read and ignored."""
+        if request.method not in (b"PUT", b"POST", b"DELETE"):
+            return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+        name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
+        if not name:
+            raise _no_such_method()
+        bucket = self._reads.bucket(name)
+        if not key and _is_form(request):
+            return self._buckets.take_form(request, bucket)
+        request.caller = caller = self._auth.caller(request)
+        query = decode_query(request.query) if request.query else {}
+        for api in (self._uploads, self._buckets, self._objects):
+            sink = api.take_body(request, caller, bucket, key, query)
+            if sink is not None:
+                return sink
+        raise _unserved_write(query)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
         """The S3 error document."""
         return s3_errors.render(error, request, self._ids.line(), self._node_id)
 
+    # --- writing -----------------------------------------------------------------------------------------------------
+    def _write(self, request: Request, exchange: Exchange, name: str, key: str) -> None:
+        """PUT, POST or DELETE, whose body is there."""
+        if request.sink is None and request.method != b"DELETE":
+            request.sink = self.take_body(request)  # it has no body; what takes one knows what to make of that
+            request.body = request.sink.finish()
+        if not name:
+            raise _no_such_method()
+        bucket = self._reads.bucket(name)
+        if request.method == b"POST" and not key and _is_form(request):
+            self._buckets.handle_form(request, exchange, bucket)
+            return
+        identity = self._auth.signed(request) if request.caller is None else request.caller.identity
+        query = decode_query(request.query) if request.query else {}
+        for api in (self._uploads, self._buckets, self._objects):
+            if api.handle(request, exchange, identity, bucket, key, query):
+                return
+        raise _unserved_write(query)
+
+    def _lines(self, request: Request) -> bytes:
+        """What the answer to `request` begins with: its id, and what the bucket's CORS rules say."""
+        if b"origin" not in request.headers:
+            return self._ids.line()
+        try:
+            name, _ = self._addressing.split(request.path, request.headers.get(b"host", b""))
+            return self._ids.line() + (self._buckets.cors_lines(request, self._reads.bucket(name)) if name else b"")
+        except ForebayError:
+            return self._ids.line()
+
     # --- objects -----------------------------------------------------------------------------------------------------
-    def _read(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+    def _read(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str) -> None:
         """GET or HEAD of an object with anything beyond its name."""
         query = decode_query(request.query) if request.query else {}
-        _refuse_unserved(request, query, _OBJECT_SUBRESOURCES)
-        if query.get("versionId", "null") != "null":
-            raise NotSupported("versions are not served: leave versionId out to read the current object")
+        for api in (self._uploads, self._buckets):
+            if query and api.handle(request, exchange, identity, bucket, key, query):
+                return
+        refuse(request, query, OBJECT_SUBRESOURCES)
         asked = parse_range(request.header(b"range")) if b"range" in request.headers else None
         overrides = b""
         replaced = []
@@ -164,7 +208,8 @@ class S3:
                 raise Invalid("Cannot specify both Range header and partNumber query parameter", code="InvalidRequest")
             if not part.isascii() or not part.isdigit() or not 1 <= int(part[:6]) <= 10_000:
                 raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
-        decide = _decider(request, asked, int(part) if part else None, tuple(replaced), overrides + self._ids.line())
+        extra = overrides + self._lines(request)
+        decide = _decider(request, asked, int(part) if part else None, tuple(replaced), extra)
         self._reads.serve(exchange, bucket, key, asked, decide)
 
     # --- buckets -----------------------------------------------------------------------------------------------------
@@ -172,10 +217,13 @@ class S3:
         bucket = self._reads.bucket(name)
         self._auth.require_read(identity, bucket)
         query = decode_query(request.query)
+        for api in (self._uploads, self._buckets):
+            if query and api.handle(request, exchange, identity, bucket, "", query):
+                return
         if request.method == b"HEAD":
             self._answer_if_there(exchange, bucket, b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b"")
             return
-        _refuse_unserved(request, query, _BUCKET_SUBRESOURCES)
+        refuse(request, query, _UNSERVED_OF_BUCKETS)
         if "location" in query:  # an empty element is S3's way to say us-east-1
             self._answer_if_there(exchange, bucket, b"", document("LocationConstraint", ""))
         elif "versioning" in query:  # an empty element is S3's way to say never enabled
@@ -186,13 +234,13 @@ class S3:
     def _answer_if_there(self, exchange: Exchange, bucket: Bucket, head: bytes, body: bytes) -> None:
         """Answer about a bucket; one that is not configured but looked for (no URL) is asked for first."""
         if bucket.url:
-            exchange.respond(200, self._ids.line() + CONTENT_TYPE + head, body)
+            exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE + head, body)
         else:
             exchange.spawn(self._answer_once_found(exchange, bucket, head, body))
 
     async def _answer_once_found(self, exchange: Exchange, bucket: Bucket, head: bytes, body: bytes) -> None:
         await self._call("bucket_check", BucketNamed(bucket.name))
-        exchange.respond(200, self._ids.line() + CONTENT_TYPE + head, body)
+        exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE + head, body)
 
     async def _list_objects(self, exchange: Exchange, bucket: str, asked: s3_listing.ListRequest) -> None:
         page = await s3_listing.fetch_page(self._call, bucket, asked)
@@ -204,23 +252,22 @@ class S3:
         self._answer_xml(exchange, s3_listing.render_buckets(allowed, decode_query(request.query)))
 
     def _answer_xml(self, exchange: Exchange, body: bytes) -> None:
-        exchange.respond(200, self._ids.line() + CONTENT_TYPE, body)
+        exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE, body)
 
 
-def _no_writes() -> NotSupported:
-    return NotSupported(
-        "this node serves reading only: write to the bucket itself, reads here follow within its freshness"
+def _is_form(request: Request) -> bool:
+    return request.method == b"POST" and request.headers.get(b"content-type", b"").startswith(b"multipart/form-data")
+
+
+def _no_such_method() -> Invalid:
+    return Invalid(
+        "The specified method is not allowed against this resource: see docs/s3.md for what is", code="MethodNotAllowed"
     )
 
 
-def _refuse_unserved(request: Request, query: dict[str, str], unserved: frozenset[str]) -> None:
-    """`NotSupported` for an operation or a header whose meaning we would have to drop."""
-    found = sorted(unserved.intersection(query))
-    if found:
-        raise NotSupported(f"?{found[0]} is not served: ask the bucket itself (docs/s3.md lists what is served)")
-    for header in (b"x-amz-server-side-encryption-customer-algorithm", b"x-amz-expected-bucket-owner"):
-        if header in request.headers:
-            raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
+def _unserved_write(query: dict[str, str]) -> NotSupported:
+    what = f"?{next(iter(sorted(query)))}" if query else "this"
+    return NotSupported(f"{what} is not served: docs/s3.md lists what is")
 
 
 def _decider(

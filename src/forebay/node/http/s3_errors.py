@@ -25,11 +25,13 @@ STATUS: Final = {
     "BadDigest": 400,
     "BucketAlreadyOwnedByYou": 409,
     "BucketNotEmpty": 409,
+    "ConditionalRequestConflict": 409,
     "EntityTooLarge": 400,
     "EntityTooSmall": 400,
     "ExpectationFailed": 417,
     "IllegalLocationConstraintException": 400,
     "IncompleteBody": 400,
+    "InsufficientStorage": 507,
     "InternalError": 500,
     "InvalidAccessKeyId": 403,
     "InvalidArgument": 400,
@@ -48,6 +50,7 @@ STATUS: Final = {
     "KeyTooLongError": 400,
     "MalformedACLError": 400,
     "MalformedPOSTRequest": 400,
+    "MalformedTrailerError": 400,
     "MalformedXML": 400,
     "MaxPostPreDataLengthExceededError": 400,
     "MetadataTooLarge": 400,
@@ -131,7 +134,7 @@ def render(error: ForebayError, request: Request | None, id_line: bytes, host_id
     if error.retry_after_s > 0:
         head += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
     if status == 405:
-        head += b"Allow: GET, HEAD\r\n"
+        head += b"Allow: GET, HEAD, PUT, POST, DELETE\r\n"
     resource = request.path.decode("utf-8", "replace") if request is not None else ""
     request_id = id_line.partition(b": ")[2].strip().decode()
     body = "".join(

@@ -4,6 +4,9 @@ Theory. S3's answers are flat and few, so they are joined from text; what matter
 unescaped. Characters that XML 1.0 cannot carry (most controls) are written as character references, as S3 writes them:
 a strict parser refuses such a document, and a client that has such keys asks for `encoding-type=url`, as all SDKs do.
 
+Documents that clients send are read whole and small; one with a document type is refused, since that is the door for
+entities that expand or fetch.
+
 Invariant. `escape` leaves no `<`, `&`, quote or control character.
 """
 
@@ -13,6 +16,9 @@ import re
 from datetime import date
 from functools import lru_cache
 from typing import Final
+from xml.etree import ElementTree
+
+from forebay.core.errors import Invalid
 
 DECLARATION: Final = '<?xml version="1.0" encoding="UTF-8"?>\n'
 NAMESPACE: Final = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
@@ -63,3 +69,26 @@ def _day(days: int) -> str:
 def document(root: str, inner: str) -> bytes:
     """A whole document with S3's namespace."""
     return f"{DECLARATION}<{root}{NAMESPACE}>{inner}</{root}>".encode()
+
+
+def parse(body: bytes, root: str) -> ElementTree.Element:
+    """The element tree of a document whose root is `root`, namespaces taken off. `Invalid` (`MalformedXML`)."""
+    try:
+        if b"<!DOCTYPE" in body or b"<!ENTITY" in body or b"\0" in body:
+            raise malformed("a document type has no place in it")
+        tree = ElementTree.fromstring(body)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise malformed(str(error)) from None
+    for found in tree.iter():
+        found.tag = found.tag.rpartition("}")[2]
+    if tree.tag != root:
+        raise malformed(f"its root is {tree.tag}, not {root}")
+    return tree
+
+
+def malformed(what: str) -> Invalid:
+    """What to say of a document that is not what it must be."""
+    return Invalid(
+        f"The XML you provided was not well-formed or did not validate against our published schema: {what}",
+        code="MalformedXML",
+    )

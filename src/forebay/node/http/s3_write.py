@@ -1,0 +1,234 @@
+"""Writing objects as S3 speaks of it: PutObject, CopyObject, DeleteObject, DeleteObjects.
+
+Theory. Bodies and what becomes of them are `puts.py`'s; here are S3's words: which headers, which XML, which code.
+DeleteObjects is many deletes at once, each with its own outcome, so the answer is 200 whatever became of them.
+
+A copy onto itself that changes nothing is refused, as S3 refuses it: it is a mistake in the caller nearly always.
+
+Invariant. No operation begins before the caller was found to be allowed to write, and to read what is copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from forebay.core import limits
+from forebay.core.access import Identity
+from forebay.core.calls import CopyCall, DeleteCall, Written
+from forebay.core.errors import ForebayError, Invalid, NotSupported
+from forebay.core.s3names import decode_path
+from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.node.http import s3_errors
+from forebay.node.http.auth import Auth, Caller
+from forebay.node.http.bodies import Incoming
+from forebay.node.http.checksums import HEADERS
+from forebay.node.http.object_headers import refuse_unserved, stored_headers, tags_of, write_conditions
+from forebay.node.http.puts import Puts
+from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
+from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, malformed, parse, readable, timestamp
+
+DELETES_AT_ONCE: Final = 32  # of one DeleteObjects: enough to hide 20 ms of a backend, few enough to leave it to others
+_SOURCE: Final = b"x-amz-copy-source"
+_KNOWN_BUCKET: Final = BUCKET_SUBRESOURCES - {"delete"}
+
+
+class Objects:
+    """`call` asks the engine, `puts` takes bodies, `lines` are the first header lines of each answer, `find` gives a
+    bucket's settings by its name."""
+
+    def __init__(self, call: Call, auth: Auth, puts: Puts, lines: Lines, find: Callable[[str], Bucket]) -> None:
+        self._call = call
+        self._auth = auth
+        self._intake = puts.intake
+        self._puts = puts
+        self._lines = lines
+        self._find = find
+
+    def take_body(
+        self, request: Request, caller: Caller, bucket: Bucket, key: str, query: dict[str, str]
+    ) -> BodySink | None:
+        """Where the body of `request` goes, or None for an operation that is not known. Raises to refuse it before it
+        is sent."""
+        method = request.method
+        refuse(request, query, OBJECT_SUBRESOURCES if key else _KNOWN_BUCKET)
+        if method == b"PUT" and key:
+            self._auth.require_write(caller.identity, bucket)
+            if _SOURCE in request.headers:
+                return self._intake.document(request, caller)
+            return self._puts.take(request, caller, bucket, check_key(key))
+        if method == b"POST" and not key and "delete" in query:
+            self._auth.require_write(caller.identity, bucket)
+            return self._intake.document(request, caller)
+        if method == b"DELETE" and key:
+            return self._intake.document(request, caller)
+        return None
+
+    def handle(
+        self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str, query: dict[str, str]
+    ) -> bool:
+        """Answer `request`, now or in a task; False for an operation that is not known."""
+        method = request.method
+        refuse(request, query, OBJECT_SUBRESOURCES if key else _KNOWN_BUCKET)
+        self._auth.require_write(identity, bucket)
+        if method == b"PUT" and key:
+            if _SOURCE in request.headers:
+                call = self._copy_call(request, identity, bucket, key)
+                exchange.spawn(self._copy(request, exchange, call))
+            else:
+                assert isinstance(request.sink, Incoming)
+                putting = self._puts.put(bucket.name, key, request.sink)
+                exchange.spawn(self._put(request, exchange, request.sink, putting))
+        elif method == b"DELETE" and key:
+            exchange.spawn(self._delete(request, exchange, bucket.name, key))
+        elif method == b"POST" and not key and "delete" in query:
+            exchange.spawn(self._delete_many(request, exchange, bucket.name))
+        else:
+            return False
+        return True
+
+    # --- PutObject ---------------------------------------------------------------------------------------------------
+    async def _put(
+        self, request: Request, exchange: Exchange, incoming: Incoming, putting: asyncio.Future[Written]
+    ) -> None:
+        written = await putting
+        head = b'ETag: "%b"\r\n' % written.etag.encode()
+        for algorithm, value in incoming.result.checksums.items():
+            head += f"{HEADERS[algorithm]}: {value}\r\n".encode()
+        if incoming.result.checksums:
+            head += b"x-amz-checksum-type: FULL_OBJECT\r\n"
+        exchange.respond(200, self._lines(request) + head)
+
+    # --- CopyObject --------------------------------------------------------------------------------------------------
+    def _copy_call(self, request: Request, identity: Identity, bucket: Bucket, key: str) -> CopyCall:
+        """What a CopyObject asks for. Raises what is wrong with it."""
+        if request.body:
+            raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
+        refuse_unserved(request)
+        if b"x-amz-checksum-algorithm" in request.headers:
+            raise NotSupported("a copy computes no checksum: leave x-amz-checksum-algorithm out")
+        source_bucket, source_key = copy_source(request)
+        self._auth.require_read(identity, self._find(source_bucket))
+        replaced = _directive(request, b"x-amz-metadata-directive")
+        tags_replaced = _directive(request, b"x-amz-tagging-directive")
+        if (source_bucket, source_key) == (bucket.name, key) and not replaced:
+            raise Invalid(
+                "This copy request is illegal because it is trying to copy an object to itself without changing the "
+                "object's metadata, storage class, website redirect location or encryption attributes.",
+                code="InvalidRequest",
+            )
+        conditions = source_conditions(request)
+        own = write_conditions(request)
+        return CopyCall(
+            source_bucket,
+            source_key,
+            bucket.name,
+            check_key(key),
+            stored_headers(request) if replaced else None,
+            conditions.if_match,
+            conditions.if_none_match,
+            conditions.if_modified_since,
+            conditions.if_unmodified_since,
+            own.if_match,
+            own.if_none_match,
+            tags_of(request) if tags_replaced else None,
+        )
+
+    async def _copy(self, request: Request, exchange: Exchange, call: CopyCall) -> None:
+        written: Written = await self._call("copy", call)
+        inner = element("LastModified", timestamp(written.modified_s)) + element("ETag", f'"{written.etag}"')
+        exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("CopyObjectResult", inner))
+
+    # --- DeleteObject, DeleteObjects ---------------------------------------------------------------------------------
+    async def _delete(self, request: Request, exchange: Exchange, bucket: str, key: str) -> None:
+        refuse_unserved(request)
+        for name in (b"x-amz-if-match-last-modified-time", b"x-amz-if-match-size", b"if-none-match"):
+            if name in request.headers:
+                raise NotSupported(f"{name.decode()} does not go with a delete: use If-Match")
+        if_match = write_conditions(request).if_match
+        await self._call("delete", DeleteCall(bucket, check_key(key), if_match))
+        exchange.respond(204, self._lines(request))
+
+    async def _delete_many(self, request: Request, exchange: Exchange, bucket: str) -> None:
+        asked, quiet = parse_deletes(request.body)
+        gate = asyncio.Semaphore(DELETES_AT_ONCE)
+
+        async def delete(one: _Delete) -> str:
+            try:
+                if one.unserved:
+                    raise NotSupported(f"{one.unserved} of one key is not served: leave it out")
+                async with gate:
+                    await self._call("delete", DeleteCall(bucket, check_key(one.key), one.if_match))
+            except ForebayError as error:
+                code, _ = s3_errors.code_and_status(error)
+                said = element("Key", one.key) + element("Code", code) + element("Message", readable(error.message))
+                return f"<Error>{said}</Error>"
+            return "" if quiet else f"<Deleted>{element('Key', one.key)}</Deleted>"
+
+        said = await asyncio.gather(*(delete(one) for one in asked))
+        exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("DeleteResult", "".join(said)))
+
+
+class _Delete(NamedTuple):
+    key: str
+    if_match: str | None
+    unserved: str
+
+
+def parse_deletes(body: bytes) -> tuple[list[_Delete], bool]:
+    """The keys of a DeleteObjects document, and whether to be quiet. `Invalid` (`MalformedXML`)."""
+    root = parse(body, "Delete")
+    asked = []
+    for child in root:
+        if child.tag == "Object":
+            key = child.findtext("Key")
+            if not key:
+                raise malformed("an Object has no Key")
+            unserved = ""
+            for name in ("LastModifiedTime", "Size"):
+                if child.find(name) is not None:
+                    unserved = name
+            if (child.findtext("VersionId") or "null") != "null":
+                unserved = "VersionId"
+            asked.append(_Delete(key, child.findtext("ETag") or None, unserved))
+    if not 1 <= len(asked) <= limits.DELETE_KEYS_MAX:
+        raise malformed(f"it names {len(asked)} keys: from 1 to {limits.DELETE_KEYS_MAX} may be named")
+    return asked, (root.findtext("Quiet") or "").strip().lower() == "true"
+
+
+def copy_source(request: Request) -> tuple[str, str]:
+    """Bucket and key that x-amz-copy-source names. `Invalid`; `NotSupported` for a version."""
+    raw, _, version = request.headers[_SOURCE].partition(b"?")
+    if version and version != b"versionId=null":
+        raise NotSupported("versions are not served: leave versionId out to copy the current object")
+    path = decode_path(raw)
+    bucket, slash, key = path.removeprefix("/").partition("/")
+    if not bucket or not slash or not key:
+        raise Invalid("x-amz-copy-source must be <bucket>/<key>, percent-encoded", code="InvalidArgument")
+    return check_bucket_name(bucket), check_key(key)
+
+
+class SourceConditions(NamedTuple):
+    """The x-amz-copy-source-if-* headers, None where absent."""
+
+    if_match: str | None
+    if_none_match: str | None
+    if_modified_since: str | None
+    if_unmodified_since: str | None
+
+
+def source_conditions(request: Request) -> SourceConditions:
+    """The conditions that a copy sets on its source."""
+    names = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
+    headers = [_SOURCE + b"-" + name for name in names]
+    return SourceConditions(*(request.header(name) if name in request.headers else None for name in headers))
+
+
+def _directive(request: Request, name: bytes) -> bool:
+    """Whether the copy replaces rather than copies."""
+    value = request.headers.get(name, b"COPY")
+    if value not in (b"COPY", b"REPLACE"):
+        raise Invalid(f"{name.decode()} must be COPY or REPLACE", code="InvalidArgument")
+    return value == b"REPLACE"
