@@ -45,6 +45,7 @@ class Remote:
 
     scheme = "memory"
     read_only = False
+    part_bytes_min = 0
 
     def __init__(self) -> None:
         self.objects = MemoryBackend("remote")
