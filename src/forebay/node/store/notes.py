@@ -82,8 +82,8 @@ def succeeding(note: Note, before: Note | None) -> Note:
         note,
         since_s=min(note.since_s, before.since_s),
         based_on=before.based_on,
-        tried=tuple(dict.fromkeys(tried))[-TRIED_MAX:],
-        stale=stale,
+        tried=tuple(dict.fromkeys((*note.tried, *tried)))[-TRIED_MAX:],
+        stale=tuple(dict.fromkeys((*note.stale, *stale))),
     )
 
 
