@@ -31,6 +31,7 @@ never used twice. (3) A hole is punched only after its block left the committed 
 
 from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Note, Owed
+from forebay.node.store.puts import Change, Delete, Prepared, Put
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.reclaim import Reclaimed
 from forebay.node.store.scrub import Scrubber, ScrubUnit
@@ -38,10 +39,14 @@ from forebay.node.store.volume import StoreEvent, Unit, VolumeUsage
 from forebay.node.store.writer import Store
 
 __all__ = [
+    "Change",
+    "Delete",
     "Landing",
     "LeasedFile",
     "Note",
     "Owed",
+    "Prepared",
+    "Put",
     "Reclaimed",
     "ScrubUnit",
     "Scrubber",

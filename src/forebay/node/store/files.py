@@ -29,7 +29,7 @@ import fcntl
 import os
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import xxhash
@@ -48,11 +48,17 @@ _NO_XATTR = (errno.ENOTSUP, errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EPERM
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.syncfs.argtypes = (ctypes.c_int,)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE = 0x02
 _PUNCH_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
-    """Which object a data file holds. Never changes: another version is another file."""
+    """Which object a data file holds. Another version is another file; only what was owed and is flushed gets the
+    version that the backend gave it, and is `owned` no more.
+
+    `owned`: made by a write that only this node has, so that only an entry of the durable index gives it meaning.
+    """
 
     object_id: int
     bucket: str
@@ -64,6 +70,7 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
     headers: Headers
     checked_s: float
     block_bytes: int = limits.BLOCK_BYTES
+    owned: bool = False
 
     def info(self) -> ObjectInfo:
         return ObjectInfo(self.key, self.size_bytes, self.version, self.etag, self.modified_s, self.headers)
@@ -120,21 +127,23 @@ class Header:
         self.sums_at = header_bytes if with_xattr else sums_offset_in_sidecar(header_bytes)
 
     @classmethod
-    def create(cls, path: str, identity: Identity, *, xattrs: bool = True) -> Header:
-        """Write the header of a new file at `path`. With `xattrs` off, or no room there, into a sidecar."""
+    def create(cls, path: str, identity: Identity, *, xattrs: bool = True, sums: Sequence[int] = ()) -> Header:
+        """Write the header of a new file at `path`. With `xattrs` off, or no room there, into a sidecar.
+
+        `sums`: stored checksums of all blocks, of a file that is whole already.
+        """
         data = encode_header(identity)
         blocks = blocks_in(identity.size_bytes, identity.block_bytes)
+        packed = array("Q", sums).tobytes()
         if xattrs and len(data) + 8 * blocks <= limits.FILE_HEADER_BYTES_MAX:
             try:
                 # the full length at once, so that room for the checksums is never refused later
-                os.setxattr(path, XATTR, data + bytes(8 * blocks))
+                os.setxattr(path, XATTR, data + packed.ljust(8 * blocks, b"\0"))
                 return cls(path, identity, with_xattr=True, header_bytes=len(data))
             except OSError as error:
                 if error.errno not in _NO_XATTR:
                     raise
-        with open(path + SIDECAR_SUFFIX, "xb") as file:
-            file.write(data)
-            file.truncate(sums_offset_in_sidecar(len(data)))
+        _write_sidecar(path + SIDECAR_SUFFIX, data, packed, "xb")
         return cls(path, identity, with_xattr=False, header_bytes=len(data))
 
     @classmethod
@@ -172,6 +181,17 @@ class Header:
             sums.extend([0] * (count - len(sums)))
         return sums
 
+    def rename_to(self, identity: Identity) -> None:
+        """Let the file say that it is `identity`, which differs in version and `owned` only. All or nothing; not
+        synced. `OSError`: the header is as it was."""
+        data, sums = encode_header(identity), self.sums().tobytes()
+        if self.with_xattr:
+            os.setxattr(self.path, XATTR, data + sums)
+        else:
+            sidecar = self.path + SIDECAR_SUFFIX
+            _write_sidecar(sidecar + ".new", data, sums, "wb")
+            os.replace(sidecar + ".new", sidecar)
+
     def set_sums(self, changes: dict[int, int]) -> None:
         """Set the stored checksums of blocks; 0 takes one out."""
         if self.with_xattr:
@@ -186,6 +206,15 @@ class Header:
                 os.pwrite(fd, struct.pack("<Q", value), self.sums_at + 8 * block)
         finally:
             os.close(fd)
+
+
+def _write_sidecar(path: str, header: bytes, sums: bytes, mode: str) -> None:
+    with open(path, mode) as file:
+        file.write(header)
+        file.truncate(sums_offset_in_sidecar(len(header)))
+        if sums:
+            file.seek(sums_offset_in_sidecar(len(header)))
+            file.write(sums)
 
 
 def create(tmp_path: str, path: str, identity: Identity, *, xattrs: bool = True) -> tuple[int, Header]:
@@ -278,6 +307,11 @@ def syncfs(path: str) -> None:
             raise OSError(code, os.strerror(code))
     finally:
         os.close(fd)
+
+
+def begin_writeback(fd: int) -> None:
+    """Let the disk begin with a file's dirty pages; does not wait. Several files synced after this share a commit."""
+    _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # advice: what fails here fails in the fsync that follows
 
 
 def block_range(size_bytes: int, block_bytes: int, block: int) -> tuple[int, int]:

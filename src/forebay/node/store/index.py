@@ -32,7 +32,7 @@ from forebay.core.record import Record, decode_record
 from forebay.core.types import ListEntry
 from forebay.node.store import keys
 
-TABLES = ("records", "ids", "sums", "doubts", "used", "meta")
+TABLES = ("records", "ids", "sums", "doubts", "used", "meta", "notes")
 
 Item = TypeVar("Item")
 
@@ -49,33 +49,36 @@ class _Shared:
 _open: dict[str, _Shared] = {}
 
 
-def _open_env(path: str, map_bytes: int, *, write: bool) -> _Shared:
+def _open_shared(path: str, map_bytes: int, *, write: bool) -> _Shared:
     shared = _open.get(path)
     if shared is not None:
         if write and not shared.writable:
             raise Bug(f"the index {path} is open for reading in this process: open the Store before its readers")
         shared.uses += 1
         return shared
+    shared = _open[path] = _Shared(open_env(path, map_bytes, write=write, sync=False, tables=len(TABLES)), write)
+    return shared
+
+
+def open_env(path: str, map_bytes: int, *, write: bool, sync: bool, tables: int) -> Any:
+    """An LMDB environment. Where address space is bounded (ulimit -v, a container), with a smaller map: it grows."""
     while True:
         try:
-            env = lmdb.open(
+            return lmdb.open(
                 path,
                 map_size=map_bytes,
                 readonly=not write,
                 create=write,
-                sync=False,
-                metasync=False,
-                max_dbs=len(TABLES),
+                sync=sync,
+                metasync=sync,
+                max_dbs=tables,
                 max_readers=limits.INDEX_READERS_MAX,
                 max_spare_txns=4,
             )
         except (lmdb.MemoryError, MemoryError):
             if map_bytes <= limits.GIB:
                 raise
-            map_bytes //= 4  # address space is bounded here (ulimit -v, a container): begin smaller, grow when full
-            continue
-        shared = _open[path] = _Shared(env, write)
-        return shared
+            map_bytes //= 4
 
 
 class Index:
@@ -88,9 +91,9 @@ class Index:
         if os.path.exists(data) and 0 < os.path.getsize(data) < 8192:
             raise Corrupt(f"the index {path} is cut short: it is rebuilt from the data files when the node starts")
         try:
-            self._shared = _open_env(path, map_bytes, write=write)
+            self._shared = _open_shared(path, map_bytes, write=write)
         except lmdb.Error as error:
-            raise _as_error(error, path) from error
+            raise as_error(error, path) from error
         self.env = self._shared.env
         try:
             if write:
@@ -98,7 +101,7 @@ class Index:
             self.tables = {name: self.env.open_db(name.encode(), create=write) for name in TABLES}
         except lmdb.Error as error:
             self.close()
-            raise _as_error(error, path) from error
+            raise as_error(error, path) from error
         except Corrupt:
             self.close()
             raise
@@ -127,7 +130,7 @@ class Index:
         try:
             value: bytes | None = self.begin(self.tables[table]).get(key)
         except lmdb.Error as error:
-            raise _as_error(error, self.path) from error
+            raise as_error(error, self.path) from error
         return value
 
     def put(self, table: str, key: bytes, value: bytes | None) -> None:
@@ -159,7 +162,7 @@ class Index:
             except lmdb.MapFullError:
                 self.env.set_mapsize(self.env.info()["map_size"] * 2)
             except lmdb.Error as error:
-                raise _as_error(error, self.path) from error
+                raise as_error(error, self.path) from error
         done = self.pending
         self.discard()
         return done
@@ -191,7 +194,7 @@ class Index:
                             if len(found) == batch:
                                 break
             except lmdb.Error as error:
-                raise _as_error(error, self.path) from error
+                raise as_error(error, self.path) from error
             yield from found
             if len(found) < batch:
                 return
@@ -218,7 +221,7 @@ class Index:
             shared.env.close()
 
 
-def _as_error(error: lmdb.Error, path: str) -> Exception:
+def as_error(error: lmdb.Error, path: str) -> Exception:
     """LMDB's exceptions as what the volume acts on: OSError with its errno, or `Corrupt`."""
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.DiskError):
@@ -277,7 +280,7 @@ def scan(
                     return found
                 entry, value = group.beyond
     except lmdb.Error as error:
-        raise _as_error(error, index.path) from error
+        raise as_error(error, index.path) from error
     return found
 
 

@@ -1,12 +1,13 @@
 """What one object's change means in every table of an index, and in the volume's usage.
 
-Theory. Six tables, so that a look-up reads one and stays small:
+Theory. Seven tables, so that a look-up reads one and stays small:
 
     records  index key            -> Record
     ids      object id            -> checksum of inline bytes (8, little endian; 0 for a data file), index key
     sums     object id, group     -> checksums of up to 128 blocks, 8 bytes each, little endian, 0 = absent
     doubts   object id            -> bitmap of blocks to verify before use; only while the record is UNVERIFIED
     used     object id            -> minute of last use (4), only if later than the record says
+    notes    index key            -> Entry (durable.py): what is owed in memory, and marks of settled notes
     meta     name                 -> next_id, scrub
 
 Object ids are 8 bytes big endian, groups 4. Checksums stand in groups so that landing one block of a huge object
@@ -18,10 +19,16 @@ Invariants. (1) A record has its `ids` entry, in the same transaction. (2) A rem
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import lmdb
+import msgspec
 
 from forebay.core.record import Record, State, blocks_in, encode_record
 from forebay.node.store import keys, presence
+from forebay.node.store.durable import Entry, decode_entry, encode_entry
+from forebay.node.store.index import as_error
+from forebay.node.store.notes import Note
 from forebay.node.store.volume import Volume
 
 GROUP_BLOCKS = 128
@@ -42,9 +49,12 @@ def put_record(volume: Volume, bucket: str, key: str, record: Record, old: Recor
     volume.index.put("records", entry, encode_record(record))
     if old is None or old.object_id != record.object_id:
         volume.index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)
-    volume.change.add(
-        bucket, int(old is None), presence.bytes_of(record) - (presence.bytes_of(old) if old is not None else 0)
-    )
+    size_bytes, old_bytes = presence.bytes_of(record), presence.bytes_of(old) if old is not None else 0
+    volume.change.add(bucket, int(old is None), size_bytes - old_bytes)
+    if record.state & State.OWNED:
+        volume.change.add_owned(1, size_bytes)
+    if old is not None and old.state & State.OWNED:
+        volume.change.add_owned(-1, -old_bytes)
 
 
 def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None:
@@ -52,6 +62,8 @@ def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None
     volume.index.put("records", keys.index_key(bucket, key), None)
     remove_traces(volume, record)
     volume.change.add(bucket, -1, -presence.bytes_of(record))
+    if record.state & State.OWNED:
+        volume.change.add_owned(-1, -presence.bytes_of(record))
 
 
 def remove_traces(volume: Volume, record: Record) -> None:
@@ -124,3 +136,35 @@ def put_doubts(volume: Volume, object_id: int, bits: int) -> None:
     """Set that bitmap; the caller keeps the record's state in step (UNVERIFIED exactly while it is not zero)."""
     data = bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else None
     volume.index.put("doubts", id_key(object_id), data)
+
+
+def note_of(volume: Volume, entry: bytes) -> Entry | None:
+    """What the visible index says is owed of an index key, or the mark that it was settled."""
+    value = volume.get("notes", entry)
+    return None if value is None else decode_entry(value)
+
+
+def put_note(volume: Volume, entry: bytes, note: Entry | None) -> None:
+    """Keep that note, or none."""
+    if note is not None:
+        volume.index.put("notes", entry, encode_entry(note))
+    elif volume.get("notes", entry) is not None:
+        volume.index.put("notes", entry, None)
+
+
+def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
+    """Replace committed notes whose seq is the same, at once, in a transaction of its own. Any thread. `OSError`."""
+    if not notes:
+        return
+    table = volume.index.tables["notes"]
+    try:
+        with volume.index.env.begin(table, write=True) as txn:
+            for entry, note in notes.items():
+                value = txn.get(entry)
+                if value is None:
+                    continue
+                now = decode_entry(value)
+                if now.note.seq == note.seq and not now.settled:
+                    txn.put(entry, encode_entry(msgspec.structs.replace(now, note=note)))
+    except lmdb.Error as error:
+        raise as_error(error, volume.index.path) from error

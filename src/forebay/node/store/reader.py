@@ -25,7 +25,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ from forebay.core.types import ListEntry
 from forebay.core.wire import VolumeAt
 from forebay.node.store import files, index, volume
 from forebay.node.store.keys import index_key
+from forebay.ports import clock
 
 _NOTHING = Record(0, 0, "", "", 0.0, 0.0, b"", complete=False)
+_incoming = count(int(clock.wall_s() * 1e6))  # a process id comes again, what a dead one left may still be there
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
@@ -258,6 +260,15 @@ class StoreReader:
     def files_open(self) -> int:
         """How many data files are open, in use or idle (those being closed on release not counted)."""
         return len(self._files)
+
+    # --- writing ---
+
+    def incoming(self, bucket: str, key: str) -> str:
+        """A fresh path for a body that is to become this object, on the key's volume; nothing is there yet. "" when
+        there is no usable volume. Remove the file if it does not become one: the store removes only what dead processes
+        leave."""
+        view = self._sole or self._view(bucket, key)
+        return "" if view is None else f"{view.path}/tmp/{volume.INCOMING}{os.getpid()}-{next(_incoming):x}"
 
     # --- listings ---
 

@@ -31,7 +31,10 @@ def rebuild(volume: Volume) -> str:
     """Fill the volume's new index from its files; a line saying what was found."""
     kept = blocks = 0
     next_id = 0
+    lost = set(volume.lost.values())
     for path in data_files(volume):
+        if _id_of(path) in lost:
+            continue
         seen, header = see(volume, path)
         known = known_record(volume, path, header)
         for action in recover.judge_file(seen, record_seen(volume, known), trusted=False):
@@ -54,7 +57,8 @@ def rebuild(volume: Volume) -> str:
             volume.index.flush()
     volume.index.put("meta", b"next_id", next_id.to_bytes(8, "big"))
     volume.index.flush()
-    volume.usage, volume.change = volume.change, type(volume.change)()
+    volume.usage.merge(volume.change)
+    volume.change = type(volume.change)()
     return f"{kept} objects with {blocks} blocks found, each block to be verified before its first use"
 
 
@@ -136,7 +140,7 @@ def see(volume: Volume, path: str) -> tuple[recover.FileSeen, files.Header | Non
         return recover.FileSeen(path, "data", size_bytes), None
     it = header.identity
     blocks = tuple(block for block, value in enumerate(header.sums()) if value)
-    identity = recover.Identity(it.bucket, it.key, it.object_id, it.size_bytes, blocks)
+    identity = recover.Identity(it.bucket, it.key, it.object_id, it.size_bytes, blocks, it.owned)
     return recover.FileSeen(path, "data", size_bytes, identity), header
 
 
@@ -165,7 +169,8 @@ def record_seen(volume: Volume, known: tuple[str, str, Record] | None) -> recove
         return None
     bucket, key, record = known
     path = place_of(volume, bucket, key, record).path
-    return recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes)
+    durable = bool(record.state & State.OWNED)
+    return recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, durable)
 
 
 def place_of(volume: Volume, bucket: str, key: str, record: Record) -> Place:

@@ -35,13 +35,17 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
-from forebay.core.record import Record, decode_record, encode_record
+from forebay.core.record import Record, State, decode_record, encode_record
 from forebay.node.store import files, keys, presence
+from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
 from forebay.ports import chance, clock
 
 FORMAT = 1
-OWN_NAMES = frozenset({"volume.json", "lock", "tmp", "data", "index", "ballast", "volume.json.new", "lost+found"})
+OWN_NAMES = frozenset(
+    {"volume.json", "lock", "tmp", "data", "index", "durable", "parts", "ballast", "volume.json.new", "lost+found"}
+)
+INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
 BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
@@ -51,7 +55,10 @@ log = logging.getLogger("forebay.store")
 
 class StoreEvent(NamedTuple):
     """Something an operator may want to know. `kind`: volume-full, volume-healed, volume-out, index-rebuilt,
-    volume-missed-session, block-bad, object-missing, orphans-removed; `volume_id` may be empty."""
+    volume-missed-session, block-bad, object-missing, orphans-removed, changes-lost; `volume_id` may be empty.
+
+    Of what only this node has: object-lost (acknowledged bytes are gone, or wrong), owed-out (a volume went out that
+    owes), volume-absent (one that served with these before is not here), owed-moved."""
 
     kind: str
     volume_id: str
@@ -80,6 +87,8 @@ class VolumeUsage(NamedTuple):
     free_bytes: int  # what the filesystem still gives, less the reserve
     objects: int
     buckets: dict[str, int]  # bytes by bucket
+    owned_bytes: int = 0  # of used_bytes: those that only this node has, never evicted
+    owned_objects: int = 0
 
 
 class Mark(msgspec.Struct, omit_defaults=False):
@@ -103,6 +112,11 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def _lives(pid: str) -> bool:
+    """Whether a process of that number exists."""
+    return pid.isdigit() and os.path.exists(f"/proc/{pid}")
+
+
 def read_mark(path: str) -> Mark | None:
     """The mark of the volume at `path`; None if there is none or it is unreadable. `Invalid` for a newer format."""
     try:
@@ -119,12 +133,14 @@ def read_mark(path: str) -> Mark | None:
 
 
 class Usage:
-    """Objects and bytes by bucket. Small: one entry per bucket."""
+    """Objects and bytes by bucket, and how many of them are owned. Small: one entry per bucket."""
 
     def __init__(self) -> None:
         self.bytes_by_bucket: dict[str, int] = {}
         self.bytes = 0
         self.objects = 0
+        self.owned_bytes = 0
+        self.owned_objects = 0
 
     def add(self, bucket: str, objects: int, size_bytes: int) -> None:
         self.objects += objects
@@ -135,10 +151,16 @@ class Usage:
         else:
             self.bytes_by_bucket.pop(bucket, None)
 
+    def add_owned(self, objects: int, size_bytes: int) -> None:
+        """Of what `add` counted, so much became owned (or, negative, is no more)."""
+        self.owned_objects += objects
+        self.owned_bytes += size_bytes
+
     def merge(self, other: Usage) -> None:
         for bucket, size_bytes in other.bytes_by_bucket.items():
             self.add(bucket, 0, size_bytes)
         self.objects += other.objects
+        self.add_owned(other.owned_objects, other.owned_bytes)
 
 
 class Volume:
@@ -154,6 +176,11 @@ class Volume:
         self.usage = Usage()
         self.change = Usage()  # of the pending changes
         self.index: Index
+        self.durable: Durable
+        self.lost: dict[bytes, int] = {}  # index key -> object id of what is owed and cannot be had: out of view
+        self.unbacked: list[bytes] = []  # index keys of owned records that no note stands behind, found at the start
+        self.flushes_lost = 0
+        self.behind = False  # a flush was lost: what the durable index says may not be in view
         self.opened = False
         self._free: tuple[float, int] = (float("-inf"), 0)
         os.makedirs(self.path, exist_ok=True)
@@ -161,7 +188,7 @@ class Volume:
         self._lock_fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take_lock()
-            for name in ("tmp", "data", "index"):
+            for name in ("tmp", "data", "index", "parts"):
                 os.makedirs(os.path.join(self.path, name), exist_ok=True)
             self.root_inode = os.stat(self.path).st_ino
         except BaseException:
@@ -212,13 +239,15 @@ class Volume:
 
     # --- start and stop ---
 
-    def start(self, rebuild: Callable[[Volume], str]) -> None:
+    def start(self, rebuild: Callable[[Volume], str], restore: Callable[[Volume], None]) -> None:
         """Sweep tmp/, believe the index or have `rebuild` make a new one, and say in the mark that we run.
 
         `rebuild(volume)` fills `volume.index` (open, new, of the next generation) and returns a line for the event.
+        `restore(volume)` puts what the durable index owes into view: before a rebuild, so that files are judged by it,
+        and after it, or after a walk that found the index good.
         """
-        for name in os.listdir(os.path.join(self.path, "tmp")):
-            os.unlink(os.path.join(self.path, "tmp", name))
+        self.sweep_temp()
+        self.durable = Durable(os.path.join(self.path, "durable"))
         reason = self._believe_index()
         if reason:
             generation = self.mark.index + 1
@@ -227,15 +256,28 @@ class Volume:
             self.index = Index(self.index_path(generation), write=True)
             self.opened = True
             self.mark.index = generation
+            self.usage, self.unbacked = Usage(), []  # a walk that met damage has counted some
+            restore(self)
             outcome = rebuild(self)
             if not self.fresh:
                 self.tell(StoreEvent("index-rebuilt", self.id, f"{reason}: {outcome}"))
+        restore(self)
         self.mark.boot_id, self.mark.clean = boot_id(), False
         self.write_mark()
         for name in os.listdir(os.path.join(self.path, "index")):
             if name != str(self.mark.index):
                 shutil.rmtree(os.path.join(self.path, "index", name), ignore_errors=True)
         self.make_ballast()
+
+    def sweep_temp(self) -> None:
+        """Remove what is left in tmp/. Bodies that a living process is receiving stay. At the start, everything else
+        goes; later (`opened`), only what dead processes were receiving."""
+        for name in os.listdir(os.path.join(self.path, "tmp")):
+            incoming = name.startswith(INCOMING)
+            if incoming and _lives(name.split("-")[1]):
+                continue
+            if incoming or not self.opened:
+                os.unlink(os.path.join(self.path, "tmp", name))
 
     def _believe_index(self) -> str:
         """Open and walk the index; "" when it is good, else why it must be rebuilt."""
@@ -272,8 +314,13 @@ class Volume:
         entries = 0
         for entry, value in self.index.walk("records"):
             record = decode_record(value)
-            self.usage.add(keys.split(entry, record.key)[0], 1, presence.bytes_of(record))
+            size_bytes = presence.bytes_of(record)
+            self.usage.add(keys.split(entry, record.key)[0], 1, size_bytes)
             entries += 1
+            if record.state & State.OWNED:
+                self.usage.add_owned(1, size_bytes)
+                if self.index.get("notes", entry) is None and self.durable.get(entry) is None:
+                    self.unbacked.append(entry)
         if entries != self.index.count("records"):
             raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
 
@@ -311,6 +358,7 @@ class Volume:
                 self.mark.clean = True
                 self.write_mark()
         finally:
+            self.durable.close()
             self.index.close()
             os.close(self._lock_fd)
 
@@ -318,6 +366,8 @@ class Volume:
         """Let go of a volume that did not start, as it is."""
         if self.opened:
             self.index.close()
+        if hasattr(self, "durable"):
+            self.durable.close()
         os.close(self._lock_fd)
 
     # --- trouble ---

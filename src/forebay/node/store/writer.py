@@ -7,9 +7,7 @@ absent, and never takes bytes that a record still names.
 
 Bytes are moved by `Landing.write`, `check_blocks` and `reclaim`, which may run in worker threads.
 
-Which volume a key belongs to is `core.placement` over the usable volumes, the same computation as in the readers. When
-a volume goes out, its keys fall to the others; when volumes come or come back, what now lies in the wrong place is
-dropped at the start.
+Which volume a key belongs to: `volumes.py`. What comes from writers: `puts.py`; what is owed at the start: `owned.py`.
 
 Rejected: keeping a table of objects in memory (a gigabyte for a few million); undoing changes of a failed flush one by
 one (the index is the truth: pending changes are thrown away, and usage is what was committed).
@@ -21,8 +19,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-from collections import Counter, deque
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,43 +29,43 @@ import xxhash
 
 from forebay.core import commit, limits
 from forebay.core.commit import Place
-from forebay.core.errors import Corrupt, Invalid, Unavailable
-from forebay.core.placement import Members
+from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.record import Record, State, build_head, decode_record
 from forebay.core.types import ObjectInfo
-from forebay.core.wire import VolumeAt
-from forebay.node.store import files, keys, ledger, presence, rebuild
+from forebay.node.store import files, keys, ledger, owned, presence, rebuild
 from forebay.node.store.landing import Landing
+from forebay.node.store.notes import Owed
+from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import StoreEvent, Unit, Usage, Volume, VolumeUsage
+from forebay.node.store.volume import StoreEvent, Unit, Usage, Volume
+from forebay.node.store.volumes import VolumeSet
 from forebay.ports import clock
 
 TOUCHES_HELD_MAX = 65_536
-IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
 IDS_SINCE_S = 1_700_000_000  # ids are milliseconds from here, so that an id and a block fit 64 bits (core/eviction.py)
 
 
-class Store:
+class Store(VolumeSet):
     """The node's volumes, as their one writer sees them."""
 
     def __init__(
         self, capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None, block_bytes: int
     ) -> None:
         """For `open`, which see."""
-        self._all: list[Volume] = []
-        self._block_bytes = block_bytes
-        self._capacity_bytes = capacity_bytes
-        self._on_event = on_event or (lambda event: None)
-        self._owner = threading.get_ident()
-        self._events: deque[StoreEvent] = deque()
+        super().__init__(capacity_bytes, on_event, block_bytes)
         self._landings: dict[tuple[str, str], Landing] = {}
         self._landing_ids: Counter[int] = Counter()  # one that lost its object may overlap with its successor
-        self._reclaimer = Reclaimer(self._tell)
+        self._reclaimer = Reclaimer(self.tell)
         self._touched: dict[int, int] = {}
-        self._next_id = self._ids_below = 0
         self._closed = False
-        self._members = Members([])
-        self._by_id: dict[str, Volume] = {}
+        self._puts = Puts(
+            self,
+            enter=self._enter_written,
+            take_out=self._take_out,
+            put=self._put,
+            flush=self.flush,
+            headers=self._reclaimer.lock,
+        )
 
     # --- open and close ---
 
@@ -102,25 +100,6 @@ class Store:
             raise
         return store
 
-    def _add(self, path: str, xattrs: bool) -> None:
-        try:
-            volume = Volume(path, self._tell, xattrs=xattrs)
-        except OSError as error:
-            self._tell(StoreEvent("volume-out", "", f"{path}: {error}; left out: mend it and restart the node"))
-            return
-        try:
-            if any(other.id == volume.id for other in self._all):
-                raise Invalid(f"{path} is a copy of another volume (both say {volume.id}): remove one of them")
-            volume.start(rebuild.rebuild)
-        except (OSError, Corrupt) as error:
-            volume.trouble(error, "opening the volume")
-            volume.release()
-            return
-        except BaseException:
-            volume.release()
-            raise
-        self._all.append(volume)
-
     def _agree(self) -> None:
         """Find out who missed a session, settle on the set of volumes, and drop what is in the wrong place."""
         epoch = max(volume.mark.epoch for volume in self._all)
@@ -141,30 +120,12 @@ class Store:
                 self._drop_misplaced()
             self._write_epoch(epoch + 1)
 
-    def _place(self) -> None:
-        usable = [volume for volume in self._all if volume.state != "out"]
-        self._by_id = {volume.id: volume for volume in usable}
-        self._members = Members({volume.id: volume.mark.weight for volume in usable})
-
-    def _write_epoch(self, epoch: int) -> None:
-        ids = sorted(self._by_id)
-        for volume in self._by_id.values():
-            volume.mark.epoch, volume.mark.members = epoch, ids
-        self._write_marks()
-
-    def _write_marks(self) -> None:
-        for volume in self._by_id.values():
-            try:
-                volume.write_mark()
-            except OSError as error:
-                volume.trouble(error, "writing volume.json")
-
     def _drop_misplaced(self) -> None:
         for volume in self._all:
             for entry, value in volume.index.walk("records"):
                 record = decode_record(value)
                 bucket, key = keys.split(entry, record.key)
-                if self._members.first(bucket, key) != volume.id:
+                if self._members.first(bucket, key) != volume.id and not record.state & State.OWNED:
                     self._forget(volume, bucket, key, record)
                 if volume.index.pending >= 1000:
                     self.flush()
@@ -190,12 +151,6 @@ class Store:
 
     # --- events and trouble ---
 
-    def _tell(self, event: StoreEvent) -> None:
-        if threading.get_ident() == self._owner:
-            self._on_event(event)
-        else:
-            self._events.append(event)
-
     def _deliver(self) -> None:
         """Tell what worker threads met, and follow a volume that went out."""
         while self._events:
@@ -215,56 +170,12 @@ class Store:
         for landing in [each for each in self._landings.values() if each.volume is volume]:
             self._lose(landing)
 
-    def unusable(self, volume: Volume) -> Unavailable:
-        return Unavailable(f"volume {volume.path} is {volume.state} ({volume.reason}): the bytes pass through instead")
-
-    def _home(self, bucket: str, key: str) -> Volume:
-        """The usable volume of a key."""
-        if not self._by_id:
-            raise Unavailable("every volume is out: reads pass through until a disk is mended and the node restarted")
-        return self._by_id[self._members.first(bucket, key)]
-
-    def _roomy(self, bucket: str, key: str) -> Volume:
-        """The key's volume if it takes more bytes; else `Unavailable`."""
-        volume = self._home(bucket, key)
-        if volume.state != "ok":
-            raise self.unusable(volume)
-        try:
-            free_bytes = volume.free_bytes()
-        except OSError as error:
-            raise volume.trouble(error, "asking for free space") from error
-        if free_bytes <= 0:
-            raise volume.trouble(OSError(errno.ENOSPC, "less than the reserve is free", volume.path), "making room")
-        if self._capacity_bytes is not None and volume.usage.bytes + volume.change.bytes >= self._share(volume):
-            raise Unavailable(
-                f"volume {volume.path} holds what it may: the bytes pass through until eviction made room"
-            )
-        return volume
-
-    def _share(self, volume: Volume) -> int:
-        """The part of `capacity_bytes` that falls to this volume."""
-        assert self._capacity_bytes is not None
-        total = sum(self._members.weights) or 1.0
-        return int(self._capacity_bytes * volume.mark.weight / total)
-
     # --- what is there ---
 
     @property
     def pending(self) -> int:
         """Changes that the next `flush` makes visible."""
         return sum(volume.index.pending for volume in self._by_id.values()) + self._reclaimer.waiting
-
-    def volumes(self) -> list[VolumeAt]:
-        """The usable volumes, for `Welcome`."""
-        return [VolumeAt(volume.id, volume.path) for volume in self._by_id.values()]
-
-    def usable(self) -> list[Volume]:
-        """For the scrubber: the volumes themselves."""
-        return list(self._by_id.values())
-
-    def volume_of(self, bucket: str, key: str) -> str:
-        """The id of the volume that a key belongs to; "" when every volume is out."""
-        return self._members.first(bucket, key) if self._by_id else ""
 
     def lookup(self, bucket: str, key: str) -> Record | None:
         """The record, pending changes included; None too when its volume cannot be read."""
@@ -283,38 +194,6 @@ class Store:
             if found is not None:
                 return (volume, *found)
         return None
-
-    def usage(self) -> list[VolumeUsage]:
-        """Every volume, those that are out too. Pending changes count."""
-        found = []
-        for volume in self._all:
-            usage, change = volume.usage, volume.change
-            buckets = dict(usage.bytes_by_bucket)
-            for bucket, size_bytes in change.bytes_by_bucket.items():
-                buckets[bucket] = buckets.get(bucket, 0) + size_bytes
-            used_bytes = usage.bytes + change.bytes
-            try:
-                free_bytes = max(0, volume.free_bytes()) if volume.state != "out" else 0
-            except OSError as error:
-                volume.trouble(error, "asking for free space")
-                free_bytes = 0
-            capacity_bytes = used_bytes + free_bytes
-            if self._capacity_bytes is not None and volume.id in self._by_id:
-                capacity_bytes = min(capacity_bytes, self._share(volume))
-            found.append(
-                VolumeUsage(
-                    volume.id,
-                    volume.path,
-                    volume.state,
-                    volume.reason,
-                    used_bytes,
-                    capacity_bytes,
-                    free_bytes,
-                    usage.objects + change.objects,
-                    buckets,
-                )
-            )
-        return found
 
     def units(self) -> Iterator[Unit]:
         """Every committed unit, to rebuild the eviction machine after a start. Streams: memory does not grow."""
@@ -343,6 +222,7 @@ class Store:
         version is open, the same landing is returned and must be closed as often. `Unavailable`: pass through.
         """
         volume = self._roomy(bucket, info.key)
+        self._refuse_owned(volume, bucket, info.key)
         landing = self._landings.get((bucket, info.key))
         if landing is not None:
             if landing.info.version == info.version and landing.info.size_bytes == info.size_bytes:
@@ -356,6 +236,18 @@ class Store:
         self._landings[bucket, info.key] = landing
         self._landing_ids[landing.object_id] += 1
         return landing
+
+    def _refuse_owned(self, volume: Volume, bucket: str, key: str) -> None:
+        """What only this node has, a tombstone too, is never replaced by what the backend says: `Unavailable`."""
+        entry = keys.index_key(bucket, key)
+        note = ledger.note_of(volume, entry)
+        if note is None:
+            try:
+                note = volume.durable.get(entry)
+            except (OSError, Corrupt) as error:
+                raise volume.trouble(error, "reading the durable index") from error
+        if note is not None and not note.settled:
+            raise Unavailable(f"{bucket}/{key} was written here and is not flushed yet: it is not fetched meanwhile")
 
     def _resume(self, volume: Volume, bucket: str, info: ObjectInfo) -> tuple[int, files.Header] | None:
         record = volume.record(keys.index_key(bucket, info.key), info.key)
@@ -378,7 +270,7 @@ class Store:
 
     def _create(self, volume: Volume, bucket: str, info: ObjectInfo, checked_s: float) -> tuple[int, files.Header]:
         """`core.commit.plan_begin`: temp file, header, rename."""
-        object_id = self._new_id()
+        object_id = self.take_id()
         identity = files.Identity(
             object_id,
             bucket,
@@ -389,28 +281,16 @@ class Store:
             info.modified_s,
             info.headers,
             checked_s,
-            self._block_bytes,
+            self.block_bytes,
         )
         temp, path = volume.temp_path(object_id), volume.data_path(object_id)
         return files.create(temp, path, identity, xattrs=volume.xattrs)
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        if self._next_id >= self._ids_below:
-            self._reserve_ids()
-        return self._next_id - 1
-
-    def _reserve_ids(self) -> None:
-        """Note on each volume which ids may be used from now on, so that none is used twice if an index is lost."""
-        self._ids_below = self._next_id + IDS_RESERVED
-        for volume in self._by_id.values():
-            volume.mark.ids_below = self._ids_below
-        self._write_marks()
 
     def list_block(self, landing: Landing, header: files.Header, block: int, stored_sum: int) -> None:
         """For `Landing.finish_block`, which see."""
         volume, bucket, info = landing.volume, landing.bucket, landing.info
         now = volume.record(keys.index_key(bucket, info.key), info.key)
+        assert now is None or not now.state & State.OWNED, "a landing beside what was written here"
         old = now if now is not None and now.object_id != landing.object_id else None
         record = now if now is not None and old is None else self._first_record(landing)
         record = presence.with_block(record, block)
@@ -487,12 +367,13 @@ class Store:
         assert len(data) == info.size_bytes <= limits.INLINE_BYTES_MAX, (len(data), info)
         key = info.key
         volume = self._roomy(bucket, key)
+        self._refuse_owned(volume, bucket, key)
         landing = self._landings.get((bucket, key))
         if landing is not None:
             self._lose(landing)
         old = volume.record(keys.index_key(bucket, key), key)
         record = Record(
-            object_id=self._new_id(),
+            object_id=self.take_id(),
             size_bytes=info.size_bytes,
             version=info.version,
             etag=info.etag,
@@ -517,6 +398,98 @@ class Store:
             ledger.remove_traces(volume, old)
         ledger.put_record(volume, bucket, key, record, old, inline_sum)
 
+    # --- written here ---
+
+    def prepare(self, changes: Sequence[Change]) -> Prepared:
+        """Decide on changes, at most one of a key, and none of a key that another unpublished one changes.
+
+        A change that cannot be gets its error in `outcomes`, its temp file is removed, and it is left out:
+        `Unavailable` with code `InsufficientStorage` when there is no room, without when the volume is out.
+        """
+        return self._puts.prepare(changes)
+
+    def make_durable(self, prepared: Prepared) -> None:
+        """Bring files into place and, where a change is durable, sync it all: one transaction per volume. Any thread.
+
+        Never raises for a disk: errors are in `outcomes`, and what failed leaves nothing.
+        """
+        self._puts.make_durable(prepared)
+
+    def publish(self, prepared: Prepared) -> list[Record | ForebayError | None]:
+        """Show what was made durable, replacing what was there, and flush; per change its record (None for a delete)
+        or why it failed. Then send fronts `take_dropped` and call `reclaim`, as after every flush."""
+        return self._puts.publish(prepared)
+
+    def _enter_written(
+        self, volume: Volume, bucket: str, key: str, record: Record, inline_sum: int, sums: array[int]
+    ) -> None:
+        self._take_over(bucket, key)
+        old = volume.record(keys.index_key(bucket, key), key)
+        self._put(volume, bucket, key, record, old, inline_sum)
+        ledger.put_all_sums(volume, record.object_id, sums)
+        if old is not None:
+            self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
+
+    def _take_out(self, volume: Volume, bucket: str, key: str) -> None:
+        self._take_over(bucket, key)
+        old = volume.record(keys.index_key(bucket, key), key)
+        if old is not None:
+            self._forget(volume, bucket, key, old)
+
+    def _take_over(self, bucket: str, key: str) -> None:
+        landing = self._landings.get((bucket, key))
+        if landing is not None:
+            self._lose(landing)
+
+    def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None:
+        """The backend has this dirty object as `version`: it is clean from the next flush on, its ETag stays, and it
+        may be evicted. Its record; None, and nothing happens, if the key is not that object any more.
+
+        `object_id` 0: the backend has heard of the delete; the tombstone goes. The durable index forgets the note with
+        its next transaction (`settle` makes one): after a machine stop before it, the flush is owed again.
+        """
+        return self._puts.mark_clean(bucket, key, object_id, version=version, checked_s=checked_s)
+
+    def write_notes(self, owed: Iterable[Owed]) -> None:
+        """Replace the notes of keys whose note has the same `seq`, on the disk where the note stands in the durable
+        index. Any thread. `Unavailable` when a volume cannot."""
+        self._puts.write_notes(owed)
+
+    def settle(self) -> None:
+        """Let the durable indexes forget what was settled since their last transaction. Any thread, may take long:
+        call it every few seconds."""
+        self._puts.settle()
+
+    def owed(self) -> Iterator[Owed]:
+        """Every note that is to be flushed, in committed state; for the start."""
+        for volume in list(self._by_id.values()):
+            yield from owned.owed_by(volume)
+
+    def owed_in(self, bucket: str) -> int:
+        """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""
+        return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
+
+    def data_path(self, record: Record) -> str:
+        """Where the object's bytes are; "" for an inline object. `NotFound` if it is gone."""
+        if record.inline is not None:
+            return ""
+        for volume in self._by_id.values():
+            if ledger.entry_of(volume, record.object_id) is not None:
+                return volume.data_path(record.object_id)
+        raise NotFound("the object was replaced or dropped meanwhile: look it up again")
+
+    def parts_dir(self, bucket: str, key: str) -> str:
+        """A directory on the key's volume whose content the store leaves alone. `Unavailable` when all are out."""
+        return f"{self.home(bucket, key).path}/parts"
+
+    def free_to_write(self, bucket: str, key: str, size_bytes: int) -> None:
+        """`Unavailable` (code `InsufficientStorage`) when that much has no room even if all that can be were evicted;
+        without the code when the volume is out."""
+        volume = self.home(bucket, key)
+        if volume.state == "out":
+            raise self.unusable(volume)
+        self.check_room(volume, size_bytes)
+
     # --- changing records ---
 
     def confirm(self, confirmed: Iterable[tuple[str, str, str, float]]) -> None:
@@ -525,7 +498,7 @@ class Store:
             record = self.lookup(bucket, key)
             if record is not None and record.version == version:
                 self._put(
-                    self._home(bucket, key), bucket, key, msgspec.structs.replace(record, checked_s=checked_s), record
+                    self.home(bucket, key), bucket, key, msgspec.structs.replace(record, checked_s=checked_s), record
                 )
 
     def set_pinned(self, bucket: str, key: str, pinned: bool) -> bool:
@@ -535,7 +508,7 @@ class Store:
             return False
         state = record.state | State.PINNED if pinned else record.state & ~State.PINNED
         if state != record.state:
-            self._put(self._home(bucket, key), bucket, key, msgspec.structs.replace(record, state=int(state)), record)
+            self._put(self.home(bucket, key), bucket, key, msgspec.structs.replace(record, state=int(state)), record)
         return True
 
     def touch(self, object_ids: Iterable[int], minute: int) -> None:
@@ -551,17 +524,25 @@ class Store:
                 if ledger.entry_of(volume, object_id) is not None:
                     volume.index.put("used", ledger.id_key(object_id), minute.to_bytes(4, "big"))
 
+    def _is_busy(self, object_id: int) -> bool:
+        return object_id in self._landing_ids or self._puts.is_arriving(object_id)
+
     # --- dropping ---
 
     def forget(self, bucket: str, key: str) -> int | None:
-        """Drop the object's record (and later its file); its object id, or None if there was none."""
+        """Drop the object's record (and later its file); its object id, or None if there was none.
+
+        None too, and nothing happens, for an owned object: it goes by `Delete` only.
+        """
         record = self.lookup(bucket, key)
+        if record is not None and record.state & State.OWNED:
+            return None
         landing = self._landings.get((bucket, key))
         if landing is not None:
             self._lose(landing)
         if record is None:
             return None
-        self._forget(self._home(bucket, key), bucket, key, record)
+        self._forget(self.home(bucket, key), bucket, key, record)
         return record.object_id
 
     def _forget(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
@@ -579,8 +560,20 @@ class Store:
         self._reclaimer.after_commit(volume, (e for e in plan if not (landing and isinstance(e, commit.Unlink))))
 
     def _missing(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
+        if record.state & State.OWNED:
+            self._set_aside(volume, bucket, key, record, "its data file is gone or not its own")
+            return
         self._forget(volume, bucket, key, record)
-        self._tell(StoreEvent("object-missing", volume.id, f"{bucket}/{key}: its data file is gone or not its own"))
+        self.tell(StoreEvent("object-missing", volume.id, f"{bucket}/{key}: its data file is gone or not its own"))
+
+    def _set_aside(self, volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
+        """Owned bytes cannot be had: out of view, and said aloud; entry and file stay (`owned.py`)."""
+        entry = keys.index_key(bucket, key)
+        ledger.remove_record(volume, bucket, key, record)
+        ledger.put_note(volume, entry, None)
+        volume.lost[entry] = record.object_id
+        self._reclaimer.after_commit(volume, [commit.Announce(record.object_id)])
+        owned.tell_lost(volume, bucket, key, problem)
 
     def examine(self, bucket: str, key: str, object_id: int) -> Record | None:
         """A front could not read this object: look whether its file is there and is its own, and drop it otherwise.
@@ -591,7 +584,7 @@ class Store:
         if record is None or record.object_id != object_id:
             return None
         if record.inline is None:
-            volume = self._home(bucket, key)
+            volume = self.home(bucket, key)
             try:
                 size_bytes = os.stat(volume.data_path(object_id)).st_size
             except FileNotFoundError:
@@ -607,7 +600,7 @@ class Store:
     def drop_units(self, units: Iterable[tuple[int, int]]) -> list[int]:
         """Take (object id, block) out of the index; ids of objects that are wholly gone. Then `flush` and `reclaim`.
 
-        An inline object goes whole, whatever the block. Unknown and absent units are passed over.
+        An inline object goes whole, whatever the block. Unknown, absent and owned units are passed over.
         """
         by_object: dict[int, list[int]] = {}
         for object_id, block in units:
@@ -615,7 +608,11 @@ class Store:
         gone = []
         for object_id, blocks in by_object.items():
             found = self._find(object_id)
-            if found is not None and self._drop(*found, presence.mask(blocks)) is None:
+            if (
+                found is not None
+                and not found[3].state & State.OWNED
+                and self._drop(*found, presence.mask(blocks)) is None
+            ):
                 gone.append(object_id)
         return gone
 
@@ -672,10 +669,12 @@ class Store:
                 done = index.flush()
         except (OSError, Corrupt) as error:
             volume.trouble(error, "committing to the index")
-            self._tell(StoreEvent("changes-lost", volume.id, f"{index.pending} changes were not kept"))
+            self.tell(StoreEvent("changes-lost", volume.id, f"{index.pending} changes were not kept"))
             index.discard()
             volume.change = Usage()
             self._reclaimer.cancel(volume)
+            volume.flushes_lost += 1
+            volume.behind = True
             return 0
         volume.usage.merge(volume.change)
         volume.change = Usage()
@@ -683,7 +682,7 @@ class Store:
         return done
 
     def take_dropped(self) -> list[int]:
-        """Objects that committed drops concern since the last call: send fronts `Dropped`."""
+        """Objects that committed drops concern since the last call, for `Dropped`."""
         return self._reclaimer.take_dropped()
 
     @property
@@ -711,7 +710,7 @@ class Store:
 
         `Unavailable` when the disk cannot be read: the volume is out then.
         """
-        volume = self._home(bucket, key)
+        volume = self.home(bucket, key)
         chosen = list(blocks)
         if record.inline is not None:
             right = xxhash.xxh3_64_intdigest(record.inline) == ledger.inline_sum(volume, record.object_id)
@@ -740,12 +739,12 @@ class Store:
         record: Record | None = self.lookup(bucket, key)
         if record is None or record.object_id != object_id:
             return None
-        volume = self._home(bucket, key)
+        volume = self.home(bucket, key)
         bits = presence.bits_of(record)  # what went in the meantime is not bad, but gone
         wrong = [block for block in bad if record.inline is not None or bits >> block & 1]
         if wrong:
             detail = f"{bucket}/{key}: {len(wrong)} blocks from {wrong[0]} did not match their checksum; dropped"
-            self._tell(StoreEvent("block-bad", volume.id, detail))
+            self.tell(StoreEvent("block-bad", volume.id, detail))
             record = self._drop(volume, bucket, key, record, presence.mask(wrong))
         if record is not None and record.state & State.UNVERIFIED:
             doubts = ledger.doubts_of(volume, record)
@@ -768,7 +767,7 @@ class Store:
             def drop(bucket: str, key: str, record: Record, volume: Volume = volume) -> None:
                 self._missing(volume, bucket, key, record)
 
-            steps = rebuild.sweep(volume, self._landing_ids.__contains__, drop)
+            steps = rebuild.sweep(volume, self._is_busy, drop)
             while volume.id in self._by_id:
                 self.flush()
                 try:

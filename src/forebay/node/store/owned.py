@@ -1,0 +1,222 @@
+"""What a volume owes, when it starts: the durable index is put into view, and what cannot be had is said aloud.
+
+Theory. The visible index may lack what the durable one says: a process was killed between the two, or the visible one
+was rebuilt. It may also say that a note was settled, whose removal from the durable index had not been committed. So
+each durable entry is compared with what is in view, which changes nothing when all is well.
+
+A note in the visible index alone (`durability = memory`) is right after a process stop, since it was committed with its
+record, and gone with the index after a machine stop.
+
+An object whose bytes are gone is kept out of view, where its key then reads as the backend has it; its entry and its
+file, if there is one, stay as evidence until the key is written again or deleted, and each start tells of it.
+
+Invariants. (1) After `restore`, an owned record in view has its note, and its file of the right size. (2) Doing it
+again changes nothing. (3) No file that a durable entry names is removed.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core.record import Record, State, blocks_in, decode_record
+from forebay.node.store import files, keys, ledger
+from forebay.node.store.durable import Entry, decode_entry, owner_of
+from forebay.node.store.notes import Note, Owed
+from forebay.node.store.volume import StoreEvent, Volume
+
+_BATCH = 1000
+
+
+class Kept(NamedTuple):
+    """One note and its record, wherever it stands."""
+
+    bucket: str
+    key: str
+    entry: bytes
+    note: Note
+    record: Record | None
+    durable: bool
+
+
+def restore(volume: Volume) -> None:
+    """Make the visible index say what the durable one does, as far as there are bytes. `OSError` or `Corrupt`."""
+    for entry, owed in volume.durable.walk():
+        mark = ledger.note_of(volume, entry)
+        if mark is not None and mark.settled and mark.note.seq == owed.note.seq:
+            volume.durable.settle_later(entry, owed.note.seq)
+        else:
+            _restore_entry(volume, entry, owed)
+        if volume.index.pending >= _BATCH:
+            volume.index.flush()
+    _check_notes(volume)
+    for entry in volume.unbacked:
+        _drop_unbacked(volume, entry)
+    volume.unbacked.clear()
+    volume.index.flush()
+    volume.usage.merge(volume.change)
+    volume.change = type(volume.change)()
+
+
+def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
+    bucket, key = owner_of(entry, owed)
+    now = volume.record(entry, key)
+    record = owed.record
+    if record is None:
+        if now is not None:  # killed between the tombstone and its effect
+            ledger.remove_record(volume, bucket, key, now)
+        return
+    if now is not None and now.object_id == record.object_id and not now.state & State.OWNED:
+        volume.durable.settle_later(entry, owed.note.seq)
+        return
+    problem = _problem(volume, record)
+    if problem:
+        _set_aside(volume, bucket, key, entry, record, problem, now)
+        return
+    volume.lost.pop(entry, None)
+    if now is not None and now.object_id == record.object_id:
+        return
+    if now is not None:
+        ledger.remove_traces(volume, now)
+    ledger.put_record(volume, bucket, key, record, now, owed.inline_sum)
+    ledger.put_note(volume, entry, None)
+    if record.inline is None:
+        ledger.put_all_sums(volume, record.object_id, _sums(volume, record))
+
+
+def _problem(volume: Volume, record: Record) -> str:
+    """What is wrong with the bytes of an owned record, "" when they can be had. `OSError` when the disk errs."""
+    if record.inline is not None:
+        return ""
+    try:
+        size_bytes = os.stat(volume.data_path(record.object_id)).st_size
+    except FileNotFoundError:
+        return "its data file is gone"
+    return "" if size_bytes == record.size_bytes else f"its data file has {size_bytes} bytes of {record.size_bytes}"
+
+
+def _set_aside(
+    volume: Volume, bucket: str, key: str, entry: bytes, record: Record, problem: str, now: Record | None
+) -> None:
+    if volume.lost.get(entry) != record.object_id:
+        tell_lost(volume, bucket, key, problem)
+    volume.lost[entry] = record.object_id
+    if now is not None:
+        ledger.remove_record(volume, bucket, key, now)
+
+
+def tell_lost(volume: Volume, bucket: str, key: str, problem: str) -> None:
+    """Acknowledged bytes are gone: say so."""
+    volume.tell(
+        StoreEvent(
+            "object-lost",
+            volume.id,
+            f"{bucket}/{key}: {problem}, and the backend has not got it; write it again, or delete it",
+        )
+    )
+
+
+def _sums(volume: Volume, record: Record) -> array[int]:
+    """Checksums of all blocks: from the file's header, or (it was synced with its bytes) of what is there."""
+    path = volume.data_path(record.object_id)
+    header = files.Header.read(path)
+    if header is not None and header.identity.object_id == record.object_id:
+        return header.sums()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        count = blocks_in(record.size_bytes, record.block_bytes)
+        return array("Q", (files.block_sum(fd, record, block) for block in range(count)))
+    finally:
+        os.close(fd)
+
+
+def _check_notes(volume: Volume) -> None:
+    """Marks of notes that are gone go; a note whose object is gone is told and goes."""
+    for entry, value in volume.index.walk("notes"):
+        kept = decode_entry(value)
+        bucket, key = owner_of(entry, kept)
+        if kept.settled:
+            if volume.durable.get(entry) is None:
+                volume.index.put("notes", entry, None)
+        elif not kept.note.is_delete:
+            now = volume.record(entry, key)
+            problem = "its record is gone" if now is None else _problem(volume, now)
+            if problem:
+                tell_lost(volume, bucket, key, problem)
+                volume.index.put("notes", entry, None)
+                if now is not None:
+                    ledger.remove_record(volume, bucket, key, now)
+        if volume.index.pending >= _BATCH:
+            volume.index.flush()
+
+
+def _drop_unbacked(volume: Volume, entry: bytes) -> None:
+    """An owned record without a note: its successor, which the backend has, was about to replace it."""
+    value = volume.get("records", entry)
+    if value is None:
+        return
+    record = decode_record(value)
+    bucket, key = keys.split(entry, record.key)
+    if record.state & State.OWNED and volume.durable.get(entry) is None and ledger.note_of(volume, entry) is None:
+        ledger.remove_record(volume, bucket, key, record)
+
+
+def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
+    """Everything the volume owes or keeps alone, local objects too; without what is lost or settled.
+
+    Committed entries, each once; the durable ones first.
+    """
+    for entry, owed in volume.durable.walk(start):
+        mark = ledger.note_of(volume, entry)
+        if entry not in volume.lost and not (mark is not None and mark.settled and mark.note.seq == owed.note.seq):
+            yield Kept(*owner_of(entry, owed), entry, owed.note, owed.record, True)
+    for entry, value in volume.index.walk("notes", start):
+        owed = decode_entry(value)
+        if not owed.settled:
+            bucket, key = owner_of(entry, owed)
+            record = None if owed.note.is_delete else volume.record(entry, key)
+            yield Kept(bucket, key, entry, owed.note, record, False)
+
+
+def owed_by(volume: Volume) -> Iterator[Owed]:
+    """What is to be flushed."""
+    for each in kept(volume):
+        if not each.note.local:
+            yield Owed(each.bucket, each.key, each.note, each.durable)
+
+
+def count_in(volume: Volume, bucket: str) -> int:
+    """How many objects and deletes of a bucket only this volume has."""
+    count = 0
+    prefix = bucket.encode() + b"\0"
+    for each in kept(volume, prefix):
+        count += each.bucket == bucket
+    return count
+
+
+def settle(volume: Volume, entry: bytes, kept_note: Entry | None) -> None:
+    """The note of a key is settled, pending changes included: forget it where it stands; `kept_note` is the durable
+    entry, if there is one."""
+    if kept_note is None:
+        ledger.put_note(volume, entry, None)
+        return
+    mark = msgspec.structs.replace(kept_note, record=None, key=owner_key(entry, kept_note), settled=True)
+    ledger.put_note(volume, entry, mark)
+    volume.durable.settle_later(entry, kept_note.note.seq)
+
+
+def owner_key(entry: bytes, value: Entry) -> str:
+    """The key where the index key holds a hash, else empty."""
+    return owner_of(entry, value)[1] if keys.is_hashed(entry) else ""
+
+
+def clear_marks(volume: Volume) -> None:
+    """Take away the marks of settled notes whose removal was committed."""
+    for entry in volume.durable.take_settled():
+        mark = ledger.note_of(volume, entry)
+        if mark is not None and mark.settled:
+            ledger.put_note(volume, entry, None)

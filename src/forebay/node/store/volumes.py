@@ -1,0 +1,220 @@
+"""The node's volumes as a set: which are usable, which one a key belongs to, how full each is, and object ids.
+
+Theory. Which volume a key belongs to is `core.placement` over the usable volumes, the same computation as in the
+readers. When a volume goes out, its keys fall to the others; when volumes come or come back, what now lies in the wrong
+place is dropped (clean) or moved (owned) at the start.
+
+A write needs less than a read that lands: bytes that only this node has may push out what can be fetched again. So
+there are two questions: `_roomy`, whether a volume takes cached bytes now, and `room_bytes`, what it could take if
+everything that may be evicted were.
+
+Invariants. (1) An object id is never used twice: ids are noted on every volume ahead of their use.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.placement import Members
+from forebay.core.wire import VolumeAt
+from forebay.node.store import owned, rebuild
+from forebay.node.store.volume import StoreEvent, Volume, VolumeUsage
+
+FULL = "InsufficientStorage"
+IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
+
+
+class VolumeSet:
+    """What `Store` knows of its volumes."""
+
+    def __init__(
+        self, capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None, block_bytes: int
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._all: list[Volume] = []
+        self._capacity_bytes = capacity_bytes
+        self._on_event = on_event or (lambda event: None)
+        self._owner = threading.get_ident()
+        self._events: deque[StoreEvent] = deque()
+        self._next_id = self._ids_below = 0
+        self._members = Members([])
+        self._by_id: dict[str, Volume] = {}
+
+    def _add(self, path: str, xattrs: bool) -> None:
+        try:
+            volume = Volume(path, self.tell, xattrs=xattrs)
+        except OSError as error:
+            self.tell(StoreEvent("volume-out", "", f"{path}: {error}; left out: mend it and restart the node"))
+            return
+        try:
+            if any(other.id == volume.id for other in self._all):
+                raise Invalid(f"{path} is a copy of another volume (both say {volume.id}): remove one of them")
+            volume.start(rebuild.rebuild, owned.restore)
+        except (OSError, Corrupt) as error:
+            volume.trouble(error, "opening the volume")
+            volume.release()
+            return
+        except BaseException:
+            volume.release()
+            raise
+        self._all.append(volume)
+
+    def _place(self) -> None:
+        usable = [volume for volume in self._all if volume.state != "out"]
+        self._by_id = {volume.id: volume for volume in usable}
+        self._members = Members({volume.id: volume.mark.weight for volume in usable})
+
+    def _write_epoch(self, epoch: int) -> None:
+        ids = sorted(self._by_id)
+        for volume in self._by_id.values():
+            volume.mark.epoch, volume.mark.members = epoch, ids
+        self._write_marks()
+
+    def _write_marks(self) -> None:
+        for volume in self._by_id.values():
+            try:
+                volume.write_mark()
+            except OSError as error:
+                volume.trouble(error, "writing volume.json")
+
+    # --- events ---
+
+    def tell(self, event: StoreEvent) -> None:
+        if threading.get_ident() == self._owner:
+            self._on_event(event)
+        else:
+            self._events.append(event)
+
+    # --- where ---
+
+    def unusable(self, volume: Volume) -> Unavailable:
+        return Unavailable(f"volume {volume.path} is {volume.state} ({volume.reason}): the bytes pass through instead")
+
+    def home(self, bucket: str, key: str) -> Volume:
+        """The usable volume of a key."""
+        if not self._by_id:
+            raise Unavailable("every volume is out: reads pass through until a disk is mended and the node restarted")
+        return self._by_id[self._members.first(bucket, key)]
+
+    def volume_at(self, bucket: str, key: str) -> Volume | None:
+        """As `home`; None when it is out."""
+        volume = self._by_id.get(self.volume_of(bucket, key))
+        return None if volume is None or volume.state == "out" else volume
+
+    def _roomy(self, bucket: str, key: str) -> Volume:
+        """The key's volume if it takes more bytes; else `Unavailable`."""
+        volume = self.home(bucket, key)
+        if volume.state != "ok":
+            raise self.unusable(volume)
+        try:
+            free_bytes = volume.free_bytes()
+        except OSError as error:
+            raise volume.trouble(error, "asking for free space") from error
+        if free_bytes <= 0:
+            raise volume.trouble(OSError(errno.ENOSPC, "less than the reserve is free", volume.path), "making room")
+        if self._capacity_bytes is not None and volume.usage.bytes + volume.change.bytes >= self._share(volume):
+            raise Unavailable(
+                f"volume {volume.path} holds what it may: the bytes pass through until eviction made room"
+            )
+        return volume
+
+    def room_bytes(self, volume: Volume) -> int:
+        """What writers may still put there: what is free, and what can be evicted since the backend has it.
+        `Unavailable` when the disk errs."""
+        used_bytes = volume.usage.bytes + volume.change.bytes
+        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
+        try:
+            room_bytes = volume.free_bytes() + used_bytes - owned_bytes
+        except OSError as error:
+            raise volume.trouble(error, "asking for free space") from error
+        if self._capacity_bytes is not None:
+            room_bytes = min(room_bytes, self._share(volume) - owned_bytes)
+        return room_bytes
+
+    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0) -> None:
+        """`Unavailable` (`InsufficientStorage`) if a write of that size has no room, even when all that can be evicted
+        were; `here_bytes` of it are on the disk already."""
+        if self.room_bytes(volume) < size_bytes - here_bytes:
+            raise no_room(volume, f"{size_bytes} bytes do not fit")
+
+    def _share(self, volume: Volume) -> int:
+        """The part of `capacity_bytes` that falls to this volume."""
+        assert self._capacity_bytes is not None
+        total = sum(self._members.weights) or 1.0
+        return int(self._capacity_bytes * volume.mark.weight / total)
+
+    def volumes(self) -> list[VolumeAt]:
+        """The usable volumes, for `Welcome`."""
+        return [VolumeAt(volume.id, volume.path) for volume in self._by_id.values()]
+
+    def usable(self) -> list[Volume]:
+        """For the scrubber: the volumes themselves."""
+        return list(self._by_id.values())
+
+    def volume_of(self, bucket: str, key: str) -> str:
+        """The id of the volume that a key belongs to; "" when every volume is out."""
+        return self._members.first(bucket, key) if self._by_id else ""
+
+    # --- how full ---
+
+    def usage(self) -> list[VolumeUsage]:
+        """Every volume, those that are out too. Pending changes count."""
+        found = []
+        for volume in self._all:
+            usage, change = volume.usage, volume.change
+            buckets = dict(usage.bytes_by_bucket)
+            for bucket, size_bytes in change.bytes_by_bucket.items():
+                buckets[bucket] = buckets.get(bucket, 0) + size_bytes
+            used_bytes = usage.bytes + change.bytes
+            try:
+                free_bytes = max(0, volume.free_bytes()) if volume.state != "out" else 0
+            except OSError as error:
+                volume.trouble(error, "asking for free space")
+                free_bytes = 0
+            capacity_bytes = used_bytes + free_bytes
+            if self._capacity_bytes is not None and volume.id in self._by_id:
+                capacity_bytes = min(capacity_bytes, self._share(volume))
+            found.append(
+                VolumeUsage(
+                    volume.id,
+                    volume.path,
+                    volume.state,
+                    volume.reason,
+                    used_bytes,
+                    capacity_bytes,
+                    free_bytes,
+                    usage.objects + change.objects,
+                    buckets,
+                    usage.owned_bytes + change.owned_bytes,
+                    usage.owned_objects + change.owned_objects,
+                )
+            )
+        return found
+
+    # --- object ids ---
+
+    def take_id(self) -> int:
+        """An object id, never given before."""
+        self._next_id += 1
+        if self._next_id >= self._ids_below:
+            self._reserve_ids()
+        return self._next_id - 1
+
+    def _reserve_ids(self) -> None:
+        """Note on each volume which ids may be used from now on, so that none is used twice if an index is lost."""
+        self._ids_below = self._next_id + IDS_RESERVED
+        for volume in self._by_id.values():
+            volume.mark.ids_below = self._ids_below
+        self._write_marks()
+
+
+def no_room(volume: Volume, detail: str) -> Unavailable:
+    """What a write is told that a full volume cannot take."""
+    return Unavailable(
+        f"{detail}: there is no room on {volume.path}; flush or delete objects, or add a volume, and write again",
+        code=FULL,
+    )
