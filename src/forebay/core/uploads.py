@@ -1,0 +1,307 @@
+"""Multipart uploads as decisions: which parts make the object, whether they may, and what it is then called.
+
+Theory. An upload is a set of numbered parts; the object is the parts that Complete names, in order. All that is decided
+about it follows from descriptions of parts (number, size, MD5, one checksum), never from bytes: the entity tag is the
+MD5 of the parts' MD5s and their number, a COMPOSITE checksum is the checksum of the parts' checksums, and a FULL_OBJECT
+one is put together from the parts' CRCs and sizes, because CRCs of pieces combine. So Complete reads no byte to name
+what it makes.
+
+A part's file name *is* its description (`name_of`, `parse_name`): one rename makes a part whole, described and the
+latest of its number, on any filesystem; where a stop left two files of one number, the higher `seq` counts.
+
+Rejected: a description beside each part (two files that a stop can part); the metadata store (a synced transaction for
+each part, on the loop).
+
+Invariants. (1) `parse_name(name_of(part)) == part`. (2) What `choose` returns is in ascending order of number, each
+part once, and only the last is below PART_BYTES_MIN.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, cast
+
+from awscrt import checksums as crt
+
+from forebay.core import limits
+from forebay.core.errors import Invalid, NotFound
+
+ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
+AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums as the client repeats them
+
+DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8, "SHA1": 20, "SHA256": 32}
+ALGORITHMS: Final = tuple(DIGEST_BYTES)
+_CRC: Final[dict[str, Callable[[bytes | memoryview, int], int]]] = {
+    "CRC32": zlib.crc32,
+    "CRC32C": crt.crc32c,
+    "CRC64NVME": crt.crc64nvme,
+}
+_COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
+    "CRC32": crt.combine_crc32,
+    "CRC32C": crt.combine_crc32c,
+    "CRC64NVME": crt.combine_crc64nvme,
+}
+_NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
+
+
+class Digest:
+    """A checksum of bytes that come in pieces."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+        self._hash = hashlib.new(algorithm, usedforsecurity=False) if algorithm.startswith("SHA") else None
+        self._value = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        if self._hash is not None:
+            self._hash.update(data)
+        else:
+            self._value = _CRC[self._algorithm](data, self._value)
+
+    def base64(self) -> str:
+        """As S3 writes it."""
+        if self._hash is not None:
+            return base64.b64encode(self._hash.digest()).decode()
+        return base64.b64encode(self._value.to_bytes(DIGEST_BYTES[self._algorithm], "big")).decode()
+
+
+class Part(NamedTuple):
+    """One part that is here. `md5` is hex: the part's ETag; `checksum` is base64, "" where `algorithm` is.
+    `seq` grows with each part of the upload; `modified_s` is Unix time, in milliseconds at most."""
+
+    number: int
+    seq: int
+    size_bytes: int
+    md5: str
+    modified_s: float
+    algorithm: str = ""
+    checksum: str = ""
+
+
+def name_of(part: Part) -> str:
+    """The part's file name, at most 160 characters."""
+    digest = base64.b64decode(part.checksum).hex()
+    numbers = f"{part.number:05}-{part.seq:x}-{round(part.modified_s * 1000):x}-{part.size_bytes:x}"
+    return f"{numbers}-{part.md5}-{part.algorithm}-{digest}"
+
+
+def parse_name(name: str) -> Part | None:
+    """The part that a file is, by its name; None if it is none."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    number, seq, modified_ms, size_bytes, md5, algorithm, digest = match.groups()
+    if len(digest) % 2 or bool(digest) != bool(algorithm):
+        return None
+    checksum = base64.b64encode(bytes.fromhex(digest)).decode()
+    return Part(int(number), int(seq, 16), int(size_bytes, 16), md5, int(modified_ms, 16) / 1000, algorithm, checksum)
+
+
+def latest(parts: Sequence[Part]) -> tuple[dict[int, Part], list[Part]]:
+    """The parts that count, by number, and those that a later one of their number replaced."""
+    kept: dict[int, Part] = {}
+    replaced = []
+    for part in sorted(parts, key=lambda part: part.seq):
+        if part.number in kept:
+            replaced.append(kept[part.number])
+        kept[part.number] = part
+    return kept, replaced
+
+
+# --- what a client may ask -------------------------------------------------------------------------------------------
+def no_such_upload(upload_id: str) -> NotFound:
+    """The error for an upload that is not open."""
+    return NotFound(
+        f"there is no upload {upload_id[:64]!r} of this key: it was completed, aborted or never begun: begin another",
+        code="NoSuchUpload",
+    )
+
+
+def check_part(number: int, size_bytes: int) -> None:
+    """`Invalid` if a part may not have this number or size."""
+    if not 1 <= number <= limits.PARTS_MAX:
+        raise Invalid(
+            f"Part number must be an integer between 1 and {limits.PARTS_MAX}, inclusive", code="InvalidArgument"
+        )
+    if size_bytes > limits.PUT_BYTES_MAX:
+        raise Invalid(
+            f"a part of {size_bytes} bytes is above {limits.PUT_BYTES_MAX}: send smaller parts", code="EntityTooLarge"
+        )
+
+
+def settle_checksum(algorithm: str, kind: str) -> tuple[str, ChecksumType]:
+    """The algorithm and type that an upload has when a client asks for these; `Invalid` for what S3 refuses."""
+    algorithm, kind = algorithm.upper(), kind.upper()
+    if not algorithm:
+        if kind:
+            raise Invalid(
+                "The x-amz-checksum-type header can only be used with the x-amz-checksum-algorithm header",
+                code="InvalidRequest",
+            )
+        return "", ""
+    if algorithm not in DIGEST_BYTES:
+        raise Invalid(
+            f"Checksum algorithm provided is unsupported. Use one of {', '.join(ALGORITHMS)}", code="InvalidRequest"
+        )
+    kind = kind or ("FULL_OBJECT" if algorithm == "CRC64NVME" else "COMPOSITE")
+    if kind not in ("COMPOSITE", "FULL_OBJECT"):
+        raise Invalid(
+            "Value for x-amz-checksum-type header is invalid: COMPOSITE or FULL_OBJECT", code="InvalidRequest"
+        )
+    if (kind == "FULL_OBJECT" and algorithm not in _COMBINE) or (kind == "COMPOSITE" and algorithm == "CRC64NVME"):
+        raise Invalid(
+            f"The {kind} checksum type cannot be used with the {algorithm.lower()} checksum algorithm",
+            code="InvalidRequest",
+        )
+    return algorithm, cast(ChecksumType, kind)
+
+
+def pick_checksum(algorithm: str, given: Mapping[str, str]) -> tuple[str, str]:
+    """Which checksum of a part to keep: the upload's, or the first that came where the upload has none. ("", "") where
+    there is none, or where the upload's must be computed; `Invalid` for one of another algorithm."""
+    if not algorithm:
+        return next(((name, value) for name, value in given.items() if name in DIGEST_BYTES), ("", ""))
+    if given and algorithm not in given:
+        raise Invalid(
+            f"Checksum Type mismatch occurred, expected checksum Type: {algorithm.lower()}, actual checksum Type: "
+            f"{next(iter(given)).lower()}",
+            code="InvalidRequest",
+        )
+    return (algorithm, given[algorithm]) if given else ("", "")
+
+
+# --- completing ------------------------------------------------------------------------------------------------------
+def choose(
+    parts: Mapping[int, Part], asked: Sequence[AskedPart], algorithm: str, kind: str, size_bytes: int | None
+) -> list[Part]:
+    """The parts that make the object, in order. `size_bytes` is what the client says it will have (None: nothing).
+
+    `Invalid`, as S3 says it: MalformedXML (none or too many), InvalidPartOrder, InvalidPart (not there, or another
+    ETag or checksum), EntityTooSmall, EntityTooLarge, InvalidRequest (a checksum missing, another size).
+    """
+    if not 1 <= len(asked) <= limits.PARTS_MAX:
+        raise Invalid(f"name 1 to {limits.PARTS_MAX} parts to complete the upload", code="MalformedXML")
+    chosen: list[Part] = []
+    for number, etag, given in asked:
+        if chosen and number <= chosen[-1].number:
+            raise Invalid(
+                "The list of parts was not in ascending order. Parts must be ordered by part number",
+                code="InvalidPartOrder",
+            )
+        part = parts.get(number)
+        if part is None or etag.strip('"').lower() not in ("", part.md5) or not _repeats(part, given):
+            raise Invalid(
+                f"part {number} could not be found, or its ETag or checksum is another: list the parts, and send again "
+                "what differs",
+                code="InvalidPart",
+            )
+        if kind == "COMPOSITE" and algorithm not in given:
+            raise Invalid(
+                f"The upload was created using a {algorithm.lower()} checksum. The complete request must include the "
+                f"checksum for each part. It was missing for part {number} in the request",
+                code="InvalidRequest",
+            )
+        chosen.append(part)
+    for part in chosen[:-1]:
+        if part.size_bytes < limits.PART_BYTES_MIN:
+            raise Invalid(
+                f"part {part.number} has {part.size_bytes} bytes, and each part but the last needs "
+                f"{limits.PART_BYTES_MIN}: send larger parts",
+                code="EntityTooSmall",
+            )
+    _check_size(sum(part.size_bytes for part in chosen), size_bytes)
+    return chosen
+
+
+def _repeats(part: Part, given: Mapping[str, str]) -> bool:
+    return part.algorithm not in given or given[part.algorithm] == part.checksum
+
+
+def _check_size(total_bytes: int, promised_bytes: int | None) -> None:
+    if promised_bytes not in (None, total_bytes):
+        raise Invalid(
+            f"x-amz-mp-object-size is {promised_bytes}, and the parts have {total_bytes} bytes", code="InvalidRequest"
+        )
+    if total_bytes > limits.OBJECT_BYTES_MAX:
+        raise Invalid(
+            f"the object would have {total_bytes} bytes; at most {limits.OBJECT_BYTES_MAX} are allowed",
+            code="EntityTooLarge",
+        )
+
+
+def etag_of(md5s: Sequence[str]) -> str:
+    """The entity tag of an object made of parts with these MD5s (hex)."""
+    digest = hashlib.md5(b"".join(bytes.fromhex(md5) for md5 in md5s), usedforsecurity=False)
+    return f"{digest.hexdigest()}-{len(md5s)}"
+
+
+def same_request(asked: Sequence[AskedPart], etag: str) -> bool:
+    """Whether a Complete names the parts that made the object with this entity tag: then it is the same, repeated."""
+    tags = [tag.strip('"').lower() for _, tag, _ in asked]
+    try:
+        return etag == (etag_of(tags) if all(tags) else f"{etag.partition('-')[0]}-{len(tags)}")
+    except ValueError:
+        return False
+
+
+def checksum_of(algorithm: str, kind: str, parts: Sequence[Part]) -> str:
+    """The object's checksum as S3 shows it: base64, with `-N` for COMPOSITE. "" where a part has no such checksum."""
+    if not algorithm or any(part.algorithm != algorithm for part in parts):
+        return ""
+    digests = [base64.b64decode(part.checksum) for part in parts]
+    if kind == "COMPOSITE":
+        whole = Digest(algorithm)
+        whole.update(b"".join(digests))
+        return f"{whole.base64()}-{len(parts)}"
+    combine, value = _COMBINE[algorithm], 0
+    for part, digest in zip(parts, digests, strict=True):
+        value = combine(value, int.from_bytes(digest, "big"), part.size_bytes)
+    return base64.b64encode(value.to_bytes(DIGEST_BYTES[algorithm], "big")).decode()
+
+
+def check_promised(promised: Mapping[str, str], algorithm: str, kind: str, value: str) -> None:
+    """Compare what the client says the object's checksum will be. `Invalid`: BadDigest where it differs,
+    InvalidRequest for what cannot be a checksum of this upload."""
+    for name, said in promised.items():
+        digest, _, count = said.partition("-")
+        if name != algorithm or not _is_digest(name, digest) or (count and kind != "COMPOSITE"):
+            raise Invalid(
+                f"Value for x-amz-checksum-{name.lower()} header is invalid: this upload has "
+                f"{f'a {kind} checksum of {algorithm}' if algorithm else 'no checksum'}",
+                code="InvalidRequest",
+            )
+        if digest != value.partition("-")[0] or (count and said != value):
+            raise Invalid(
+                f"The {name.lower()} you specified did not match what we calculated: {value}", code="BadDigest"
+            )
+
+
+def _is_digest(algorithm: str, text: str) -> bool:
+    try:
+        return len(base64.b64decode(text, validate=True)) == DIGEST_BYTES.get(algorithm)
+    except (binascii.Error, ValueError):
+        return False
+
+
+# --- listing ---------------------------------------------------------------------------------------------------------
+def page_of(
+    names: Sequence[tuple[str, str]], prefix: str, after_key: str, after_id: str, limit: int
+) -> tuple[list[tuple[str, str]], bool]:
+    """The next `limit` of sorted (key, upload id) whose key starts with `prefix`, and whether there are more.
+
+    With `after_id`, later uploads of `after_key` count too; without, only later keys (S3's rule for its markers).
+    """
+    place = max((after_key, after_id or "\U0010ffff"), (prefix, "")) if after_key else (prefix, "")
+    start = bisect_right(names, place)
+    page = []
+    for name in names[start : start + limit + 1]:
+        if not name[0].startswith(prefix):
+            break
+        page.append(name)
+    return page[:limit], len(page) > limit
