@@ -207,9 +207,11 @@ class Signer:
         return sent
 
     def _signature(self, method: str, path: str, query: str, headers: Mapping[str, str]) -> str:
+        length = headers.get("content-length", "")
+        body = ["" if length == "0" else length, headers.get("content-md5", ""), headers.get("content-type", "")]
         conditions = [headers.get(name, "") for name in ("if-modified-since", "if-match", "if-none-match")]
-        lines = [method, "", "", "", "", "", "", *conditions, "", headers.get("range", "")]
-        lines += [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
+        lines = [method, "", "", *body, "", *conditions, "", headers.get("range", "")]
+        lines += [f"{name}:{headers[name].strip()}" for name in sorted(headers) if name.startswith("x-ms-")]
         lines.append(f"/{self._place.account}{path}")
         lines += [f"{name}:{value}" for name, value in sorted(parse_qsl(query, keep_blank_values=True))]
         key = base64.b64decode(self._place.key)
@@ -220,7 +222,7 @@ def make_wire(place: AzurePlace, client: Mapping[str, Any]) -> Wire:
     """The wire to a container. A shared access signature travels in the query of every request."""
     authorize = anonymous if place.is_anonymous else Signer(place)
     query = parse_qsl(place.sas, keep_blank_values=True)
-    return Wire(place.url, authorize, client, meta="x-ms-meta-", query=query)
+    return Wire(place.url, authorize, client, bucket=place.container, meta="x-ms-meta-", query=query)
 
 
 class Lister:

@@ -136,6 +136,9 @@ class Writes(Protocol):
 
     async def list_uploads(self, prefix: str) -> list[UploadSeen]: ...
 
+    def close(self) -> None:
+        """Close connections of its own."""
+
 
 class CloudReads:
     """The reading half of `Cloud`."""
@@ -342,6 +345,10 @@ class Cloud(CloudReads):
     async def list_uploads(self, prefix: str) -> list[UploadSeen]:
         found = await self._writes.list_uploads(self._prefix + prefix)
         return [seen._replace(key=seen.key[len(self._prefix) :]) for seen in found]
+
+    async def aclose(self) -> None:
+        self._writes.close()
+        await super().aclose()
 
     def _own(self, key: str, info: ObjectInfo) -> ObjectInfo:
         return msgspec.structs.replace(info, key=key) if self._prefix else info

@@ -21,7 +21,7 @@ from forebay.backends.tokens import Token, Tokens, ask_for_token
 from forebay.core.errors import Denied, Invalid, NotSupported, Unavailable
 from forebay.ports.clock import Clock
 
-SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
+SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 TOKEN_URL = "https://oauth2.googleapis.com/token"
 METADATA_HOST = "metadata.google.internal"
 

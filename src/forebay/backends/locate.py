@@ -25,8 +25,10 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from forebay.backends import aws, azure, google, memory, s3list
+from forebay.backends.azurewrite import AzureWrites
 from forebay.backends.cloud import Cloud, Unwritten
 from forebay.backends.directory import DirectoryBackend
+from forebay.backends.googlewrite import GoogleWrites
 from forebay.backends.local import LocalBackend
 from forebay.backends.s3write import S3Writes
 from forebay.backends.seam import Backend
@@ -34,6 +36,7 @@ from forebay.backends.wire import Wire, anonymous
 from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.core.types import LOCAL_URL, Bucket
+from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
 
 CLIENT_OPTIONS = {
@@ -167,7 +170,7 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
     return Cloud("s3", store, wire, prefix, _pages(wire), S3Writes(wire))
 
 
-def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Backend:
+def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
     base = (options.get("base_url") or os.environ.get("GOOGLE_BASE_URL") or GCS_URL).rstrip("/")
     tokens = google.find_tokens(options, os.environ, aws.flag(options, "skip_signature"), clock)
     config: Any = {"base_url": base, "skip_signature": tokens is None}
@@ -179,11 +182,13 @@ def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, A
         retry_config=_NO_RETRY,
         credential_provider=provider,
     )
-    wire = Wire(f"{base}/{name}", tokens.authorize if tokens else anonymous, client, meta="x-goog-meta-")
-    return Unwritten("gs", store, wire, prefix, _pages(wire))
+    authorize = tokens.authorize if tokens else anonymous
+    wire = Wire(f"{base}/{name}", authorize, client, bucket=name, meta="x-goog-meta-")
+    api = Wire(base, authorize, client)
+    return Cloud("gs", store, wire, prefix, _pages(wire), GoogleWrites(wire, api, chance.system))
 
 
-def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Backend:
+def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
     place = azure.find_place(name, options, os.environ, clock)
     config: Any = {
         "account_name": place.account,
@@ -199,7 +204,8 @@ def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str,
         credential_provider=provider,
     )
     wire = azure.make_wire(place, client)
-    return Unwritten("az", store, wire, prefix, azure.Lister(wire).list_page)
+    writes = AzureWrites(wire, place.sas, chance.system, clock)
+    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page, writes)
 
 
 def _pages(wire: Wire) -> Any:

@@ -196,6 +196,9 @@ class S3Writes:
                 found.append(UploadSeen(key, upload_id, parse_time(item.findtext("{*}Initiated") or "")))
         return found[:UPLOADS_LISTED_MAX]
 
+    def close(self) -> None:
+        """Holds nothing of its own."""
+
     # --- what requests share -----------------------------------------------------------------------------------------
     def _what(self, key: str) -> str:
         return f"{self._wire.url}/{key}"

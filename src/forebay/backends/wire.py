@@ -213,27 +213,34 @@ class Wire:
         query: Sequence[tuple[str, str]] = (),
         headers: Mapping[str, str] | None = None,
         body: Body = NOTHING,
+        around: tuple[bytes, bytes] = (b"", b""),
+        path: str = "",
     ) -> Answer:
         """Send `body` (its length and MD5 go along) and return the whole answer, whatever its status.
 
-        `Unavailable` if there is none: then the write may have happened or not. What `body.ready` raises, leaves.
+        `around`: what stands before and after the body in the request; `path`: encoded, instead of that of `key`.
+        `Unavailable` if there is no answer: then the write may have happened or not. What `body.ready` raises, leaves.
         """
         exchange = sending.Exchange(self._senders)
-        fields = {**(headers or {}), "content-length": str(body.size_bytes)}
+        before, after = around
+        fields = {**(headers or {}), "content-length": str(len(before) + body.size_bytes + len(after))}
         if body.md5:
             fields["content-md5"] = base64.b64encode(bytes.fromhex(body.md5)).decode()
-        begin = functools.partial(self._begin, exchange, method, key, query, fields)
+        begin = functools.partial(self._begin, exchange, method, path or _encoded(key), query, fields)
         try:
             if body.size_bytes <= sending.PIECE_BYTES:
                 await body.ready(body.size_bytes)
-                return await exchange.step(lambda: self._finish(exchange, begin(sending.whole(body))))
-            await exchange.step(begin)
-            sent, failed = 0, None
+                return await exchange.step(lambda: self._finish(exchange, begin(before + sending.whole(body) + after)))
+            failed = await exchange.step(functools.partial(begin, before))
+            sent = 0
             while sent < body.size_bytes and failed is None:
                 end = min(sent + sending.PIECE_BYTES, body.size_bytes)
                 await body.ready(end)
                 failed = await exchange.step(functools.partial(self._send_piece, exchange, body, sent, end))
                 sent = end
+            if after and failed is None:
+                last = Body(len(after), after)
+                failed = await exchange.step(functools.partial(self._send_piece, exchange, last, 0, len(after)))
             return await exchange.step(functools.partial(self._finish, exchange, failed))
         except BaseException:
             exchange.close()
@@ -243,13 +250,13 @@ class Wire:
         self,
         exchange: sending.Exchange,
         method: str,
-        key: str,
+        path: str,
         query: Sequence[tuple[str, str]],
         fields: Mapping[str, str],
         data: bytes = b"",
     ) -> OSError | None:
         """Send the head, and `data` after it."""
-        target, headers = self._request(method, key, query, fields)
+        target, headers = self._request(method, path, query, fields)
         with self._lock:
             while self._idle and exchange.connection is None:
                 kept = self._idle.pop()
@@ -267,7 +274,7 @@ class Wire:
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from error
         except ValueError as error:
-            raise Invalid(f"{self.url}/{key}: a header cannot be sent ({error}): change the metadata") from error
+            raise Invalid(f"{self.url}{path}: a header cannot be sent ({error}): change the metadata") from error
         return self._send_piece(exchange, Body(len(data), data), 0, len(data)) if data else None
 
     def _send_piece(self, exchange: sending.Exchange, body: Body, start: int, end: int) -> OSError | None:
@@ -304,10 +311,10 @@ class Wire:
 
     # --- one exchange ------------------------------------------------------------------------------------------------
     def _request(
-        self, method: str, key: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
+        self, method: str, below: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
     ) -> tuple[str, dict[str, str]]:
-        """The target and all headers of a request."""
-        path = quote(f"{self._parts.path}/{key}" if key else self._parts.path or "/", safe="/-_.~")
+        """The target and all headers of a request; `below` is the encoded path below the URL's."""
+        path = quote(self._parts.path, safe="/-_.~") + below or "/"
         query_text = canonical_query(
             [(name.encode(), value.encode()) for name, value in [*query, *self._query]]
         ).decode()
@@ -322,7 +329,7 @@ class Wire:
         self, method: str, key: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send a request without a body and read the head of its answer."""
-        target, sent = self._request(method, key, query, headers)
+        target, sent = self._request(method, _encoded(key), query, headers)
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -419,6 +426,11 @@ class WireFetch:
             self._open = False
             with contextlib.suppress(OSError):
                 self._wire._release(self._connection, self._answer)
+
+
+def _encoded(key: str) -> str:
+    """The path of `key` below the bucket's URL; "" for the bucket itself."""
+    return "/" + quote(key, safe="/-_.~") if key else ""
 
 
 def _is_quiet(connection: http.client.HTTPConnection) -> bool:
