@@ -14,9 +14,12 @@ import logging
 import os
 
 from forebay.core.errors import Unavailable
-from forebay.node.settings import Settings
+from forebay.node.settings import Settings, is_loopback
 from forebay.node.supervisor import supervise
+from forebay.node.tls import tls_files
 from forebay.node.vitals import raise_file_limit
+
+log = logging.getLogger("forebay")
 
 FILES_MIN = 256  # below this a node cannot serve even a few clients
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -26,7 +29,7 @@ def run(settings: Settings) -> int:
     """Run a node until it is stopped by SIGTERM or SIGINT; the exit status.
 
     Prints the endpoint on standard output when it is ready. Raises `Exists` (a node runs from this directory),
-    `Invalid` (settings or address) or `Unavailable` (too few file descriptors).
+    `Invalid` (settings, address or certificate) or `Unavailable` (too few file descriptors).
     """
     os.umask(0o077)  # what a node keeps is its user's alone
     files = raise_file_limit()
@@ -38,6 +41,13 @@ def run(settings: Settings) -> int:
         os.dup2(log_fd, 2)  # ours and the children's
         os.close(log_fd)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
+    tls_files(settings)  # what is wrong with them is said here, by the process that the user looks at
+    if not settings.tls_cert and not is_loopback(settings.host):
+        log.warning(
+            "%s can be reached from other machines and speaks no TLS: whoever is on the way reads what is sent, bearer "
+            "tokens too; give --tls-cert and --tls-key",
+            settings.listen,
+        )
     return asyncio.run(supervise(settings, _announce))
 
 

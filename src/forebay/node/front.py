@@ -42,6 +42,7 @@ from forebay.node.http.server import Server, Timeouts, listen
 from forebay.node.link import GRACE_S, Link
 from forebay.node.settings import Settings
 from forebay.node.store.reader import StoreReader
+from forebay.node.tls import tls_files
 from forebay.node.vitals import raise_file_limit, vitals
 from forebay.ports import clock as clocks
 
@@ -91,6 +92,7 @@ class Front:
             path_style=lambda host: not self._addressing.bucket_of_host(host),
             clock=clock,
         )
+        self._tls = tls_files(settings, clock.wall_s)
         self.server: Server | None = None
         self.port = 0
 
@@ -114,7 +116,9 @@ class Front:
         puts = Puts(self.link.call, Intake(self._place), self._streams())
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
         native = Native(self._reads, self._store, self.link.call, self._auth, self._missing)
-        self.server = Server(s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts)
+        self.server = Server(
+            s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
+        )
         await self.server.start(listener)
 
     async def stop(self, grace_s: float = 10.0) -> None:

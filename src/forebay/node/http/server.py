@@ -4,6 +4,8 @@ Theory. What is the same for every response (date, server name) and what every c
 made once a second here. The same tick looks at every connection's deadline: 4,096 of them take about a millisecond,
 while a timer for each would be set and cancelled with every request.
 
+With `tls`, every connection speaks TLS (`tls_connection.py`), and the tick follows the certificate's files.
+
 Invariants. (1) `connections` holds exactly those that are not closed. (2) After `stop` returns there are none.
 """
 
@@ -12,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import socket
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
@@ -21,6 +24,9 @@ from forebay.node.http.counting import FrontCounts
 from forebay.node.http.lane import Lane
 from forebay.node.http.requests import STATUS_LINES, Handler
 from forebay.ports import clock as clocks
+
+if TYPE_CHECKING:
+    from forebay.node.tls import TlsFiles
 
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
 
@@ -47,6 +53,7 @@ class Server:
         clock: clocks.Clock = clocks.system,
         timeouts: Timeouts = Timeouts(),
         connections_max: int = limits.CONNECTIONS_MAX,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.s3 = s3
         self.native = native
@@ -61,6 +68,7 @@ class Server:
         self.standing = b""
         self.loop: asyncio.AbstractEventLoop
         self._connections_max = connections_max
+        self._tls = tls
         self._listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event
@@ -70,7 +78,15 @@ class Server:
         self.loop = asyncio.get_running_loop()
         self._empty = asyncio.Event()
         self._tick()
-        self._listener = await self.loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
+        self._listener = await self.loop.create_server(self._connection(), sock=listener, backlog=BACKLOG)
+
+    def _connection(self) -> Callable[[], Connection]:
+        tls = self._tls
+        if tls is None:
+            return lambda: Connection(self)
+        from forebay.node.http.tls_connection import TlsConnection
+
+        return lambda: TlsConnection(self, tls.context)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stop listening, let answers under way finish for `grace_s`, then cut what is left. Twice is fine."""
@@ -119,6 +135,8 @@ class Server:
         self.lane.ok = STATUS_LINES[200] + self.standing
         for connection in list(self.connections):
             connection.check_deadline(now_s)
+        if self._tls is not None:
+            self._tls.follow()
         self._timer = self.loop.call_later(self.timeouts.tick_s, self._tick)
 
 
