@@ -196,3 +196,56 @@ def test_the_process_ends_with_its_owner(http_server: Nginx, tmp_path: Path) -> 
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+class Taking:
+    """A server that reads everything it is sent and says at the end how much that was."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.digests: list[bytes] = []
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:
+                return
+            with sock:
+                taken = hashlib.sha256()
+                while data := sock.recv(1 << 20):
+                    taken.update(data)
+                self.digests.append(taken.digest())
+                sock.sendall(b"thanks")
+
+
+def send(port: int, data: bytes) -> float:
+    """Seconds until the server has thanked for all of it."""
+    began_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b"thanks"
+    return time.monotonic() - began_s
+
+
+def test_what_clients_send_is_held_to_its_own_rate() -> None:
+    data = os.urandom(12_000_000)
+    taking = Taking()
+    with Shaper(f"127.0.0.1:{taking.listener.getsockname()[1]}", request_rate_bytes_s=60e6, latency_s=0.01) as link:
+        seconds: list[float] = []
+        threads = [threading.Thread(target=lambda: seconds.append(send(link.port, data))) for _ in range(2)]
+        began_s = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took_s = time.monotonic() - began_s
+        assert taking.digests == [hashlib.sha256(data).digest()] * 2
+        assert 2 * len(data) / took_s < 60e6 * 1.02, "never faster than it says"
+        assert min(seconds) > 0.6 * max(seconds), "connections share it"
+        link.set(request_rate_bytes_s=0)
+        assert send(link.port, data) < took_s / 2, "and without it they are not held"
+    taking.listener.close()

@@ -11,6 +11,7 @@ triggered: a connection that waits for tokens costs nothing). Three things are s
 * *rate*: a token bucket over the response bytes of all connections together (the link), served in turns of
   `TURN_BYTES`, so that connections share it fairly.
 * *connection rate*: a bucket for each connection, as clouds limit a single stream.
+* *request rate*: a bucket over what all clients send. These bytes do pass through this process, in pieces of 256 KiB.
 
 A bucket that nobody draws from holds `BURST_S` seconds of its rate: more would let an idle link deliver a whole object
 at once. While connections wait for tokens it may hold `CATCH_UP_S`, because on busy cores this process is woken late,
@@ -53,6 +54,7 @@ BURST_BYTES_MIN = 64 << 10
 PIECE_BYTES_MIN = 16 << 10  # less than this is not worth a turn
 HELD_BYTES_MAX = 64 << 20  # what a client may have in the delay line before reading from it pauses
 REQUEST_BYTES = 256 << 10
+HELD_BYTES_MIN = 1 << 20  # where requests are limited: what lies in a link's buffers, at least
 F_SETPIPE_SZ = 1031
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
@@ -145,8 +147,11 @@ class Proxy:
         self.ready: deque[Link] = deque()  # links with a response to move
         self.delayed: set[Link] = set()  # links with something in their delay line
         self.bucket = Bucket(0.0)
+        self.requests = Bucket(0.0)
+        self.held_bytes_max = HELD_BYTES_MAX  # of one connection
         self.settings: dict[str, Any] = {
             "rate_bytes_s": 0.0,
+            "request_rate_bytes_s": 0.0,
             "latency_s": 0.0,
             "connection_rate_bytes_s": 0.0,
             "fault": "none",
@@ -169,6 +174,8 @@ class Proxy:
                 self._dispatch(fd, events)
             for link in list(self.delayed):
                 self._pump_requests(link)
+            if not self.delayed:
+                self.requests.rest()
             self._serve(time.monotonic())
 
     def _wait_s(self) -> float | None:
@@ -179,7 +186,10 @@ class Proxy:
             if self.settings["connection_rate_bytes_s"]:
                 waits[0] = max(waits[0], min(link.bucket.wait_s() for link in self.ready))
         now_s = time.monotonic()
-        waits += [max(0.0, link.held[0][0] - now_s) for link in self.delayed if link.held and link.server_writable]
+        tokens_s = self.requests.wait_s()
+        waits += [
+            max(tokens_s, link.held[0][0] - now_s, 0.0) for link in self.delayed if link.held and link.server_writable
+        ]
         return min(waits) if waits else None
 
     def _dispatch(self, fd: int, events: int) -> None:
@@ -255,12 +265,12 @@ class Proxy:
             self._hold_requests(link)
             if not link.is_closed:
                 self._send_requests(link, time.monotonic())
-            if not link.client_readable or link.client_ended or link.held_bytes >= HELD_BYTES_MAX:
+            if not link.client_readable or link.client_ended or link.held_bytes >= self.held_bytes_max:
                 return
 
     def _hold_requests(self, link: Link) -> None:
         release_s = time.monotonic() + self.settings["latency_s"]
-        while link.client_readable and not link.client_ended and link.held_bytes < HELD_BYTES_MAX:
+        while link.client_readable and not link.client_ended and link.held_bytes < self.held_bytes_max:
             try:
                 data = link.client.recv(REQUEST_BYTES)
             except BlockingIOError:
@@ -279,8 +289,11 @@ class Proxy:
         """Send on what is due. An empty piece is the client's end of file."""
         while link.held and link.server_writable and link.held[0][0] <= now_s:
             release_s, data = link.held[0]
+            room = self.requests.room(now_s)
+            if data and room <= 0:
+                return  # still in the delay line: it is looked at again when there are tokens
             try:
-                sent = link.server.send(data) if data else 0
+                sent = link.server.send(memoryview(data)[:room]) if data else 0
                 if not data:
                     link.server.shutdown(socket.SHUT_WR)
             except BlockingIOError:
@@ -289,6 +302,7 @@ class Proxy:
             except OSError:
                 self._close(link, reset=True)
                 return
+            self.requests.take(sent)
             link.held_bytes -= sent
             if sent < len(data):
                 link.held[0] = (release_s, data[sent:])
@@ -399,6 +413,10 @@ class Proxy:
             change.setdefault("count", 1)
         self.settings.update({name: value for name, value in change.items() if name != "cut"})
         self.bucket.set_rate(float(self.settings["rate_bytes_s"]))
+        request_rate = float(self.settings["request_rate_bytes_s"])
+        self.requests.set_rate(request_rate)
+        on_the_way = int(2 * request_rate * self.settings["latency_s"])
+        self.held_bytes_max = max(HELD_BYTES_MIN, on_the_way) if request_rate else HELD_BYTES_MAX
         links = set(self.links.values())
         for link in links:
             link.bucket.set_rate(float(self.settings["connection_rate_bytes_s"]))
@@ -463,7 +481,8 @@ class Shaper(Server):
         return True
 
     def set(self, **settings: Any) -> dict[str, int]:
-        """Change settings (`rate_bytes_s`, `latency_s`, `connection_rate_bytes_s`, `fault`, `count`); the counters."""
+        """Change settings (`rate_bytes_s`, `request_rate_bytes_s`, `connection_rate_bytes_s`, `latency_s`, `fault`,
+        `count`); the counters."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10.0)
             sock.connect(str(self.dir / "control"))
@@ -496,13 +515,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", required=True, type=_address, help="HOST:PORT of the server")
     parser.add_argument("--rate-bytes-s", type=float, default=0.0, help="of all responses together; 0: unlimited")
     parser.add_argument("--connection-rate-bytes-s", type=float, default=0.0, help="of each connection; 0: unlimited")
+    parser.add_argument("--request-rate-bytes-s", type=float, default=0.0, help="of all requests; 0: unlimited")
     parser.add_argument("--latency-s", type=float, default=0.0, help="added to every round trip")
     parser.add_argument("--fault", default="none", help="none, refuse, reset-after=N, close-after=N or stall-after=N")
     parser.add_argument("--count", type=int, default=1, help="connections that meet the fault")
     parser.add_argument("--control", default="", help="path of a Unix socket for lines of JSON")
     given = parser.parse_args(arguments)
     proxy = Proxy(given.listen, given.to, given.control)
-    names = ("rate_bytes_s", "connection_rate_bytes_s", "latency_s", "fault", "count")
+    names = ("rate_bytes_s", "request_rate_bytes_s", "connection_rate_bytes_s", "latency_s", "fault", "count")
     proxy.configure({name: getattr(given, name) for name in names})
     print(f"listening on {proxy.listener.getsockname()[0]}:{proxy.listener.getsockname()[1]}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
