@@ -257,7 +257,7 @@ def test_an_error_document_names_what_was_asked_and_is_well_formed() -> None:
 
 
 def test_what_is_not_served_is_refused_not_invented(front: Front) -> None:
-    for target in ("acl", "tagging", "torrent", "retention", "legal-hold", "attributes", "uploadId=x"):
+    for target in ("torrent", "retention", "legal-hold", "attributes"):
         answer = front.get(f"/corpus/a.png?{target}")
         assert (answer.status, answer.code) == (501, "NotImplemented"), target
     assert front.get("/corpus/a.png?versionId=null").status == 200
@@ -273,7 +273,7 @@ def test_writes_that_are_not_served_are_refused_before_their_body_is_sent(front:
         ("PUT", "/corpus/a.png?retention", 501),
         ("POST", "/corpus/a.png?select", 501),
         ("POST", "/corpus/a.png", 501),
-        ("DELETE", "/corpus?policy", 501),
+        ("PUT", "/corpus?policy", 501),
         ("PUT", "/", 405),
         ("DELETE", "/", 405),
     ):
@@ -295,7 +295,7 @@ def test_other_methods(front: Front) -> None:
         "GET, HEAD, PUT, POST, DELETE",
     )
     assert front.ask("HEAD", "/").status == 405
-    preflight = front.ask("OPTIONS", "/corpus/a.png", origin="http://x")
+    preflight = front.ask("OPTIONS", "/corpus/a.png", origin="http://x", access_control_request_method="GET")
     assert (preflight.status, preflight.code) == (403, "AccessForbidden")
 
 

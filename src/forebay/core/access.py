@@ -82,6 +82,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 ANYONE: Final = Identity("anyone", grants=(Grant("admin", "*"),))  # who calls a node without identities
+ANONYMOUS: Final = Identity("anonymous")  # who calls a node with identities and proves none
 
 
 def parse_grants(text: str) -> tuple[Grant, ...]:

@@ -8,6 +8,9 @@ The signature itself (`core/sigv4.py`) covers the policy's text and nothing else
 Field names and operators are compared in lower case, values exactly. `${filename}` in the key stands for the name of
 the file, and is put in before conditions are judged: what is judged is what will be done.
 
+Signatures of Version 2 (`AWSAccessKeyId`, `signature`) are taken for forms: many libraries still make them, and they
+cover the policy's text as those of Version 4 do, with an HMAC that is not broken.
+
 Rejected: ignoring fields that no condition names (a holder of the form could set metadata, tags or a redirect that the
 signer never thought of).
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hmac
 import json
 import re
 from calendar import timegm
@@ -138,6 +142,34 @@ def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise _invalid("content-length-range takes two numbers of bytes, 0 or more")
     return value
+
+
+def legacy_signer(fields: Mapping[str, str], secrets: Mapping[str, str]) -> str:
+    """The key id that signed the form's policy by Version 2; "" if the form has no such signature. `secrets` are by
+    key id. `Denied` (`InvalidAccessKeyId`, `SignatureDoesNotMatch`), `Invalid` (`InvalidArgument`)."""
+    key_id = fields.get("awsaccesskeyid", "")
+    if not key_id:
+        return ""
+    for name in ("policy", "signature"):
+        if not fields.get(name):
+            raise Invalid(
+                f"Bucket POST must contain a field named '{name}'. If it is specified, please check the order of the "
+                "fields.",
+                code="InvalidArgument",
+            )
+    secret = secrets.get(key_id)
+    if secret is None:
+        raise Denied(
+            "The access key id you provided does not exist here: check it, or have it added", code="InvalidAccessKeyId"
+        )
+    expected = base64.b64encode(hmac.digest(secret.encode(), fields["policy"].encode(), "sha1"))
+    if not hmac.compare_digest(expected, fields["signature"].encode()):
+        raise Denied(
+            "The request signature we calculated does not match the signature you provided: check the key and the "
+            "signing method",
+            code="SignatureDoesNotMatch",
+        )
+    return key_id
 
 
 def check_form(policy: Policy, now_s: float, bucket: str, fields: Mapping[str, str]) -> None:

@@ -12,7 +12,9 @@ A node without identities trusts whoever reaches it, and a browser on its host r
 point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). Such requests carry that name in
 `Host`, so the native API of an open node answers only to names that mean this machine.
 
-Rejected: anonymous access beside identities (a bucket open by accident; give the reader a key).
+A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
+
+Rejected: anonymous writing (whoever finds the bucket fills it; a signed form lets a visitor write what was agreed).
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from forebay.core.access import ANYONE, Identities, Identity, Verb, decode_identities
+from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
 from forebay.core.errors import Denied, NotFound
+from forebay.core.postpolicy import legacy_signer
 from forebay.core.sigv4 import Verified, Verifier
 from forebay.core.types import Bucket
 from forebay.node.http.requests import Request
@@ -63,6 +66,25 @@ class Auth:
         """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did."""
         return ANYONE if self.open else self._verify(request, request.body).identity
 
+    def now_s(self) -> float:
+        """Unix time, as signatures and policies are judged by it."""
+        return self._wall_s()
+
+    def reader(self, request: Request, bucket: Bucket) -> Identity:
+        """Who reads or lists `bucket`, which they may; else raises as `signed` and `require_read`. `ANONYMOUS` if
+        nobody signed and the bucket is public: for reading what is public alone, everything else asks `require`."""
+        if self.open:
+            return ANYONE
+        if bucket.acl != "public-read":
+            identity = self.signed(request)
+            self.require_read(identity, bucket)
+            return identity
+        now_s = self._wall_s()
+        verified = self._verifier.verify(
+            now_s, request.method, request.path, request.query, request.headers, request.body
+        )
+        return ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
+
     def caller(self, request: Request) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
         `verified.payload`, with the chunk signatures that it may have."""
@@ -92,7 +114,8 @@ class Auth:
             return ANYONE
         if "policy" not in fields:
             raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
-        return self._owner(self._verifier.verify_policy(fields).key_id, self._wall_s())
+        key_id = legacy_signer(fields, self._identities.secrets) or self._verifier.verify_policy(fields).key_id
+        return self._owner(key_id, self._wall_s())
 
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the

@@ -52,10 +52,14 @@ class Intake:
         hash128: bool = False,
         algorithms: tuple[str, ...] = (),
         bytes_max: int = limits.PUT_BYTES_MAX,
+        measured: bool = True,
     ) -> Incoming:
         """A sink for the bytes of an object or part. `md5`, `hash128` and `algorithms` are computed whatever the client
-        promised. `Invalid` with S3's code for what is wrong; `Unavailable` (`InsufficientStorage`)."""
+        promised. Not `measured`: nobody says how long they are (the file of a form); `bytes_max` bounds them. `Invalid`
+        with S3's code for what is wrong; `Unavailable` (`InsufficientStorage`)."""
         wanted, chunked = _understand(request, caller, md5=md5, hash128=hash128, algorithms=algorithms)
+        if not measured:
+            return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
         size_bytes = _length(request, chunked is not None)
         if size_bytes is None:
             raise Invalid("You must provide the Content-Length HTTP header.", code="MissingContentLength")

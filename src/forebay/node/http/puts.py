@@ -65,6 +65,18 @@ def plan_of(request: Request) -> Plan:
     return Plan(stored_headers(request), tags_of(request), write_conditions(request))
 
 
+def _plan_for(bucket: Bucket, request: Request) -> Plan:
+    if bucket.write == "through" and bucket.url.startswith(("http://", "https://")):
+        raise NotSupported("the backend of this bucket is a web server: it can only be read")
+    return plan_of(request)
+
+
+def _digests(bucket: Bucket) -> tuple[bool, bool]:
+    """Whether MD5 and xxh3-128 of a body are wanted for its ETag."""
+    md5 = bucket.options.get("etag", "") == "md5"
+    return md5, not md5 and (bucket.write != "through" or not bucket.url)
+
+
 class Puts:
     """`call` asks the engine, `streams` (None: never) tells it of bodies that arrive."""
 
@@ -76,13 +88,9 @@ class Puts:
 
     def take(self, request: Request, caller: Caller | None, bucket: Bucket, key: str) -> Incoming:
         """A sink for the body of the PUT `request`, whose caller may write. Raises what is wrong with the headers."""
-        if bucket.write == "through" and bucket.url.startswith(("http://", "https://")):
-            raise NotSupported("the backend of this bucket is a web server: it can only be read")
-        plan = plan_of(request)
-        md5 = bucket.options.get("etag", "") == "md5"
-        incoming = self.intake.open(
-            request, caller, bucket, key, md5=md5, hash128=not md5 and (bucket.write != "through" or not bucket.url)
-        )
+        plan = _plan_for(bucket, request)
+        md5, hash128 = _digests(bucket)
+        incoming = self.intake.open(request, caller, bucket, key, md5=md5, hash128=hash128)
         incoming.plan = plan
         size_bytes = incoming.size_bytes
         through = bucket.write == "through" and bool(bucket.url)
@@ -100,6 +108,17 @@ class Puts:
                 plan.tags,
             )
             incoming.stream = _Stream(self._call, self._streams, opening)
+        return incoming
+
+    def take_file(self, request: Request, bucket: Bucket, key: str, bytes_max: int) -> Incoming:
+        """As `take`, for the file of a form: `request` has the form's fields for headers, and nobody says how long the
+        file is."""
+        plan = _plan_for(bucket, request)
+        md5, hash128 = _digests(bucket)
+        incoming = self.intake.open(
+            request, None, bucket, key, md5=md5, hash128=hash128, bytes_max=bytes_max, measured=False
+        )
+        incoming.plan = plan
         return incoming
 
     def put(self, bucket: str, key: str, incoming: Incoming) -> asyncio.Future[Written]:

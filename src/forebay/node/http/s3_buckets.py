@@ -2,22 +2,44 @@
 ACLs, CORS, tags, uploads by HTML forms.
 
 Theory. `s3.py` asks each of its helpers in turn whether a request is theirs; this one knows its own by the method (PUT
-and DELETE of a bucket), by `?acl`, `?cors` and `?tagging`, and by a body that is a form. What is not served at all
-(policies, lifecycle, …) never comes here: `s3.py` refuses it.
+and DELETE of a bucket), by `?acl`, `?cors` and `?tagging`, by settings that no bucket here has, and by a body that is a
+form. What each means stands in a module of its own (`s3_acl.py`, …); here it is decided who may do it, and the engine
+is asked. What a bucket's settings are is asked of the engine too, not read from the front's copy, so that a client that
+changed them through another front sees what it did.
+
+CreateBucket makes a bucket that lives here alone (`local://`): there is no backend in the request to put it behind, and
+`forebay bucket add` is how one is named. DeleteBucket of such a bucket needs it empty, since nothing else has its
+bytes. Of a bucket with a backend it takes away the name: the backend keeps everything, so it need not be empty; only
+what the backend does not have yet stands in the way.
+
+Rejected: CreateBucket at a backend (which one, and with whose credentials, would be a guess).
 
 Invariant. No operation is answered before the caller was found to be allowed to do it.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.errors import Denied, NotSupported
-from forebay.core.types import Bucket
+from forebay.core.calls import BucketNamed, BucketRulesCall, ListCall, Nothing, ObjectState, StatCall, TagCall
+from forebay.core.errors import Exists, Invalid, NotFound
+from forebay.core.tags import format_tags
+from forebay.core.types import LOCAL_URL, Bucket, ListPage, check_bucket_name, check_key
+from forebay.node.http import s3_acl, s3_cors, s3_tagging
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
+from forebay.node.http.s3_absent import find_absent, render_absent
+from forebay.node.http.s3_documents import read_document
+from forebay.node.http.s3_post import Forms
+from forebay.node.http.s3_unserved import refuse
+from forebay.node.http.s3_xml import CONTENT_TYPE
 
-_SUBRESOURCES = ("acl", "cors", "tagging")
+_SUBRESOURCES: Final = ("acl", "cors", "tagging")
+_REGION: Final = re.compile(r"[A-Za-z0-9\-]{0,64}")  # any region is accepted, as in signatures
 
 
 class BucketsApi:
@@ -27,9 +49,11 @@ class BucketsApi:
     def __init__(self, call: Call, auth: Auth, puts: Puts, lines: Lines) -> None:
         self._call = call
         self._auth = auth
-        self._puts = puts
+        self._intake = puts.intake
         self._lines = lines
+        self._forms = Forms(auth, puts, lines)
 
+    # --- what s3.py asks ---------------------------------------------------------------------------------------------
     def handle(
         self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str, query: dict[str, str]
     ) -> bool:
@@ -39,38 +63,178 @@ class BucketsApi:
         `key` is empty for the bucket itself. A request with a body comes here when that is whole (`request.body`).
         Raises `ForebayError` for what is wrong with the request.
         """
-        self._refuse(request, key, query)
-        return False
+        operation = self._operation(request, key, query)
+        if not operation:
+            return False
+        self._allow(identity, request, bucket, operation)
+        refuse(request, query, frozenset())
+        exchange.spawn(getattr(self, "_" + operation)(request, exchange, bucket, check_key(key) if key else ""))
+        return True
 
     def take_body(
         self, request: Request, caller: Caller, bucket: Bucket, key: str, query: dict[str, str]
     ) -> BodySink | None:
         """Where the body of `request` goes, or None if the request is none of this module's. Raises to refuse it
         before it is sent."""
-        self._refuse(request, key, query)
-        return None
+        operation = self._operation(request, key, query)
+        if not operation:
+            return None
+        self._allow(caller.identity, request, bucket, operation)
+        return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
 
     def take_form(self, request: Request, bucket: Bucket) -> BodySink:
         """Where the form of a POST upload goes. Its signature is inside: nobody is known yet."""
-        raise NotSupported("uploads by HTML forms are not served: use PUT, or a presigned URL")
+        return self._forms.take(request, bucket)
 
     def handle_form(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
         """Answer a POST upload whose form is whole: `request.sink` is what `take_form` returned."""
-        raise NotSupported("uploads by HTML forms are not served: use PUT, or a presigned URL")
+        self._forms.handle(request, exchange, bucket)
 
     def preflight(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
         """Answer an OPTIONS request."""
-        raise Denied(
-            "CORS is not enabled for this bucket: call from a server, not from a browser page", code="AccessForbidden"
-        )
+        exchange.respond(200, self._lines(request) + s3_cors.preflight_lines(request, bucket))
 
     def cors_lines(self, request: Request, bucket: Bucket) -> bytes:
         """Header lines that the bucket's CORS rules add to the answer to `request`, which has an Origin header."""
-        return b""
+        return s3_cors.actual_lines(request, bucket)
 
-    def _refuse(self, request: Request, key: str, query: dict[str, str]) -> None:
-        for name in _SUBRESOURCES:
-            if name in query:
-                raise NotSupported(f"?{name} is not served: ask the bucket itself (docs/s3.md lists what is served)")
-        if not key and request.method in (b"PUT", b"DELETE"):
-            raise NotSupported("buckets are neither made nor deleted here: use `forebay bucket add` or `remove`")
+    def check_origin(self, request: Request, bucket: Bucket) -> None:
+        """`Denied` for a write to an open node that comes from a page which the bucket's rules do not allow."""
+        if self._auth.open:
+            s3_cors.check_origin(request, bucket)
+
+    # --- which operation ---------------------------------------------------------------------------------------------
+    def _operation(self, request: Request, key: str, query: dict[str, str]) -> str:
+        """The method here that answers the request, without its underscore; "" if none does."""
+        method = request.method
+        if method not in (b"GET", b"PUT", b"DELETE"):
+            return ""
+        verb = method.decode().lower()
+        if key:
+            name = "tagging" if "tagging" in query else "object_acl" if "acl" in query and verb != "delete" else ""
+            return f"{verb}_{name}" if name else ""
+        if find_absent(method, query):
+            return verb + "_absent"
+        for name in ("acl", "cors"):
+            if name in query and (name, verb) != ("acl", "delete"):
+                return f"{verb}_{name}"
+        if not query.keys() - {"x-id"} and verb != "get":
+            return verb + "_bucket"
+        return ""
+
+    def _allow(self, identity: Identity, request: Request, bucket: Bucket, operation: str) -> None:
+        if request.method == b"GET":
+            self._auth.require(identity, "read", bucket.name)
+        elif operation.endswith(("_tagging", "_object_acl")):
+            self._auth.require(identity, "write", bucket.name)
+        else:
+            self._auth.require(identity, "admin", bucket.name)
+
+    async def _settings(self, bucket: Bucket) -> Bucket:
+        """The bucket as the engine has it now; `NotFound` (`NoSuchBucket`)."""
+        if not bucket.url:
+            await self._call("bucket_check", BucketNamed(bucket.name))  # one that the environment's credentials open
+        for found in await self._call("buckets", Nothing()):
+            if found.name == bucket.name:
+                assert isinstance(found, Bucket)
+                return found
+        raise NotFound(f"there is no bucket {bucket.name!r}: look at the name", code="NoSuchBucket")
+
+    def _document(self, request: Request, exchange: Exchange, body: bytes) -> None:
+        exchange.respond(200, self._lines(request) + CONTENT_TYPE, body)
+
+    # --- the bucket itself -------------------------------------------------------------------------------------------
+    async def _put_bucket(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        _check_location(request.body)
+        if request.header(b"x-amz-bucket-object-lock-enabled").lower() == "true":
+            raise Invalid(
+                "Object Lock is not served: leave x-amz-bucket-object-lock-enabled out", code="InvalidRequest"
+            )
+        acl = s3_acl.canned_acl(request) or "private"
+        name = check_bucket_name(bucket.name)
+        await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl))
+        exchange.respond(200, self._lines(request) + b"Location: /%b\r\n" % name.encode())
+
+    async def _delete_bucket(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        settings = await self._settings(bucket)
+        if settings.url == LOCAL_URL:
+            page: ListPage = await self._call("list", ListCall(bucket.name, limit=1))
+            if page.entries or page.prefixes:
+                raise Exists(
+                    "The bucket you tried to delete is not empty: this node has the only copy of its objects, delete "
+                    "them first",
+                    code="BucketNotEmpty",
+                )
+        await self._call("bucket_delete", BucketNamed(bucket.name))
+        exchange.respond(204, self._lines(request))
+
+    async def _get_absent(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._settings(bucket)
+        query = {part.partition(b"=")[0].decode("latin-1"): "" for part in request.query.split(b"&")}
+        self._document(request, exchange, render_absent(find_absent(b"GET", query)))
+
+    async def _delete_absent(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._settings(bucket)
+        exchange.respond(204, self._lines(request))
+
+    # --- ACLs --------------------------------------------------------------------------------------------------------
+    async def _get_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        self._document(request, exchange, s3_acl.render_policy((await self._settings(bucket)).acl))
+
+    async def _put_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, acl=s3_acl.asked_acl(request)))
+        exchange.respond(200, self._lines(request))
+
+    async def _get_object_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._call("stat", StatCall(bucket.name, key))
+        self._document(request, exchange, s3_acl.render_policy((await self._settings(bucket)).acl))
+
+    async def _put_object_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        s3_acl.check_object_acl(request)
+        await self._call("stat", StatCall(bucket.name, key))
+        exchange.respond(200, self._lines(request))
+
+    # --- CORS --------------------------------------------------------------------------------------------------------
+    async def _get_cors(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        rules = (await self._settings(bucket)).cors
+        if not rules:
+            raise NotFound("The CORS configuration does not exist: put one", code="NoSuchCORSConfiguration")
+        self._document(request, exchange, s3_cors.render_rules(rules))
+
+    async def _put_cors(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=s3_cors.read_rules(request.body)))
+        exchange.respond(200, self._lines(request))
+
+    async def _delete_cors(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=()))
+        exchange.respond(204, self._lines(request))
+
+    # --- tags --------------------------------------------------------------------------------------------------------
+    async def _get_tagging(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        state: ObjectState = await self._call("stat", StatCall(bucket.name, key))
+        self._document(request, exchange, s3_tagging.render_tags(s3_tagging.tags_in(state.headers)))
+
+    async def _put_tagging(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        tags = format_tags(s3_tagging.read_tags(request.body))
+        await self._call("tag", TagCall(bucket.name, key, tags))
+        exchange.respond(200, self._lines(request))
+
+    async def _delete_tagging(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._call("tag", TagCall(bucket.name, key, ""))
+        exchange.respond(204, self._lines(request))
+
+
+def _check_location(body: bytes) -> None:
+    """Return if the CreateBucketConfiguration wants nothing that is not so. `Invalid`."""
+    if not body:
+        return
+    root = read_document(body, "CreateBucketConfiguration")
+    region = (root.findtext("LocationConstraint") or "").strip()
+    if not _REGION.fullmatch(region):
+        raise Invalid("The specified location-constraint is not valid: name a region", code="InvalidLocationConstraint")
+    for name in ("Location", "Bucket"):
+        if root.find(name) is not None:
+            raise Invalid(
+                "directory buckets are not served: leave Location and Bucket out of the configuration",
+                code="InvalidRequest",
+            )

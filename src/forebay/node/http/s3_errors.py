@@ -23,6 +23,7 @@ STATUS: Final = {
     "AuthorizationHeaderMalformed": 400,
     "AuthorizationQueryParametersError": 400,
     "BadDigest": 400,
+    "BadRequest": 400,
     "BucketAlreadyOwnedByYou": 409,
     "BucketNotEmpty": 409,
     "ConditionalRequestConflict": 409,
@@ -123,10 +124,11 @@ class RequestIds:
         return b"x-amz-request-id: %b%08X\r\n" % (self.prefix, self.count)
 
 
-def render(error: ForebayError, request: Request | None, id_line: bytes, host_id: str) -> Response:
-    """The S3 error document for `error`; `id_line` is this answer's `x-amz-request-id` line."""
+def render(error: ForebayError, request: Request | None, id_line: bytes, host_id: str, lines: bytes = b"") -> Response:
+    """The S3 error document for `error`; `id_line` is this answer's `x-amz-request-id` line, `lines` are further
+    ones."""
     code, status = code_and_status(error)
-    head = id_line + CONTENT_TYPE
+    head = id_line + lines + CONTENT_TYPE
     extra = ""
     if status == 416 and error.size_bytes is not None:
         head += b"Content-Range: bytes */%d\r\n" % error.size_bytes

@@ -1,0 +1,147 @@
+"""S3's ACLs as far as they mean something here: a bucket is private, or anybody may read it.
+
+Theory. Who may do what is decided by identities and their grants (`core/access.py`). Of S3's older language only two
+words have a meaning beside them: `private`, which is so anyway, and `public-read`, which lets unsigned requests read
+and list the bucket. They are a setting of the bucket; objects have none of their own. What else may be asked for is
+refused rather than forgotten, since whoever sets an ACL relies on it.
+
+The documents that S3 answers with are made from that one word. A document that is sent is read for what it grants: the
+owner everything is `private`, everybody READ beside it is `public-read`, and there is no third.
+
+Rejected: bucket-owner-full-control and its kin on buckets (there is one owner, so they would mean `private` by luck).
+
+Invariant. What `grants_of` says of a word is what `read_policy` reads back as that word.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+from xml.etree.ElementTree import Element
+
+from forebay.core.errors import Invalid, NotSupported
+from forebay.node.http.requests import Request
+from forebay.node.http.s3_documents import malformed, read_document
+from forebay.node.http.s3_listing import OWNER
+from forebay.node.http.s3_xml import document
+
+Acl = Literal["private", "public-read"]
+ALL_USERS: Final = "http://acs.amazonaws.com/groups/global/AllUsers"
+_OWNER_ID: Final = "forebay"
+_CANNED: Final = (
+    "aws-exec-read",
+    "authenticated-read",
+    "bucket-owner-full-control",
+    "bucket-owner-read",
+    "log-delivery-write",
+    "public-read-write",
+)
+_XSI: Final = 'xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance"'
+_TYPE: Final = "{http://www.w3.org/2001/XMLSchema-instance}type"
+_HEADER: Final = b"x-amz-acl"
+_GRANT: Final = b"x-amz-grant-"
+
+
+def render_policy(acl: Acl) -> bytes:
+    """The AccessControlPolicy document of a bucket, or of an object in it."""
+    return document("AccessControlPolicy", f"{OWNER}<AccessControlList>{grants_of(acl)}</AccessControlList>")
+
+
+def grants_of(acl: Acl) -> str:
+    """The Grant elements that say `acl`."""
+    owner = f"<ID>{_OWNER_ID}</ID><DisplayName>{_OWNER_ID}</DisplayName>"
+    grants = _grant("CanonicalUser", owner, "FULL_CONTROL")
+    if acl == "public-read":
+        grants += _grant("Group", f"<URI>{ALL_USERS}</URI>", "READ")
+    return grants
+
+
+def _grant(kind: str, who: str, permission: str) -> str:
+    grantee = f'<Grantee {_XSI} xsi:type="{kind}">{who}</Grantee>'
+    return f"<Grant>{grantee}<Permission>{permission}</Permission></Grant>"
+
+
+def canned_acl(request: Request) -> Acl | None:
+    """What the headers want a bucket to be, None if they say nothing. `NotSupported` for what is not served, `Invalid`
+    for what S3 does not know."""
+    for name in request.headers:
+        if name.startswith(_GRANT):
+            raise NotSupported(
+                f"{name.decode('latin-1')} is not served: give the caller's identity a grant (`forebay key`), or use "
+                "the canned ACL public-read"
+            )
+    word = request.header(_HEADER)
+    if word == "private" or word == "public-read":
+        return "private" if word == "private" else "public-read"
+    if word in _CANNED:
+        raise NotSupported(f"the canned ACL {word} is not served: use private or public-read, and grants of identities")
+    if word:
+        raise Invalid(f"the canned ACL {word[:60]!r} is not known: use private or public-read", code="InvalidArgument")
+    return None
+
+
+def asked_acl(request: Request) -> Acl:
+    """What a PutBucketAcl asks for, by its headers or its document."""
+    word = canned_acl(request)
+    if word is not None and request.body:
+        raise Invalid(
+            "This request does not support content: send either x-amz-acl or a document", code="UnexpectedContent"
+        )
+    if word is None and not request.body:
+        raise Invalid(
+            "Your request was missing a required header: send x-amz-acl or a document", code="MissingSecurityHeader"
+        )
+    return word if word is not None else read_policy(request.body)
+
+
+def read_policy(body: bytes) -> Acl:
+    """The word for what an AccessControlPolicy document grants. `Invalid` (`MalformedACLError`), `NotSupported`."""
+    root = read_document(body, "AccessControlPolicy")
+    listed = root.find("AccessControlList")
+    if listed is None:
+        malformed("it has no AccessControlList")
+    owner = root.findtext("Owner/ID")
+    granted = {_read_grant(grant, owner or _OWNER_ID) for grant in listed.findall("Grant")}
+    if granted == {("owner", "FULL_CONTROL")}:
+        return "private"
+    if granted == {("owner", "FULL_CONTROL"), (ALL_USERS, "READ")}:
+        return "public-read"
+    raise NotSupported(
+        "only two ACLs are served: the owner everything (private), and everybody READ beside it (public-read); "
+        "anything finer is a grant of an identity"
+    )
+
+
+def _read_grant(grant: Element, owner: str) -> tuple[str, str]:
+    grantee = grant.find("Grantee")
+    permission = grant.findtext("Permission") or ""
+    if grantee is None or permission not in ("FULL_CONTROL", "READ", "WRITE", "READ_ACP", "WRITE_ACP"):
+        raise Invalid(
+            "The ACL that you provided was not well formed: each Grant has a Grantee and a Permission of S3's",
+            code="MalformedACLError",
+        )
+    kind = grantee.get(_TYPE, "CanonicalUser" if grantee.find("ID") is not None else "Group")
+    if kind == "CanonicalUser":
+        return "owner" if grantee.findtext("ID") in (owner, _OWNER_ID) else "another", permission
+    return grantee.findtext("URI") or kind, permission
+
+
+def check_object_acl(request: Request) -> None:
+    """Return if a PutObjectAcl changes nothing: objects have no ACL of their own. `Invalid`
+    (`AccessControlListNotSupported`) if it would."""
+    word = request.header(_HEADER)
+    if any(name.startswith(_GRANT) for name in request.headers) or word not in ("", "private"):
+        raise _no_object_acls()
+    if request.body and read_policy(request.body) != "private":
+        raise _no_object_acls()
+    if not word and not request.body:
+        raise Invalid(
+            "Your request was missing a required header: send x-amz-acl or a document", code="MissingSecurityHeader"
+        )
+
+
+def _no_object_acls() -> Invalid:
+    return Invalid(
+        "The bucket does not allow ACLs: objects have none of their own, make the bucket public-read, or give "
+        "identities grants",
+        code="AccessControlListNotSupported",
+    )
