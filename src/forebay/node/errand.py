@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime
@@ -46,6 +47,7 @@ PARTS_AT_ONCE = 8  # of one upload: one connection seldom fills a link
 ROUNDS_MAX = 4  # an object that changes at the backend each time it is looked at: come back later
 COPIES_MAX = 100  # names tried for the copy of one conflict
 TOLD_MAX = 8
+LINGER_S = 5.0
 BEGINNING = "?"  # in place of an upload's id: it was to be begun, and may have been
 
 
@@ -127,6 +129,7 @@ class Errand:
         self._backend = place.backend
         self._plain: set[str] = set()  # what this backend turned out not to know: "expect", "tags"
         self._sent_bytes = 0
+        self._fd = -1  # of the data file: what is sent stays readable when a later write takes its name away
 
     @property
     def sent_bytes(self) -> int:
@@ -135,6 +138,15 @@ class Errand:
 
     async def run(self) -> Delivered | Yielded:
         """Bring it there. Raises the `ForebayError` that keeps it from coming about, or `Superseded`."""
+        done = False
+        try:
+            outcome = await self._run()
+            done = True
+        finally:
+            self._let_go(now=done)
+        return outcome
+
+    async def _run(self) -> Delivered | Yielded:
         if self._backend.read_only:
             raise NotSupported(
                 f"the backend of bucket {self._place.bucket.name} cannot be written to, and {self._key} waits for it: "
@@ -181,15 +193,31 @@ class Errand:
         if record.inline is not None:
             return Body(end - start, data=record.inline[start:end], md5=md5)
         blocks = range(start // record.block_bytes, blocks_in(end, record.block_bytes))
-        bad = await self._in_worker(
-            self._place.books.check_blocks, record, self._place.bucket.name, self._key, list(blocks)
-        )
+        check = self._place.books.check_blocks
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self._place.books.data_path(record), os.O_RDONLY | os.O_CLOEXEC)
+            bad = await self._in_worker(check, record, self._place.bucket.name, self._key, list(blocks))
+        except (OSError, ForebayError) as error:
+            if not self._is_current():
+                raise Superseded from None
+            raise Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`") from error
+        if bad and not self._is_current():
+            raise Superseded
         if bad:
             raise Corrupt(
                 f"{len(bad)} blocks of {self._key} do not match their checksums, and the backend has no other copy: "
                 "write the object again; the disk that holds it is failing"
             )
-        return Body(end - start, path=self._place.books.data_path(record), offset=start, md5=md5)
+        return Body(end - start, path=f"/proc/self/fd/{self._fd}", offset=start, md5=md5)
+
+    def _let_go(self, *, now: bool) -> None:
+        """Close the file; not before a thread that may still send from it has noticed that it shall not."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and now:
+            os.close(fd)
+        elif fd >= 0:
+            asyncio.get_running_loop().call_later(LINGER_S, os.close, fd)
 
     async def _know_digest(self) -> None:
         if self.note.digest:
