@@ -7,6 +7,7 @@ import hashlib
 import zlib
 
 import pytest
+import xxhash
 from awscrt import checksums as crt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def code(call: object, *arguments: object) -> str:
     MD5S,
     st.integers(0, 2**42),
     st.sampled_from(["", *uploads.ALGORITHMS]),
-    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=64, max_size=64),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_name_says_what_the_part_is(number, seq, size_bytes, md5, modified_ms, algorithm, digest):
@@ -53,7 +54,7 @@ def test_a_name_says_what_the_part_is(number, seq, size_bytes, md5, modified_ms,
     made = Part(number, seq, size_bytes, md5, modified_ms / 1000, algorithm, checksum)
     name = uploads.name_of(made)
     assert uploads.parse_name(name) == made
-    assert len(name) <= 160
+    assert len(name) <= 230
     assert name.isascii()
     assert "/" not in name
 
@@ -135,6 +136,11 @@ def of(algorithm: str, data: bytes) -> str:
         "CRC64NVME": lambda: crt.crc64nvme(data).to_bytes(8, "big"),
         "SHA1": lambda: hashlib.sha1(data).digest(),
         "SHA256": lambda: hashlib.sha256(data).digest(),
+        "SHA512": lambda: hashlib.sha512(data).digest(),
+        "MD5": lambda: hashlib.md5(data).digest(),
+        "XXHASH64": lambda: xxhash.xxh64_digest(data),
+        "XXHASH3": lambda: xxhash.xxh3_64_digest(data),
+        "XXHASH128": lambda: xxhash.xxh3_128_digest(data),
     }[algorithm]()
     return base64.b64encode(digest).decode()
 
@@ -147,7 +153,7 @@ def test_a_digest_takes_bytes_in_pieces(algorithm):
     assert digest.base64() == of(algorithm, b"abcd")
 
 
-@pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "SHA1", "SHA256"])
+@pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "SHA1", "SHA256", "MD5", "XXHASH3"])
 def test_a_composite_checksum_is_that_of_the_parts_checksums(algorithm):
     pieces = [b"first", b"second"]
     parts = [part(n, len(data), algorithm=algorithm, checksum=of(algorithm, data)) for n, data in enumerate(pieces, 1)]

@@ -25,8 +25,9 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
+import xxhash
 from awscrt import checksums as crt
 
 from forebay.core import limits
@@ -35,13 +36,24 @@ from forebay.core.errors import Invalid, NotFound
 ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
 AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums as the client repeats them
 
-DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8, "SHA1": 20, "SHA256": 32}
-ALGORITHMS: Final = tuple(DIGEST_BYTES)
+_HASHES: Final[dict[str, Callable[[], Any]]] = {
+    "SHA1": lambda: hashlib.sha1(usedforsecurity=False),
+    "SHA256": hashlib.sha256,
+    "SHA512": hashlib.sha512,
+    "MD5": lambda: hashlib.md5(usedforsecurity=False),
+    "XXHASH64": xxhash.xxh64,
+    "XXHASH3": xxhash.xxh3_64,
+    "XXHASH128": xxhash.xxh3_128,
+}
 _CRC: Final[dict[str, Callable[[bytes | memoryview, int], int]]] = {
     "CRC32": zlib.crc32,
     "CRC32C": crt.crc32c,
     "CRC64NVME": crt.crc64nvme,
 }
+DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8} | {
+    name: int(new().digest_size) for name, new in _HASHES.items()
+}
+ALGORITHMS: Final = tuple(DIGEST_BYTES)
 _COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
     "CRC32": crt.combine_crc32,
     "CRC32C": crt.combine_crc32c,
@@ -55,7 +67,7 @@ class Digest:
 
     def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
-        self._hash = hashlib.new(algorithm, usedforsecurity=False) if algorithm.startswith("SHA") else None
+        self._hash = _HASHES[algorithm]() if algorithm in _HASHES else None
         self._value = 0
 
     def update(self, data: bytes | memoryview) -> None:
@@ -85,7 +97,7 @@ class Part(NamedTuple):
 
 
 def name_of(part: Part) -> str:
-    """The part's file name, at most 160 characters."""
+    """The part's file name, at most 230 characters."""
     digest = base64.b64decode(part.checksum).hex()
     numbers = f"{part.number:05}-{part.seq:x}-{round(part.modified_s * 1000):x}-{part.size_bytes:x}"
     return f"{numbers}-{part.md5}-{part.algorithm}-{digest}"
