@@ -65,9 +65,9 @@ def throughput(lab: Lab, row: Row) -> Result:
     if kept:
         measures.append(compared("rate, peer keeps a file", "B/s", REPORTED, rates[0], kept))
     if "first byte" in row.goals:
-        one_by_one = ([_rate(reads) for reads in side] for side in singles)
+        mine, others = ([_rate(reads) for reads in side] for side in singles)
         measures.append(_first_byte(row, *singles))
-        measures.append(compared("rate, one at a time", "B/s", REPORTED, *one_by_one))
+        measures.append(compared("rate, one at a time", "B/s", REPORTED, mine, others))
     return Result(row, tuple(measures), extra={"backend_bytes": fetched})
 
 
@@ -178,7 +178,7 @@ def crowd(lab: Lab, row: Row) -> Result:
         row,
         (
             compared("slowest / single", "s", ratio, slowest, single),
-            compared("slowest / nginx, warm", "s", REPORTED, slowest, warm),
+            compared("slowest / nginx, warm", "s", REPORTED, slowest, warm, "nginx"),
             bounded("backend bytes / object", "", once, fetched),
         ),
     )

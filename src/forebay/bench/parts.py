@@ -33,8 +33,9 @@ from forebay.bench.servers import Nginx, SeaweedFS, Server
 from forebay.bench.shaper import Shaper
 from forebay.bench.workloads import Link, Objects
 from forebay.client.sync import Client, connect
+from forebay.core.calls import JobVerb
 from forebay.core.errors import ForebayError
-from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket, Durability, WriteMode
 
 BUCKET = "corpus"
 KEY_ID, SECRET, TOKEN = "BENCHKEY", "bench-secret-of-the-signed-row", "bench-token"
@@ -103,24 +104,36 @@ class Node(Server):
         except ForebayError:
             return False
 
-    def add_bucket(self, name: str, lab: Lab, endpoint: str = "") -> None:
-        """The lab's bucket under `name`, read at `endpoint` (by default SeaweedFS itself).
+    def add_bucket(self, name: str, lab: Lab, endpoint: str = "", write: WriteMode = "through") -> None:
+        """The lab's bucket under `name`, reached at `endpoint` (by default SeaweedFS itself).
 
         Immutable: the rows measure reads, not revalidations.
         """
         options = {**lab.weed.options(), "endpoint": endpoint or lab.weed.endpoint}
         with self.client() as client:
-            client.bucket_put(Bucket(name, f"s3://{BUCKET}", freshness_s=FRESH_IMMUTABLE, options=options))
+            client.bucket_put(Bucket(name, f"s3://{BUCKET}", freshness_s=FRESH_IMMUTABLE, options=options, write=write))
+
+    def add_local(self, name: str, durability: Durability) -> None:
+        """A bucket that only this node has."""
+        with self.client() as client:
+            client.bucket_put(Bucket(name, LOCAL_URL, write="local", durability=durability))
+
+    def flush(self, bucket: str) -> None:
+        """Return when all that was written to `bucket` is in its backend."""
+        self._job("flush", bucket, "")
 
     def prefetch(self, bucket: str, prefix: str) -> None:
         """Return when everything under `prefix` is in the cache."""
+        self._job("prefetch", bucket, prefix)
+
+    def _job(self, verb: JobVerb, bucket: str, prefix: str) -> None:
         with self.client() as client:
-            job = client.start_job("prefetch", bucket, prefix)
+            job = client.start_job(verb, bucket, prefix)
             while job.state == "running":
                 time.sleep(0.05)
                 job = client.job(job.job)
         if job.state != "done" or job.units_failed:
-            raise load.LoadFailed(f"prefetch of {bucket}/{prefix} ended {job.state}: {'; '.join(job.errors)}")
+            raise load.LoadFailed(f"{verb} of {bucket}/{prefix} ended {job.state}: {'; '.join(job.errors)}")
 
     def counter(self, name: str, **labels: str) -> float:
         """The sum of a counter's series whose labels include `labels`."""
@@ -281,6 +294,7 @@ class Lab:
             rate_bytes_s=link.rate_bytes_s,
             latency_s=link.latency_s,
             connection_rate_bytes_s=link.connection_bytes_s,
+            request_rate_bytes_s=link.rate_bytes_s,
         )
         with shaper:
             pin(shaper.pid, core)

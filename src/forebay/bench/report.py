@@ -59,7 +59,11 @@ def table(results: Sequence[Result]) -> str:
 def _cells(row: Row, measure: Measure) -> tuple[str, ...]:
     low, high = measure.spread
     ours = quantity(statistics.median(measure.ours), measure.unit)
-    theirs = f"{row.peer} {quantity(statistics.median(measure.theirs), measure.unit)}" if measure.theirs else "–"
+    theirs = (
+        f"{measure.peer or row.peer} {quantity(statistics.median(measure.theirs), measure.unit)}"
+        if measure.theirs
+        else "–"
+    )
     spread = f"{number(low)}–{number(high)}" if len(measure.ratios) > 1 else "–"
     return (measure.name, ours, theirs, number(measure.value), spread, str(measure.goal), measure.verdict)
 

@@ -56,7 +56,13 @@ STOP_TIMEOUT_S = 5.0  # between asking to stop and killing
 PORT_FIRST, PORT_LAST = 15_000, 32_000  # below Linux's ephemeral range (32768 up), so no client socket takes one
 
 AZURITE_VERSION = "3.35.0"  # later ones want a dependency that the npm of Debian 12 cannot resolve
-DEBIAN_PACKAGES = {"nginx": "nginx-light", "wrk": "wrk", "npm": "npm", "setpriv": "util-linux"}  # program: package
+DEBIAN_PACKAGES = {
+    "nginx": "nginx-light",
+    "wrk": "wrk",
+    "fio": "fio",
+    "npm": "npm",
+    "setpriv": "util-linux",
+}  # program: package
 
 
 class MissingProgram(RuntimeError):
@@ -382,6 +388,22 @@ class SeaweedFS(Server):
             with error:
                 if error.code != 409:
                     raise
+
+    def sync_bucket(self, bucket: str) -> None:
+        """From now on a write to `bucket` is on the disk before it is answered, as `fs.configure -fsync` does it."""
+        _, _, master, master_grpc, _, _, filer, filer_grpc = self.ports
+        command = [find_program("weed"), "shell", f"-master=127.0.0.1:{master}.{master_grpc}"]
+        command += [f"-filer=127.0.0.1:{filer}.{filer_grpc}"]
+        said = subprocess.run(
+            command,
+            input=f"fs.configure -locationPrefix=/buckets/{bucket}/ -fsync=true -apply\n",
+            capture_output=True,
+            text=True,
+            timeout=READY_TIMEOUT_S,
+            check=False,
+        )
+        if said.returncode or '"fsync": true' not in said.stdout.replace("  ", " "):
+            raise ServerFailed(f"SeaweedFS did not take fsync for {bucket}: {(said.stdout + said.stderr)[-500:]}")
 
 
 def _sign_v4(method: str, endpoint: str, path: str, access_key: str, secret_key: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from forebay.bench.workloads import Goal
 @dataclass(frozen=True)
 class Measure:
     """One judged number of a row. `ours` and `theirs` are per round, in `unit`; `theirs` is empty where the goal is
-    on our number itself. `ratios` are what is judged."""
+    on our number itself. `ratios` are what is judged. `peer`: who `theirs` are, where it is not the row's peer."""
 
     name: str
     unit: str
@@ -25,6 +25,7 @@ class Measure:
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
     ratios: tuple[float, ...]
+    peer: str = ""
 
     def __post_init__(self) -> None:
         assert self.ratios, f"{self.name}: a measure without a round"
@@ -44,11 +45,13 @@ class Measure:
         return "reported" if met is None else "reached" if met else "MISSED"
 
 
-def compared(name: str, unit: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float]) -> Measure:
+def compared(
+    name: str, unit: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float], peer: str = ""
+) -> Measure:
     """Judge ours/theirs, round by round."""
     assert len(ours) == len(theirs), f"{name}: rounds come in pairs"
     ratios = tuple(mine / other for mine, other in zip(ours, theirs, strict=True))
-    return Measure(name, unit, goal, tuple(ours), tuple(theirs), ratios)
+    return Measure(name, unit, goal, tuple(ours), tuple(theirs), ratios, peer)
 
 
 def faster(name: str, unit: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float]) -> Measure:

@@ -70,8 +70,8 @@ class Objects:
 
 @dataclass(frozen=True)
 class Link:
-    """The road to the bucket. `rate_bytes_s` is shared by all connections, `connection_bytes_s` binds each; zero is
-    unlimited."""
+    """The road to the bucket. `rate_bytes_s` is shared by all connections, each way; `connection_bytes_s` binds
+    what comes on each; zero is unlimited."""
 
     rate_bytes_s: float = 0.0
     latency_s: float = 0.0
@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale"]
+    group: Literal["warm", "cold", "epoch", "scale", "write"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -100,7 +100,9 @@ class Row:
     seconds: float = 3.0  # of load per side and round, where load is timed
     connections: int = 8
     range_bytes: int = 0
-    peer: Literal["nginx", "seaweedfs", "direct", "single", "limit"] = "direct"
+    peer: Literal["nginx", "seaweedfs", "direct", "single", "limit", "write+fsync", "sink", "fio", "unlimited"] = (
+        "direct"
+    )
     signed: bool = False
     epochs: int = 0
     demand: float = 0.0  # trainer's demand as a multiple of the link's rate
@@ -119,6 +121,8 @@ COLD_MEDIUM = Objects("medium", MIB, 48)  # per round and side: what was read on
 COLD_LARGE = Objects("large", 10 * MIB, 10)
 SHARDS = Objects("shard", MIB, 256)  # stands for a data set: 256 MB at 40 MB/s is as 1.3 TB at 200 GB/h
 SHARDS_QUICK = Objects("shard", MIB, 24)
+
+WRITTEN = Objects("written", 10 * MIB, 16)
 
 WAN = Link(200 * MB, 0.020)
 LAN = Link(200 * MB)
@@ -263,7 +267,75 @@ ROWS: tuple[Row, ...] = (
         quick_cache_bytes=128 * MIB,
         peer="limit",
     ),
+    Row(
+        "put-disk-10m",
+        "write",
+        "PUT 10 MiB, synced",
+        "forebay.bench.write:disk",
+        (WRITTEN,),
+        (Objects("written", 10 * MIB, 2),),
+        goals={"rate": at_least(0.8), "rate / SeaweedFS": at_least(1.5)},
+        connections=1,
+        peer="write+fsync",
+    ),
+    Row(
+        "put-memory-10m",
+        "write",
+        "PUT 10 MiB, acknowledged from memory",
+        "forebay.bench.write:memory",
+        (WRITTEN,),
+        (Objects("written", 10 * MIB, 2),),
+        goals={"rate": at_least(0.7), "rate / SeaweedFS": at_least(1.5)},
+        connections=1,
+        peer="sink",
+    ),
+    Row(
+        "put-disk-4k",
+        "write",
+        "PUT 4 KiB, synced, 16 writers",
+        "forebay.bench.write:small",
+        (Objects("few", 4 * KIB, 1),),
+        (Objects("few", 4 * KIB, 1),),
+        goals={"rate": at_least(0.5), "rate / SeaweedFS": at_least(1.5)},
+        connections=16,
+        peer="fio",
+    ),
+    Row(
+        "put-back",
+        "write",
+        "PUT 10 MiB written back, bucket at 20 ms and 50 MB/s",
+        "forebay.bench.write:back",
+        (Objects("written", 10 * MIB, 20),),
+        (Objects("written", 10 * MIB, 3),),
+        Link(50 * MB, 0.020),
+        {"acknowledged": at_least(0.95, "the same: ≥ 0.95"), "flushed / link": at_least(0.95)},
+        connections=1,
+        peer="unlimited",
+    ),
+    Row(
+        "put-through-10m",
+        "write",
+        "PUT 10 MiB written through, 200 MB/s",
+        "forebay.bench.write:through",
+        (WRITTEN,),
+        (Objects("written", 10 * MIB, 2),),
+        LAN,
+        {"rate": at_least(0.95)},
+        connections=1,
+    ),
+    Row(
+        "put-through-1g",
+        "write",
+        "PUT 1 GiB written through, 200 MB/s",
+        "forebay.bench.write:through",
+        (Objects("huge", GIB, 1),),
+        (Objects("huge", 64 * MIB, 1),),
+        LAN,
+        {"rate": at_least(0.95)},
+        connections=1,
+        rounds=5,
+    ),
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale")
+GROUPS = ("warm", "cold", "epoch", "scale", "write")
