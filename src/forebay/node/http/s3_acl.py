@@ -20,9 +20,8 @@ from xml.etree.ElementTree import Element
 
 from forebay.core.errors import Invalid, NotSupported
 from forebay.node.http.requests import Request
-from forebay.node.http.s3_documents import malformed, read_document
 from forebay.node.http.s3_listing import OWNER
-from forebay.node.http.s3_xml import document
+from forebay.node.http.s3_xml import document, malformed, parse
 
 Acl = Literal["private", "public-read"]
 ALL_USERS: Final = "http://acs.amazonaws.com/groups/global/AllUsers"
@@ -95,10 +94,10 @@ def asked_acl(request: Request) -> Acl:
 
 def read_policy(body: bytes) -> Acl:
     """The word for what an AccessControlPolicy document grants. `Invalid` (`MalformedACLError`), `NotSupported`."""
-    root = read_document(body, "AccessControlPolicy")
+    root = parse(body, "AccessControlPolicy")
     listed = root.find("AccessControlList")
     if listed is None:
-        malformed("it has no AccessControlList")
+        raise malformed("it has no AccessControlList")
     owner = root.findtext("Owner/ID")
     granted = {_read_grant(grant, owner or _OWNER_ID) for grant in listed.findall("Grant")}
     if granted == {("owner", "FULL_CONTROL")}:

@@ -33,10 +33,9 @@ from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
 from forebay.node.http.s3_absent import find_absent, render_absent
-from forebay.node.http.s3_documents import read_document
 from forebay.node.http.s3_post import Forms
 from forebay.node.http.s3_unserved import refuse
-from forebay.node.http.s3_xml import CONTENT_TYPE
+from forebay.node.http.s3_xml import CONTENT_TYPE, parse
 
 _SUBRESOURCES: Final = ("acl", "cors", "tagging")
 _REGION: Final = re.compile(r"[A-Za-z0-9\-]{0,64}")  # any region is accepted, as in signatures
@@ -228,7 +227,7 @@ def _check_location(body: bytes) -> None:
     """Return if the CreateBucketConfiguration wants nothing that is not so. `Invalid`."""
     if not body:
         return
-    root = read_document(body, "CreateBucketConfiguration")
+    root = parse(body, "CreateBucketConfiguration")
     region = (root.findtext("LocationConstraint") or "").strip()
     if not _REGION.fullmatch(region):
         raise Invalid("The specified location-constraint is not valid: name a region", code="InvalidLocationConstraint")

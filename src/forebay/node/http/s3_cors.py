@@ -20,8 +20,7 @@ from forebay.core import cors
 from forebay.core.errors import Denied, Invalid
 from forebay.core.types import Bucket, CorsRule, Headers
 from forebay.node.http.requests import Request, header_line
-from forebay.node.http.s3_documents import malformed, read_document
-from forebay.node.http.s3_xml import document, element
+from forebay.node.http.s3_xml import document, element, malformed, parse
 
 _METHOD: Final = b"access-control-request-method"
 _HEADERS: Final = b"access-control-request-headers"
@@ -29,7 +28,7 @@ _HEADERS: Final = b"access-control-request-headers"
 
 def read_rules(body: bytes) -> tuple[CorsRule, ...]:
     """The rules of a CORSConfiguration document, checked. `Invalid` (`MalformedXML`, `InvalidRequest`)."""
-    rules = tuple(_read_rule(rule) for rule in read_document(body, "CORSConfiguration").findall("CORSRule"))
+    rules = tuple(_read_rule(rule) for rule in parse(body, "CORSConfiguration").findall("CORSRule"))
     cors.check_rules(rules)
     return rules
 
@@ -40,7 +39,7 @@ def _read_rule(rule: Element) -> CorsRule:
 
     age = rule.findtext("MaxAgeSeconds")
     if age is not None and not (age.strip().isascii() and age.strip().isdigit() and len(age.strip()) <= 9):
-        malformed("MaxAgeSeconds is no number of seconds")
+        raise malformed("MaxAgeSeconds is no number of seconds")
     return CorsRule(
         texts("AllowedOrigin"),
         texts("AllowedMethod"),

@@ -14,21 +14,20 @@ from collections.abc import Mapping
 
 from forebay.core.errors import NotSupported
 from forebay.core.tags import COUNT_HEADER, HEADER, Tags, check_tags, parse_tags
-from forebay.node.http.s3_documents import malformed, read_document
-from forebay.node.http.s3_xml import document, element
+from forebay.node.http.s3_xml import document, element, malformed, parse
 
 
 def read_tags(body: bytes) -> Tags:
     """The tags of a Tagging document, checked. `Invalid` (`MalformedXML`, `InvalidTag`)."""
-    root = read_document(body, "Tagging")
+    root = parse(body, "Tagging")
     sets = root.findall("TagSet")
     if len(sets) != 1:
-        malformed(f"it has {len(sets)} TagSets: one is wanted")
+        raise malformed(f"it has {len(sets)} TagSets: one is wanted")
     pairs = []
     for tag in sets[0].findall("Tag"):
         key, value = tag.findtext("Key"), tag.findtext("Value")
         if key is None or value is None:
-            malformed("a Tag has no Key or no Value")
+            raise malformed("a Tag has no Key or no Value")
         pairs.append((key, value))
     return check_tags(pairs)
 

@@ -74,9 +74,10 @@ def document(root: str, inner: str) -> bytes:
 def parse(body: bytes, root: str) -> ElementTree.Element:
     """The element tree of a document whose root is `root`, namespaces taken off. `Invalid` (`MalformedXML`)."""
     try:
-        if b"<!DOCTYPE" in body or b"<!ENTITY" in body or b"\0" in body:
+        text = body.decode("utf-8-sig")  # as text: a declaration of another encoding would hide what is looked for
+        if "<!DOCTYPE" in text or "<!ENTITY" in text:
             raise malformed("a document type has no place in it")
-        tree = ElementTree.fromstring(body)
+        tree = ElementTree.fromstring(text)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise malformed(str(error)) from None
     for found in tree.iter():
