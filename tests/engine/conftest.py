@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 
 from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.memory import MemoryBackend
-from forebay.backends.seam import Backend
+from forebay.backends.seam import Backend, Body, PartSeen, UploadSeen
+from forebay.backends.stack import open_backend
 from forebay.core import calls, wire
-from forebay.core.errors import ForebayError, from_wire
-from forebay.core.types import Bucket, ListPage, ObjectInfo, RangeSpec
+from forebay.core.errors import ForebayError, NotSupported, Unavailable, from_wire
+from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.node.engine import Engine
 from forebay.node.settings import Settings
 
@@ -45,9 +47,10 @@ class Remote:
 
     scheme = "memory"
     read_only = False
-    part_bytes_min = 0
 
     def __init__(self) -> None:
+        self.part_bytes_min = 0  # more than 0: it has uploads
+        self.unconditional = False  # it cannot honour `expect`
         self.objects = MemoryBackend("remote")
         self.asked: list[tuple[str, str, int, int]] = []  # verb, key, start, end
         self.down: ForebayError | None = None
@@ -56,8 +59,12 @@ class Remote:
         self.free_bytes = 0  # of each body, so much passes a closed gate
         self.cut_after: int | None = None  # bodies break after so many bytes
         self.closed_bodies = 0
+        self.lose_answers = 0  # so many writes happen, and their answers are lost
+        self.writable = asyncio.Event()  # writes stop before they happen while it is clear
+        self.writable.set()
+        self.cancelled = 0
 
-    def put(self, key: str, data: bytes) -> ObjectInfo:
+    def place(self, key: str, data: bytes) -> ObjectInfo:
         return self.objects.place(key, data, (("content-type", "text/x-story"),))
 
     def count(self, verb: str) -> int:
@@ -97,6 +104,69 @@ class Remote:
         self.asked.append(("list", prefix, 0, 0))
         return await self.objects.list_page(prefix, delimiter, start_after, limit)
 
+    async def _write(self, verb: str, key: str, size: int, expect: str | None, work: Awaitable[Any]) -> Any:
+        """One write: held up, refused, or done with its answer lost, as the test wants it."""
+        self.asked.append((verb, key, 0, size))
+        try:
+            self._may()
+            if expect is not None and self.unconditional:
+                raise NotSupported("this backend knows no conditions")
+            await self.writable.wait()
+            self._may()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            if sys.exc_info()[0] is not None:
+                work.close()  # type: ignore[attr-defined]
+        try:
+            result = await work
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise Unavailable("the answer was lost: try again")
+        return result
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        work = self.objects.put(key, body, headers=headers, expect=expect, tags=tags)
+        return await self._write("put", key, body.size_bytes, expect, work)
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        await self._write("delete", key, 0, expect, self.objects.delete(key, expect=expect))
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        work = self.objects.copy(source_key, key, source_version=source_version, headers=headers)
+        return await self._write("copy", key, 0, None, work)
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._write("begin", key, 0, None, self.objects.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        work = self.objects.put_part(key, upload_id, number, body)
+        return await self._write("part", key, body.size_bytes, None, work)
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        work = self.objects.complete_upload(key, upload_id, parts, expect=expect)
+        return await self._write("complete", key, 0, expect, work)
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        self.asked.append(("abort", key, 0, 0))
+        await self.objects.abort_upload(key, upload_id)
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self.objects.list_parts(key, upload_id)
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        return await self.objects.list_uploads(prefix)
+
     async def probe(self) -> None:
         self._may()
 
@@ -110,8 +180,6 @@ class _Body:
         self._remote, self._inner = remote, inner
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        from forebay.core.errors import Unavailable
-
         sent = 0
         async for chunk in self._inner:
             if sent >= self._remote.free_bytes:
@@ -301,6 +369,8 @@ class Rig:
         await self.front.connect(self.settings)
 
     def _opener(self, bucket: Bucket, counters: BackendCounters) -> Backend:
+        if bucket.url == LOCAL_URL:
+            return open_backend(bucket, clock=self.clock, counters=counters)
         return Counting(self.remote, counters, self.clock)
 
     async def stop(self, *, clean: bool = True) -> None:
@@ -354,7 +424,8 @@ def rigged(tmp_path: Path) -> Callable[..., None]:
 
         before = len(os.listdir("/proc/self/fd"))
         asyncio.run(main(), debug=False)
-        assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were leaked"
+        left = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        assert len(os.listdir("/proc/self/fd")) <= before, f"descriptors were leaked: {left}"
 
     return run
 

@@ -22,7 +22,7 @@ Rigged = Callable[..., None]
 
 def test_buckets_come_and_go_and_fronts_hear_of_it(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", b"hello")
+        rig.remote.place("object", b"hello")
         made = await rig.front.call(
             "bucket_put", Bucket("second", "memory://x", options={"secret_access_key": "s3cr3t"})
         )
@@ -53,7 +53,7 @@ def test_buckets_come_and_go_and_fronts_hear_of_it(rigged: Rigged) -> None:
 
 def test_a_bucket_that_moves_forgets_what_was_cached_elsewhere(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(5 * MIB))
+        rig.remote.place("object", pattern(5 * MIB))
         await rig.front.get("object")
         await rig.idle()
         rig.engine.flush()
@@ -80,8 +80,8 @@ def test_buckets_are_remembered_over_a_restart_and_kept_from_others(tmp_path: Pa
 def test_listings_from_the_backend_and_from_the_index(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         for number in range(30):
-            rig.remote.put(f"a/{number:02}/x", b"%d" % number)
-            rig.remote.put(f"b{number:02}", b"%d" % number)
+            rig.remote.place(f"a/{number:02}/x", b"%d" % number)
+            rig.remote.place(f"b{number:02}", b"%d" % number)
         page = await rig.front.call("list", calls.ListCall("remote", delimiter="/", limit=5))
         assert page.prefixes == ["a/"]
         assert [entry.key for entry in page.entries] == ["b00", "b01", "b02", "b03"]
@@ -110,7 +110,7 @@ def test_listings_from_the_backend_and_from_the_index(rigged: Rigged) -> None:
 
 def test_stat_tells_what_is_cached(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        info = rig.remote.put("object", pattern(9 * MIB))
+        info = rig.remote.place("object", pattern(9 * MIB))
         state = await rig.front.call("stat", calls.StatCall("remote", "object"))
         assert (state.size_bytes, state.cached_bytes, state.etag) == (9 * MIB, 0, info.etag)
         await rig.front.get("object")
@@ -129,8 +129,8 @@ def test_prefetch_evict_and_refresh(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = {f"train/{number}": pattern(2 * MIB + number, number) for number in range(6)}
         for key, value in data.items():
-            rig.remote.put(key, value)
-        rig.remote.put("other", b"x")
+            rig.remote.place(key, value)
+        rig.remote.place("other", b"x")
         dry = await rig.front.job("prefetch", calls.JobCall("remote", "train/", dry_run=True))
         assert (dry.units_total, dry.bytes_total) == (6, sum(map(len, data.values())))
         assert rig.remote.count("fetch") == 0
@@ -145,7 +145,7 @@ def test_prefetch_evict_and_refresh(rigged: Rigged) -> None:
         again = await rig.front.job("prefetch", calls.JobCall("remote", keys=["train/1", "missing"]))
         assert (again.state, again.units_done, again.units_failed) == ("done", 1, 1)
         assert "missing" in again.errors[0]
-        newer = rig.remote.put("train/3", b"new")
+        newer = rig.remote.place("train/3", b"new")
         refreshed = await rig.front.job("refresh", calls.JobCall("remote", "train/"))
         assert refreshed.units_done == 6
         assert rig.remote.count("check") == 6
@@ -168,7 +168,7 @@ def test_a_job_is_cancelled_and_another_goes_on_after_a_restart(tmp_path: Path) 
     async def story() -> None:
         async with rig(tmp_path) as made:
             for number in range(40):
-                made.remote.put(f"{number:02}", pattern(MIB, number))
+                made.remote.place(f"{number:02}", pattern(MIB, number))
             made.remote.open.clear()
             job = await made.front.call("prefetch", calls.JobCall("remote"))
             assert (await made.front.call("job_cancel", calls.JobNamed(job.job))).state == "cancelled"
@@ -187,15 +187,15 @@ def test_a_job_is_cancelled_and_another_goes_on_after_a_restart(tmp_path: Path) 
 def test_the_cache_stays_within_its_bound_and_keeps_what_is_pinned(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         for number in range(4):
-            rig.remote.put(f"keep/{number}", pattern(4 * MIB, number))
+            rig.remote.place(f"keep/{number}", pattern(4 * MIB, number))
             await rig.front.get(f"keep/{number}")
-        rig.remote.put("keep/4", pattern(3 * MIB, 4))
+        rig.remote.place("keep/4", pattern(3 * MIB, 4))
         pinned = await rig.front.job("pin", calls.JobCall("remote", "keep/"))
         assert (pinned.state, pinned.units_done) == ("done", 5), "what was not here is fetched"
         evicted = await rig.front.job("evict", calls.JobCall("remote", "keep/"))
         assert (evicted.state, evicted.bytes_done) == ("done", 0), "what is pinned stays"
         for number in range(30):
-            rig.remote.put(f"scan/{number}", pattern(5 * MIB, number))
+            rig.remote.place(f"scan/{number}", pattern(5 * MIB, number))
             assert await rig.front.get(f"scan/{number}") == pattern(5 * MIB, number)
             usage = rig.engine.store.usage()[0]
             assert usage.used_bytes <= 64 * MIB
@@ -220,7 +220,7 @@ def test_the_cache_stays_within_its_bound_and_keeps_what_is_pinned(rigged: Rigge
 def test_an_object_larger_than_the_cache_is_read_whole(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(90 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         assert await rig.front.get("object") == data
         assert rig.engine.store.usage()[0].used_bytes <= 32 * MIB
         assert await rig.front.get("object") == data
@@ -230,7 +230,7 @@ def test_an_object_larger_than_the_cache_is_read_whole(rigged: Rigged) -> None:
 
 def test_metrics_are_documented_and_add_up(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(3 * MIB))
+        rig.remote.place("object", pattern(3 * MIB))
         await rig.front.get("object")
         await rig.idle()
         rig.front.vanish()
@@ -261,7 +261,7 @@ def test_an_unknown_bucket_is_looked_for_where_the_environment_says(
     async def story() -> None:
         async with rig(tmp_path) as made:
             made.engine.buckets._auto = True
-            made.remote.put("object", b"hello")
+            made.remote.place("object", b"hello")
             assert await made.front.get("object", bucket="found-by-name") == b"hello"
             assert [bucket.url for bucket in await made.front.call("buckets")] == [
                 "s3://found-by-name",

@@ -19,7 +19,7 @@ Rigged = Callable[..., None]
 
 def test_a_small_object_comes_whole_and_is_asked_for_once(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("small", b"hello")
+        rig.remote.place("small", b"hello")
         read = rig.front.open("small")
         assert await read.whole() == b"hello"
         assert read.opened is not None
@@ -39,7 +39,7 @@ def test_a_small_object_comes_whole_and_is_asked_for_once(rigged: Rigged) -> Non
 def test_an_object_of_up_to_16_mib_is_one_request(rigged: Rigged, size: int) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(size)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         assert await rig.front.get("object") == data
         assert rig.remote.asked == [("fetch", "object", 0, size)]
         await rig.idle()
@@ -55,7 +55,7 @@ def test_an_object_of_up_to_16_mib_is_one_request(rigged: Rigged, size: int) -> 
 def test_the_first_byte_does_not_wait_for_the_last(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(3 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         rig.remote.open.clear()
         rig.remote.free_bytes = MIB
         read = rig.front.open("object")
@@ -71,7 +71,7 @@ def test_the_first_byte_does_not_wait_for_the_last(rigged: Rigged) -> None:
 def test_a_large_object_is_fetched_in_parallel_runs_within_the_window(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(150 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         rig.remote.open.clear()
         rig.remote.free_bytes = 1
         read = rig.front.open("object")
@@ -96,7 +96,7 @@ def test_a_large_object_is_fetched_in_parallel_runs_within_the_window(rigged: Ri
 def test_thirty_two_readers_fetch_each_block_once(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(30 * MIB + 12_345)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         reads = [rig.front.open("object") for _ in range(32)]
         for got in await asyncio.gather(*(read.whole() for read in reads)):
             assert got == data
@@ -108,7 +108,7 @@ def test_thirty_two_readers_fetch_each_block_once(rigged: Rigged) -> None:
 def test_a_range_costs_the_blocks_that_it_touches(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(64 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         first, last = 33 * MIB + 5, 34 * MIB + 4
         assert await rig.front.get("object", RangeSpec(first, last)) == data[first : last + 1]
         assert rig.remote.asked == [("fetch", "object", 32 * MIB, 36 * MIB)]
@@ -126,7 +126,7 @@ def test_a_range_costs_the_blocks_that_it_touches(rigged: Rigged) -> None:
 def test_a_suffix_of_an_unknown_object(rigged: Rigged, suffix: int) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(41 * MIB + 77)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         assert await rig.front.get("object", RangeSpec(None, suffix)) == data[-suffix:]
         assert rig.remote.fetched_bytes() <= suffix + 8 * MIB
         assert rig.remote.count("head") == 0
@@ -136,9 +136,9 @@ def test_a_suffix_of_an_unknown_object(rigged: Rigged, suffix: int) -> None:
 
 def test_ranges_outside_the_object_and_empty_objects(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("empty", b"")
-        rig.remote.put("short", b"12345")
-        rig.remote.put("long", pattern(9 * MIB))
+        rig.remote.place("empty", b"")
+        rig.remote.place("short", b"12345")
+        rig.remote.place("long", pattern(9 * MIB))
         assert await rig.front.get("empty") == b""
         for key, size, first in (
             ("empty", 0, 0),
@@ -161,7 +161,7 @@ def test_ranges_outside_the_object_and_empty_objects(rigged: Rigged) -> None:
 def test_one_readers_bad_range_is_not_anothers(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(5 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         bad = rig.front.open("object", RangeSpec(50 * MIB, None))
         good = rig.front.open("object")
         assert await good.whole() == data
@@ -174,7 +174,7 @@ def test_one_readers_bad_range_is_not_anothers(rigged: Rigged) -> None:
 def test_sequential_ranges_are_read_ahead_and_a_seek_ends_it(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(120 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         position, misses = 0, 0
         while position < 60 * MIB:
             record = rig.engine.store.lookup("remote", "object")
@@ -195,7 +195,7 @@ def test_sequential_ranges_are_read_ahead_and_a_seek_ends_it(rigged: Rigged) -> 
 
 def test_a_client_that_leaves_costs_no_more_than_the_block_in_progress(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(100 * MIB))
+        rig.remote.place("object", pattern(100 * MIB))
         rig.remote.open.clear()
         rig.remote.free_bytes = MIB
         read = rig.front.open("object")
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_costs_no_more_than_the_block_in_progress(rigged: R
 
 def test_a_front_that_dies_takes_its_reads_with_it(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(20 * MIB))
+        rig.remote.place("object", pattern(20 * MIB))
         rig.remote.open.clear()
         rig.remote.free_bytes = 1
         reads = [rig.front.open("object") for _ in range(5)]
@@ -230,7 +230,7 @@ def test_a_front_that_dies_takes_its_reads_with_it(rigged: Rigged) -> None:
 def test_a_body_that_breaks_fails_those_who_wait_for_it(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(10 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         rig.remote.cut_after = 6 * MIB
         read = rig.front.open("object")
         with pytest.raises(Unavailable):
@@ -258,7 +258,7 @@ def test_an_unknown_bucket_and_an_unknown_key(rigged: Rigged) -> None:
 
 def test_metadata_alone_fetches_no_body(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(9 * MIB))
+        rig.remote.place("object", pattern(9 * MIB))
         read = rig.front.open("object", head_only=True)
         await read.until(lambda: read.opened is not None)
         assert read.opened is not None
@@ -277,7 +277,7 @@ def test_metadata_alone_fetches_no_body(rigged: Rigged) -> None:
 
 def test_what_nobody_understands_closes_the_connection_only(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("small", b"hello")
+        rig.remote.place("small", b"hello")
         reader, writer = await asyncio.open_unix_connection(str(rig.settings.engine_socket))
         writer.write(b"\x00\x00\x00\x05nonsense")
         assert await reader.read() == b""
@@ -293,7 +293,7 @@ def test_what_nobody_understands_closes_the_connection_only(rigged: Rigged) -> N
 
 def test_types_of_answers_are_what_the_wire_says(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(5 * MIB))
+        rig.remote.place("object", pattern(5 * MIB))
         read = rig.front.open("object")
         await read.whole()
         seen: Any = read.opened

@@ -38,11 +38,11 @@ def spread(data: bytes, read: bytes) -> None:
 def test_a_cache_full_of_pinned_objects_passes_the_rest_through(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         for number in range(8):
-            rig.remote.put(f"pinned/{number}", pattern(4 * MIB, number))
+            rig.remote.place(f"pinned/{number}", pattern(4 * MIB, number))
             await rig.front.get(f"pinned/{number}")
         await rig.idle()
         data = pattern(37 * MIB, 99)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         rig.remote.asked.clear()
         spread(data, await rig.front.get("object"))
         assert rig.engine.tally.passed_bytes > 0
@@ -56,11 +56,11 @@ def test_a_cache_full_of_pinned_objects_passes_the_rest_through(rigged: Rigged) 
 def test_many_readers_without_a_disk_stay_within_the_memory_bound(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         for number in range(8):
-            rig.remote.put(f"pinned/{number}", pattern(4 * MIB, number))
+            rig.remote.place(f"pinned/{number}", pattern(4 * MIB, number))
             await rig.front.get(f"pinned/{number}")
         rig.engine.cold.budget.limit_bytes = 32 * MIB
         data = pattern(30 * MIB, 7)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         most = 0
 
         async def watch() -> None:
@@ -87,8 +87,8 @@ def test_a_disk_that_fills_up_midway(small_disk: Path, tmp_path: Path) -> None:
     async def story() -> None:
         async with rig(tmp_path / "node", volumes=(str(small_disk / "volume"),)) as made:
             data = pattern(20 * MIB)
-            made.remote.put("object", data)
-            made.remote.put("after", pattern(3 * MIB, 3))
+            made.remote.place("object", data)
+            made.remote.place("after", pattern(3 * MIB, 3))
             made.remote.open.clear()
             made.remote.free_bytes = 3 * MIB
             reads = [made.front.open("object") for _ in range(3)]
@@ -141,13 +141,13 @@ def test_a_write_that_stalls_moves_its_readers_to_memory(rigged: Rigged, monkeyp
 
     async def story(rig: Rig) -> None:
         data = pattern(12 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         first, second = rig.front.open("object"), rig.front.open("object")
         spread(data, await first.whole())
         spread(data, await second.whole())
         assert rig.engine.tally.passed_bytes > 0
         written = len(stalled)
-        rig.remote.put("next", data)
+        rig.remote.place("next", data)
         spread(data, await rig.front.get("next"))
         assert len(stalled) == written, "a slow disk is left alone for a while"
         rig.clock.ahead_s = 31
@@ -162,7 +162,7 @@ def test_what_was_evicted_while_a_read_waited_for_memory_is_fetched(rigged: Rigg
 
     async def story(rig: Rig) -> None:
         data = pattern(24 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         await rig.front.get("object", RangeSpec(0, 16 * MIB - 1))
         await rig.idle()
         cold, store = rig.engine.cold, rig.engine.store
@@ -183,7 +183,7 @@ def test_what_was_evicted_while_a_read_waited_for_memory_is_fetched(rigged: Rigg
 def test_flipped_bytes_that_a_front_suspects_are_fetched_again(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(13 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         await rig.front.get("object")
         await rig.idle()
         record = rig.engine.store.lookup("remote", "object")
@@ -204,7 +204,7 @@ def test_flipped_bytes_that_a_front_suspects_are_fetched_again(rigged: Rigged) -
 def test_a_file_that_is_gone_is_fetched_again(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(5 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         await rig.front.get("object")
         await rig.idle()
         record = rig.engine.store.lookup("remote", "object")
@@ -220,7 +220,7 @@ def test_after_a_machine_stop_every_block_is_checked_before_its_first_use(tmp_pa
     async def story() -> None:
         async with rig(tmp_path) as made:
             data = pattern(22 * MIB)
-            made.remote.put("object", data)
+            made.remote.place("object", data)
             await made.front.get("object")
             await made.idle()
             made.engine.flush()
@@ -252,8 +252,8 @@ def test_what_is_cached_survives_restarts_of_both_kinds(tmp_path: Path) -> None:
     async def story() -> None:
         async with rig(tmp_path) as made:
             small, large = b"small", pattern(21 * MIB)
-            made.remote.put("small", small)
-            made.remote.put("large", large)
+            made.remote.place("small", small)
+            made.remote.place("large", large)
             await made.front.get("small")
             await made.front.get("large", RangeSpec(4 * MIB, 12 * MIB - 1))
             await made.idle()

@@ -18,7 +18,7 @@ AWAY = Unavailable("the backend is away: try again")
 
 def test_a_timed_bucket_asks_again_when_the_time_is_over(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", b"one")
+        rig.remote.place("object", b"one")
         assert await rig.front.get("object") == b"one"
         rig.clock.ahead_s = 59
         assert await rig.front.get("object") == b"one"
@@ -28,7 +28,7 @@ def test_a_timed_bucket_asks_again_when_the_time_is_over(rigged: Rigged) -> None
         assert rig.remote.count("check") == 1
         assert await rig.front.get("object") == b"one", "confirmed: good for a minute again"
         assert rig.remote.count("check") == 1
-        rig.remote.put("object", b"three")
+        rig.remote.place("object", b"three")
         rig.clock.ahead_s = 125
         assert await rig.front.get("object") == b"three"
         assert rig.remote.count("fetch") == 2
@@ -38,10 +38,10 @@ def test_a_timed_bucket_asks_again_when_the_time_is_over(rigged: Rigged) -> None
 
 def test_immutable_never_asks_again(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", b"one")
+        rig.remote.place("object", b"one")
         await rig.front.get("object")
         rig.clock.ahead_s = 1e9
-        rig.remote.put("object", b"two")
+        rig.remote.place("object", b"two")
         assert await rig.front.get("object") == b"one"
         assert rig.remote.count("check") == 0
         assert await rig.front.get("object", revalidate=True) == b"two"
@@ -52,7 +52,7 @@ def test_immutable_never_asks_again(rigged: Rigged) -> None:
 def test_always_asks_on_every_open_but_not_once_for_each_of_many(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(2 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         await rig.front.get("object")
         for expected in (1, 2, 3):
             assert await rig.front.get("object") == data
@@ -61,7 +61,7 @@ def test_always_asks_on_every_open_but_not_once_for_each_of_many(rigged: Rigged)
         assert set(await asyncio.gather(*(rig.front.get("object") for _ in range(20)))) == {data}
         assert 1 <= rig.remote.count("check") <= 2, "at most one under way and one for all who came meanwhile"
         newer = pattern(2 * MIB, seed=1)
-        rig.remote.put("object", newer)
+        rig.remote.place("object", newer)
         assert await rig.front.get("object") == newer
 
     rigged(story, freshness_s=0.0)
@@ -74,14 +74,14 @@ def test_always_is_strict_while_others_read(rigged: Rigged) -> None:
         for turn in range(20):
             value = b"%d" % turn
             early = [rig.front.open("object") for _ in range(3)]
-            rig.remote.put("object", value)
+            rig.remote.place("object", value)
             await asyncio.sleep(0.0005 * (turn % 4))
             assert await rig.front.get("object") == value
             for read in early:
                 assert await read.whole() in (value, b"%d" % (turn - 1))
 
     async def prepared(rig: Rig) -> None:
-        rig.remote.put("object", b"-1")
+        rig.remote.place("object", b"-1")
         await story(rig)
 
     rigged(prepared, freshness_s=0.0)
@@ -89,7 +89,7 @@ def test_always_is_strict_while_others_read(rigged: Rigged) -> None:
 
 def test_an_object_that_is_gone_is_forgotten(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(5 * MIB))
+        rig.remote.place("object", pattern(5 * MIB))
         await rig.front.get("object")
         rig.remote.objects.remove("object")
         assert len(await rig.front.get("object")) == 5 * MIB, "still fresh"
@@ -105,11 +105,11 @@ def test_an_object_that_is_gone_is_forgotten(rigged: Rigged) -> None:
 def test_a_change_under_an_open_read_is_an_error_and_never_a_mixture(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         old, new = pattern(120 * MIB), pattern(120 * MIB, seed=1)
-        rig.remote.put("object", old)
+        rig.remote.place("object", old)
         read = rig.front.open("object")
         read.takes = False  # so that the window holds the rest back
         await read.until(lambda: len(read.data) >= 20 * MIB)
-        rig.remote.put("object", new)
+        rig.remote.place("object", new)
         read.takes = True
         read.front.post_taken(read)
         with pytest.raises(Precondition):
@@ -125,11 +125,11 @@ def test_a_change_before_anything_was_told_goes_unnoticed(rigged: Rigged) -> Non
     """The record is fresh, but the backend has moved on: the reader gets the new version, whole."""
 
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(20 * MIB))
+        rig.remote.place("object", pattern(20 * MIB))
         await rig.front.get("object", RangeSpec(0, 9))
         await rig.idle()
         new = pattern(20 * MIB, seed=1)
-        rig.remote.put("object", new)
+        rig.remote.place("object", new)
         span = RangeSpec(9 * MIB, 10 * MIB)
         assert await rig.front.get("object", span) == new[9 * MIB : 10 * MIB + 1]
         assert await rig.front.get("object") == new
@@ -139,14 +139,14 @@ def test_a_change_before_anything_was_told_goes_unnoticed(rigged: Rigged) -> Non
 
 def test_a_part_of_one_response_gets_its_version_or_an_error(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        old = rig.remote.put("object", pattern(5 * MIB))
+        old = rig.remote.place("object", pattern(5 * MIB))
         await rig.front.get("object")
         rig.clock.ahead_s = 100
         before = len(rig.remote.asked)
         part = await rig.front.get("object", RangeSpec(10, 19), version=old.version)
         assert part == pattern(5 * MIB)[10:20]
         assert len(rig.remote.asked) == before, "a version needs no confirmation"
-        rig.remote.put("object", b"new")
+        rig.remote.place("object", b"new")
         assert await rig.front.get("object", revalidate=True) == b"new"
         with pytest.raises(Precondition):
             await rig.front.get("object", RangeSpec(10, 19), version=old.version)
@@ -157,7 +157,7 @@ def test_a_part_of_one_response_gets_its_version_or_an_error(rigged: Rigged) -> 
 def test_a_timed_bucket_serves_what_it_has_while_the_backend_is_away(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(6 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         await rig.front.get("object")
         rig.remote.down = AWAY
         rig.clock.ahead_s = 1000
@@ -168,7 +168,7 @@ def test_a_timed_bucket_serves_what_it_has_while_the_backend_is_away(rigged: Rig
         with pytest.raises(Unavailable):
             await rig.front.get("other")
         rig.remote.down = None
-        rig.remote.put("object", b"new")
+        rig.remote.place("object", b"new")
         rig.clock.ahead_s = 1010
         assert await rig.front.get("object") == b"new", "asked again a few seconds later"
 
@@ -177,7 +177,7 @@ def test_a_timed_bucket_serves_what_it_has_while_the_backend_is_away(rigged: Rig
 
 def test_always_fails_while_the_backend_is_away(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", b"one")
+        rig.remote.place("object", b"one")
         await rig.front.get("object")
         rig.remote.down = AWAY
         with pytest.raises(Unavailable):
@@ -192,7 +192,7 @@ def test_a_flight_of_a_version_that_is_gone_leaves_no_record_behind(rigged: Rigg
     """Its first block had not landed when somebody learned that the object is gone; then the rest arrives."""
 
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(8 * MIB))
+        rig.remote.place("object", pattern(8 * MIB))
         rig.remote.free_bytes = MIB
         rig.remote.open.clear()
         early = rig.front.open("object")

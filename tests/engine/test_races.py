@@ -46,7 +46,7 @@ def data_files(dir: Path) -> list[Path]:
 def test_an_object_evicted_under_a_slow_reader_can_still_be_read(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(100 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         slow = rig.front.open("object")
         slow.takes = False
         await slow.until(lambda: len(slow.data) >= 16 * MIB)
@@ -63,7 +63,7 @@ def test_an_object_evicted_under_a_slow_reader_can_still_be_read(rigged: Rigged)
 def test_eviction_of_what_is_listed_leaves_what_is_landing(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(64 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         assert await rig.front.get("object", RangeSpec(0, 9)) == data[:10]
         await rig.idle()
         rig.remote.open.clear()
@@ -83,7 +83,7 @@ def test_a_torn_object_of_one_block_is_fetched_again(tmp_path: Path) -> None:
     async def story() -> None:
         async with rig(tmp_path) as made:
             data = pattern(3 * MIB)
-            made.remote.put("object", data)
+            made.remote.place("object", data)
             await made.front.get("object")
             await made.idle()
             made.engine.flush()
@@ -113,8 +113,8 @@ def test_a_bucket_that_moves_leaves_its_flights_behind(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         before, after = pattern(20 * MIB, 1), pattern(20 * MIB, 2)
         old, new = rig.remote, Remote()
-        old.put("object", before)
-        new.put("object", after)
+        old.place("object", before)
+        new.place("object", after)
         old.open.clear()
         first = rig.front.open("object")
         await until(lambda: bool(rig.engine.cold.flights))
@@ -134,10 +134,10 @@ def test_a_bucket_that_moves_leaves_its_flights_behind(rigged: Rigged) -> None:
 def test_an_opening_at_a_bucket_that_moves_is_not_shared(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         old, new = rig.remote, Remote()
-        old.put("object", b"before")
-        old.put("large", pattern(5 * MIB, 1))
-        new.put("object", b"after")
-        new.put("large", pattern(5 * MIB, 2))
+        old.place("object", b"before")
+        old.place("large", pattern(5 * MIB, 1))
+        new.place("object", b"after")
+        new.place("large", pattern(5 * MIB, 2))
         gate = asyncio.Event()
         plain = old.fetch
 
@@ -166,7 +166,7 @@ def test_an_opening_at_a_bucket_that_moves_is_not_shared(rigged: Rigged) -> None
 
 def test_a_clock_that_steps_back_does_not_keep_a_read_asking(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", b"same")
+        rig.remote.place("object", b"same")
         assert await rig.front.get("object") == b"same"
         plain = rig.remote.check
 
@@ -189,7 +189,7 @@ def test_a_read_that_failed_leaves_no_file(rigged: Rigged, tmp_path: Path) -> No
     async def story(rig: Rig) -> None:
         rig.remote.cut_after = MIB
         for number in range(5):
-            rig.remote.put(f"object/{number}", pattern(20 * MIB, number))
+            rig.remote.place(f"object/{number}", pattern(20 * MIB, number))
             with pytest.raises(Unavailable):
                 await rig.front.get(f"object/{number}")
         await rig.idle()
@@ -203,7 +203,7 @@ def test_a_bucket_that_hangs_does_not_hold_up_another(rigged: Rigged) -> None:
         hung, well = rig.remote, Remote()
         rig.remote = well
         await rig.engine.buckets.put(Bucket("well", "memory://well"))
-        well.put("object", b"well")
+        well.place("object", b"well")
         gate = asyncio.Event()
 
         async def never(*args: Any, **more: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_bucket_that_hangs_does_not_hold_up_another(rigged: Rigged) -> None:
 
 def test_fronts_are_told_again_of_files_that_somebody_holds(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(12 * MIB))
+        rig.remote.place("object", pattern(12 * MIB))
         await rig.front.get("object")
         await rig.idle()
         record = rig.engine.store.lookup("remote", "object")
@@ -245,7 +245,7 @@ def test_fronts_are_told_again_of_files_that_somebody_holds(rigged: Rigged) -> N
 
 def test_a_file_that_goes_while_it_is_swept_costs_nothing_else(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(5 * MIB))
+        rig.remote.place("object", pattern(5 * MIB))
         await rig.front.get("object")
         await rig.idle()
         plain = rebuild._files_in
@@ -259,7 +259,7 @@ def test_a_file_that_goes_while_it_is_swept_costs_nothing_else(rigged: Rigged, m
 def test_a_file_that_cannot_be_resumed_is_closed(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(12 * MIB)
-        rig.remote.put("object", data)
+        rig.remote.place("object", data)
         assert await rig.front.get("object", RangeSpec(0, 9)) == data[:10]
         await rig.idle()
 
@@ -280,7 +280,7 @@ def test_a_hole_that_a_commit_makes_ready_can_still_be_called_off(rigged: Rigged
     """A writer's look, which takes no lock when nothing waits, must not fall between two tables."""
 
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(12 * MIB))
+        rig.remote.place("object", pattern(12 * MIB))
         await rig.front.get("object")
         await rig.idle()
         record = rig.engine.store.lookup("remote", "object")
@@ -326,7 +326,7 @@ def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
 
 def test_many_ranges_outside_an_unknown_object_do_not_queue(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(8 * MIB))
+        rig.remote.place("object", pattern(8 * MIB))
         outside = [rig.front.open("object", RangeSpec(20 * MIB, 21 * MIB)) for _ in range(32)]
         assert await rig.front.get("object", RangeSpec(0, 9)) == pattern(10)
         for read in outside:
@@ -356,7 +356,7 @@ def test_a_front_lets_go_of_what_was_dropped_while_it_had_no_engine(tmp_path: Pa
     async def story() -> None:
         async with rig(tmp_path, listen="127.0.0.1:0") as made:
             data = pattern(8 * MIB)
-            made.remote.put("object", data)
+            made.remote.place("object", data)
             front = Front(made.settings, 0)
             await front.start()
             assert (await fetch(front.port, "/remote/object")).endswith(data)
@@ -380,7 +380,7 @@ def test_a_front_lets_go_of_what_was_dropped_while_it_had_no_engine(tmp_path: Pa
 
 def test_a_backend_that_refuses_a_range_inside_is_not_asked_for_ever(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
-        rig.remote.put("object", pattern(8 * MIB))
+        rig.remote.place("object", pattern(8 * MIB))
 
         async def refuse(*_: Any, **__: Any) -> Any:
             raise Invalid("no such range", code="InvalidRange")

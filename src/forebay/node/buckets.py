@@ -24,8 +24,8 @@ import msgspec
 
 from forebay.backends.counting import BackendCounters
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
-from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, Precondition
-from forebay.core.types import Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
+from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
 from forebay.meta.seam import MetaStore
 from forebay.ports.clock import Clock
 
@@ -65,7 +65,7 @@ class _Watched:
     async def _watch(self, call: Awaitable[ResultT]) -> ResultT:
         try:
             result = await call
-        except (NotFound, Precondition, Invalid):
+        except (NotFound, Precondition, Invalid, NotSupported):
             self._served.error = ""
             raise
         except ForebayError as error:
@@ -236,7 +236,12 @@ class Buckets:
         old = self._kept.get(bucket.name)
         created_s = old.created_s if old else self._clock.wall_s()
         bucket = msgspec.structs.replace(bucket, created_s=created_s)
+        if (bucket.write == "local") != (bucket.url == LOCAL_URL):
+            raise Invalid(f"write=local and the URL {LOCAL_URL} go together: give both, or another URL and write mode")
         served = Served(bucket, self._open_backend(bucket))
+        if bucket.write == "back" and served.backend.read_only:
+            await served.backend.aclose()
+            raise Invalid(f"what is written back to {bucket.url} would never arrive: it can only be read")
         if probe:
             try:
                 await served.backend.probe()

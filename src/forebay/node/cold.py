@@ -17,11 +17,15 @@ When the backend does not answer and a confirmed version is here: `always` and `
 is served the version it has, because that time already says that an old answer is better than none. It is counted
 (`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S.
 
+What was written here and is owed to the backend (`State.OWNED`, or a delete that it has not heard of) is the truth: it
+is served without asking. A write *overtakes* the flights and openings of its key: who waits for them gets what there
+was before, but nobody joins them any more, and nothing of theirs is kept.
+
 Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way
 (a reader would get an answer from before its question).
 
 Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key.
-(3) `flights` holds only flights that can be joined.
+(3) `flights` holds only flights that can be joined. (4) Nothing that was asked before a write is stored after it.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import Any
 
-from forebay.backends.seam import Fetch
+from forebay.backends.seam import Backend, Fetch
 from forebay.core import limits
 from forebay.core.errors import (
     Bug,
@@ -52,8 +56,9 @@ from forebay.core.record import Record, State
 from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.flights import Flight
+from forebay.node.openings import NOWHERE, Answer, Opening, Passing
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
-from forebay.node.records import cached_bytes, info_of, is_pinned, make_record, present_blocks
+from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
 from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
 from forebay.node.store import Landing, Store
 from forebay.node.tally import Tally
@@ -66,45 +71,9 @@ CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation bef
 DOWN_FOR_S = 5.0  # after a failed confirmation: how long nobody else is made to wait for one
 SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
 READ_AHEADS_MAX = 1024
-PASSING_KEPT_S = 1.0  # how long an open body waits for the reader that asked for it
 STREAMS_MAX = 4  # sequential readers of one object that are told apart
 _BLOCK = limits.BLOCK_BYTES
 _ANY = float("-inf")  # no confirmation is needed
-
-
-class _Passing:
-    """No disk takes the object: its first body, for whoever comes first; the others fetch for themselves."""
-
-    def __init__(self, fetch: Fetch, first: Run) -> None:
-        self.info = fetch.info
-        self._body: tuple[Fetch, Run] | None = (fetch, first)
-
-    def take(self) -> tuple[Fetch, Run] | None:
-        body, self._body = self._body, None
-        return body
-
-    async def expire(self) -> None:
-        await asyncio.sleep(PASSING_KEPT_S)
-        if body := self.take():
-            await body[0].aclose()
-
-
-class _Answer(NamedTuple):
-    """How an opening ended: confirmed (nothing else is set), an inline object, a flight, a body that no disk takes; or
-    `stale`: the backend did not answer, and what is here may be served."""
-
-    asked_s: float
-    inline: Record | None = None
-    flight: Flight | None = None
-    passing: _Passing | None = None
-    stale: bool = False
-    beyond: ObjectInfo | None = None  # the range that was asked for lies outside of this
-
-
-class _Opening(NamedTuple):
-    asked_s: float
-    done: asyncio.Task[_Answer]
-    served: Served
 
 
 class ColdReads:
@@ -120,7 +89,9 @@ class ColdReads:
         workers: Executor,
         *,
         flush_soon: Callable[[], None],
+        deleted: Callable[[str, str], bool] = lambda bucket, key: False,
     ) -> None:
+        """`deleted`: whether the key was deleted here, and the backend has not heard of it."""
         self.store = store
         self.evictor = evictor
         self.clock = clock
@@ -133,7 +104,8 @@ class ColdReads:
         self._buckets = buckets
         self._tally = tally
         self._flush_soon = flush_soon
-        self._openings: dict[tuple[str, str], _Opening] = {}
+        self._deleted = deleted
+        self._openings: dict[tuple[str, str], Opening] = {}
         self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
         self._admissions: dict[str, asyncio.Semaphore] = {}
@@ -220,12 +192,18 @@ class ColdReads:
             await self._give_record(read, served, found)
 
     def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
-        """What is here, if it was confirmed late enough (or is the very version that is asked for)."""
-        found = self._joinable(name) or self.store.lookup(*name)
+        """What is here, if it is owned, was confirmed late enough, or is the very version that is asked for.
+        `NotFound` for what was deleted here."""
+        found, record = self._here(name)
         if found is None:
+            if self._deleted(*name):
+                raise _changed(*name) if version else _no_key(*name)
             return None
-        has = found.info.version if isinstance(found, Flight) else found.version
-        if version and has == version:
+        if version and _is_of(found, version):
+            return found
+        if record is not None and record.state & State.OWNED:
+            if version:
+                raise _changed(*name)
             return found
         if need_s != _ANY and not need_s <= found.checked_s <= self.clock.wall_s() + CLOCK_SLACK_S:
             return None
@@ -233,17 +211,26 @@ class ColdReads:
             raise _changed(*name)
         return found
 
-    def _joinable(self, name: tuple[str, str]) -> Flight | None:
-        """The flight of this object, unless what it fetches is not kept any more: then newcomers get another."""
+    def _here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
+        """The flight of this object, or what is stored of it; and that again.
+
+        No flight whose bytes are not kept any more, or that knows the object by the version it had before its flush.
+        """
+        record = self.store.lookup(*name)
         flight = self.flights.get(name)
-        if flight is not None and isinstance(flight.sink, DiskSink) and flight.sink.landing.gone:
+        if flight is None:
+            return record, record
+        gone = isinstance(flight.sink, DiskSink) and flight.sink.landing.gone
+        if gone or (
+            record is not None and record.object_id == flight.object_id and record.version != flight.info.version
+        ):
             del self.flights[name]
-            return None
-        return flight
+            return record, record
+        return flight, record
 
     def _give_inline(self, read: Read, record: Record, *, hit: bool) -> None:
         assert record.inline is not None
-        if read.ask.version not in ("", record.version):
+        if read.ask.version and not is_version(record, read.ask.version):
             raise _changed(read.ask.bucket, read.ask.key)
         start, end = _resolve(read.ask.range, record.size_bytes)
         if hit:
@@ -256,7 +243,7 @@ class ColdReads:
     def _give(self, read: Read, flight: Flight) -> None:
         if read.closed:
             return
-        if read.ask.version not in ("", flight.info.version):
+        if read.ask.version and not _is_of(flight, read.ask.version):
             raise _changed(read.ask.bucket, read.ask.key)
         start, end = _resolve(read.ask.range, flight.info.size_bytes)
         self.evictor.touched(flight.object_id, start // _BLOCK, -(-end // _BLOCK))
@@ -301,7 +288,7 @@ class ColdReads:
         asked_s = self.clock.wall_s()
         found = self._found(name, _need(ask, served, asked_s), ask.version)
         if found is None:
-            found = self._joinable(name) or self.store.lookup(*name)
+            found, _ = self._here(name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
             version = found.info.version if isinstance(found, Flight) else found.version
@@ -316,20 +303,19 @@ class ColdReads:
         return self.record_of(found) if isinstance(found, Flight) else found
 
     # --- openings ----------------------------------------------------------------------------------------------------
-    async def _opening(self, read: Read, served: Served, need_s: float) -> _Answer | None:
+    async def _opening(self, read: Read, served: Served, need_s: float) -> Answer | None:
         """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
         name = (read.ask.bucket, read.ask.key)
         opening = self._openings.get(name)
         if opening is not None and not opening.served.same_place(served):
-            self._background.add(opening.done)  # the bucket moved: only those who wait for it already get its answer
-            opening.done.add_done_callback(self._background.discard)
+            self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
             opening = None
         if opening is None:
-            asked_s = self.clock.wall_s()
-            task = asyncio.create_task(self._ask_backend(read.ask, served, asked_s))
-            self._openings[name] = _Opening(asked_s, task, served)
-            task.add_done_callback(lambda done: self._opened(name, done))
-            return await asyncio.shield(task)
+            opening = Opening(self.clock.wall_s(), served)
+            opening.done = asyncio.create_task(self._ask_backend(read.ask, opening))
+            self._openings[name] = opening
+            opening.done.add_done_callback(lambda done: self._opened(name, done))
+            return await asyncio.shield(opening.done)
         try:
             answer = await asyncio.shield(opening.done)
         except (Invalid, Precondition):
@@ -340,28 +326,42 @@ class ColdReads:
             raise
         return answer if opening.asked_s >= need_s else None
 
-    def _opened(self, name: tuple[str, str], done: asyncio.Task[_Answer]) -> None:
+    def _leave_to_its_own(self, opening: Opening) -> None:
+        self._background.add(opening.done)
+        opening.done.add_done_callback(self._background.discard)
+
+    def written(self, bucket: str, key: str) -> None:
+        """The key was written or deleted here, and the store knows: what is on its way of it is of the past."""
+        self.flights.pop((bucket, key), None)
+        opening = self._openings.pop((bucket, key), None)
+        if opening is not None:
+            opening.overtaken = True
+            self._leave_to_its_own(opening)
+
+    def _opened(self, name: tuple[str, str], done: asyncio.Task[Answer]) -> None:
         opening = self._openings.get(name)
         if opening is not None and opening.done is done:
             del self._openings[name]
         if not done.cancelled():
             done.exception()  # whoever waited has it
 
-    async def _ask_backend(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
-        name = (ask.bucket, ask.key)
-        found = self._joinable(name) or self.store.lookup(*name)
+    async def _ask_backend(self, ask: Ask, opening: Opening) -> Answer:
+        name, served, asked_s = (ask.bucket, ask.key), opening.served, opening.asked_s
+        found, record = self._here(name)
+        if record is not None and record.state & State.OWNED:
+            return Answer(asked_s)  # written since we were asked
         if found is not None:
             version = found.info.version if isinstance(found, Flight) else found.version
             changed = await self._check(served, ask.key, version, _tolerant(ask, served))
             if changed is None:
                 self._confirmed(ask.bucket, ask.key, version, asked_s)
-                return _Answer(asked_s)
+                return Answer(asked_s)
             if not isinstance(changed, ObjectInfo):
-                return _Answer(asked_s, stale=True)
+                return Answer(asked_s, stale=True)
             self._replaced(name, version)
             if ask.version not in ("", changed.version):
                 raise _changed(*name)
-        return await self._first_fetch(ask, served, asked_s)
+        return await self._first_fetch(ask, opening)
 
     async def _check(self, served: Served, key: str, version: str, tolerant: bool) -> ObjectInfo | str | None:
         """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
@@ -406,58 +406,61 @@ class ColdReads:
             self.forget(*name)  # before its first block is whole a flight has no record, but it must not make one now
 
     def forget(self, bucket: str, key: str) -> int:
-        """Drop what the store has of an object; how many bytes that were."""
+        """Drop what the store has of an object, unless it is owned; how many bytes that were."""
         record = self.store.lookup(bucket, key)
+        if record is not None and record.state & State.OWNED:
+            return 0  # it is nowhere else
         if self.store.forget(bucket, key) is None or record is None:
             return 0
         self.evictor.removed(record.object_id, present_blocks(record))
         self._flush_soon()
         return cached_bytes(record)
 
-    async def _first_fetch(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
+    async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
         """The request that finds out what the object is and brings its first bytes."""
+        served, asked_s = opening.served, opening.asked_s
         async with self.admission(served.bucket.name):
             try:
                 fetch = await served.backend.fetch(ask.key, _first_request(ask.range), version=ask.version)
             except Invalid as error:
                 if error.code != "InvalidRange":
                     raise
-                return await self._beyond(ask, served, asked_s)
+                return await self._beyond(ask, opening)
         try:
             info = fetch.info
             if info.size_bytes <= limits.INLINE_BYTES_MAX:
-                return _Answer(asked_s, inline=await self._read_inline(served, fetch, asked_s))
+                return Answer(asked_s, inline=await self._read_inline(opening, fetch))
             run = _whole_blocks(fetch)
-            landing = self._landing(served, info, asked_s)
+            landing = None if opening.overtaken else self._landing(served, info, asked_s)
             if landing is None:
-                passing = _Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
+                passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
                 self.spawn(passing.expire())
-                return _Answer(asked_s, passing=passing)
-            return _Answer(asked_s, flight=self._take_off(served, info, landing, asked_s, None, (fetch, run)))
+                return Answer(asked_s, passing=passing)
+            return Answer(asked_s, flight=self._take_off(served, info, landing, asked_s, None, (fetch, run)))
         except BaseException:
             await fetch.aclose()
             raise
 
-    async def _beyond(self, ask: Ask, served: Served, asked_s: float) -> _Answer:
+    async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
         """The range lies outside the object: it may be empty, else the reader must be told its size."""
-        info = await served.backend.head(ask.key)
+        info = await opening.served.backend.head(ask.key)
         if info.size_bytes == 0:
-            return _Answer(asked_s, inline=self._keep_inline(served, info, b"", asked_s))
-        return _Answer(asked_s, beyond=info)
+            return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
+        return Answer(opening.asked_s, beyond=info)
 
-    async def _read_inline(self, served: Served, fetch: Fetch, asked_s: float) -> Record:
+    async def _read_inline(self, opening: Opening, fetch: Fetch) -> Record:
         info, body = fetch.info, bytearray()
         async for chunk in fetch:
             body += chunk
         await fetch.aclose()
         if fetch.start != 0 or len(body) != info.size_bytes:
             raise Unavailable(f"the backend sent {len(body)} bytes of {info.size_bytes} of {info.key}: try again")
-        return self._keep_inline(served, info, bytes(body), asked_s)
+        return self._keep_inline(opening, info, bytes(body))
 
-    def _keep_inline(self, served: Served, info: ObjectInfo, body: bytes, asked_s: float) -> Record:
-        bucket = served.bucket
+    def _keep_inline(self, opening: Opening, info: ObjectInfo, body: bytes) -> Record:
+        bucket, asked_s = opening.served.bucket, opening.asked_s
         pinned = is_pinned(bucket, info.key)
-        if not self._buckets.stands(served):
+        if opening.overtaken or not self._buckets.stands(opening.served):
             return make_record(info, asked_s, inline=body)
         try:
             record = self.store.put_inline(bucket.name, info, body, checked_s=asked_s, pinned=pinned)
@@ -509,7 +512,8 @@ class ColdReads:
         """A flight that others can join."""
         name = (served.bucket.name, info.key)
         sink = DiskSink(landing, self.workers)
-        flight = Flight(self, name[0], served.backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
+        backend = _source(served, record)
+        flight = Flight(self, name[0], backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
         self.flights[name] = flight
         self._enter(flight)
         return flight
@@ -535,7 +539,7 @@ class ColdReads:
     ) -> None:
         """Serve one reader from memory, over the blocks that `record` has. `rest`: what is left of a broken flight."""
         try:
-            if read.ask.version not in ("", info.version):
+            if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
                 raise _changed(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
             record, below = self._still_there(record)
@@ -553,7 +557,7 @@ class ColdReads:
         flight = Flight(
             self,
             served.bucket.name,
-            served.backend,
+            _source(served, record),
             info,
             sink,
             checked_s=checked_s,
@@ -709,6 +713,18 @@ def _tolerant(ask: Ask, served: Served) -> bool:
     return not ask.revalidate and served.bucket.freshness_s > 0
 
 
+def _is_of(found: Flight | Record, version: str) -> bool:
+    """Whether these are bytes of that version."""
+    if isinstance(found, Flight):
+        return version in (found.info.version, own_version(found.object_id))
+    return is_version(found, version)
+
+
+def _source(served: Served, record: Record | None) -> Backend:
+    """Where bytes that are not here come from."""
+    return NOWHERE if record is not None and record.state & State.OWNED else served.backend
+
+
 def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:
     return (0, size_bytes) if asked is None else asked.resolve(size_bytes)
 
@@ -738,6 +754,10 @@ def _whole_blocks(fetch: Fetch) -> Run:
 
 def _changed(bucket: str, key: str) -> Precondition:
     return Precondition(f"{bucket}/{key} changed under an open read: open it again", code="PreconditionFailed")
+
+
+def _no_key(bucket: str, key: str) -> NotFound:
+    return NotFound(f"there is no object {key!r} in bucket {bucket}: check the name", code="NoSuchKey")
 
 
 def _unreachable(bucket: str) -> Unavailable:

@@ -36,16 +36,21 @@ from forebay.meta.sqlite import SqliteMeta
 from forebay.node import child
 from forebay.node.buckets import Buckets, OpenBackend
 from forebay.node.cold import ColdReads
+from forebay.node.copying import Copies
+from forebay.node.flusher import Flusher
 from forebay.node.fronts import Connection, Fronts
 from forebay.node.identities import IdentitiesFile
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
+from forebay.node.listing import Listings
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.streamed import Streams
 from forebay.node.tally import Tally
 from forebay.node.verbs import Verbs
 from forebay.node.vitals import raise_file_limit
+from forebay.node.writes import Writes
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
 from forebay.ports.chance import Chance
@@ -117,6 +122,7 @@ class Engine:
             await self.buckets.load()
             self.room.restore()
             self.room.set_quotas(self.buckets.all())
+            self.flusher.start()
             await self._listen()
         except BaseException:
             await self.stop(clean=False)
@@ -148,7 +154,34 @@ class Engine:
             self.clock,
             self._workers,
             flush_soon=self.flush_soon,
+            deleted=self._deleted,
         )
+        self.flusher = Flusher(
+            self.store,
+            self.buckets,
+            self.clock,
+            self._chance,
+            self._workers,
+            lock=lambda bucket, key: self.writes.lock(bucket, key),
+            commit=lambda change: self.writes.commit(change),
+            flush_soon=self.flush_soon,
+            node_id=self.node_id,
+            capacity_bytes=self._capacity_bytes,
+            cleaned=lambda bucket, key, record: self.room.settled(record),
+        )
+        self.writes = Writes(
+            self.store,
+            self.buckets,
+            self.cold,
+            self.room,
+            self.flusher,
+            self.clock,
+            self._workers,
+            flush=self.flush,
+        )
+        self.streams = Streams(self.store, self.buckets, self.writes)
+        self.copies = Copies(self.store, self.index, self.buckets, self.cold, self.writes, self.flusher, self._workers)
+        self.listings = Listings(self.store, self.index, self.flusher)
         self.work = JobWork(
             self.buckets,
             self.cold,
@@ -160,7 +193,9 @@ class Engine:
         )
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         self.verbs = Verbs(self)
-        self.fronts = Fronts(self.cold, welcome=self.welcome, answer=self.verbs.answer, touched=self._touched)
+        self.fronts = Fronts(
+            self.cold, self.streams, welcome=self.welcome, answer=self.verbs.answer, touched=self._touched
+        )
 
     async def _know_myself(self) -> str:
         entry = await self._meta.get("node/id")
@@ -191,6 +226,10 @@ class Engine:
         if self._server is not None:
             self._server.close()
         await self.jobs.aclose()
+        await self.streams.aclose()
+        await self.writes.aclose()
+        await self.flusher.aclose(flush=False)
+        await self.writes.commits.aclose()
         await self.cold.aclose()
         self.fronts.close()
         await self.room.aclose()
@@ -207,6 +246,13 @@ class Engine:
     def welcome(self) -> Welcome:
         """What a front needs before it serves."""
         return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded)
+
+    def _deleted(self, bucket: str, key: str) -> bool:
+        note = self.flusher.find(bucket, key)
+        return note is not None and note.is_delete
+
+    def _capacity_bytes(self) -> int:
+        return sum(usage.capacity_bytes for usage in self.store.usage() if usage.state != "out")
 
     def _touched(self, object_id: int, first: int, end: int) -> None:
         self.room.touched(object_id, first, end)

@@ -6,7 +6,8 @@ answered within REPORT_TIMEOUT_S or left out.
 
 A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX it is cut.
 
-Invariants. (1) A read number of a front is open at most once. (2) When a connection is lost, all its reads are closed.
+Invariants. (1) A read number of a front is open at most once. (2) When a connection is lost, all its reads are closed
+and the bodies that it was receiving are given up.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, cast
 
+import msgspec
+
 from forebay.core import limits, wire
-from forebay.core.calls import decode_call, encode_answer
+from forebay.core.calls import PutCall, PutOpened, decode_call, encode_answer
 from forebay.core.errors import Bug, ErrorOnWire, ForebayError
 from forebay.core.metrics import Snapshot, decode_snapshot
 from forebay.core.record import Record
@@ -35,6 +38,14 @@ class Reads(Protocol):
     def open(self, ask: Ask, out: Out) -> Read: ...
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None: ...
+
+
+class Puts(Protocol):
+    """What follows bodies that fronts receive (`node/streamed.py`)."""
+
+    def grown(self, number: int, upto: int) -> None: ...
+
+    def gave_up(self, number: int) -> None: ...
 
 
 class FrontSeen(NamedTuple):
@@ -71,6 +82,7 @@ class Connection(asyncio.Protocol):
         self._frames = wire.Frames()
         self._reads: dict[int, Read] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        self._puts: set[int] = set()  # opened, and neither completed nor given up
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
         self.hello: wire.Hello | None = None
@@ -98,6 +110,9 @@ class Connection(asyncio.Protocol):
             read.close()
         for call in self._calls:
             call.cancel()
+        puts, self._puts = self._puts, set()
+        for put in puts:
+            self._fronts.puts.gave_up(put)
 
     def post(self, message: wire.Message) -> None:
         """Send, if the front is there. What is said in one turn of the loop goes out together."""
@@ -141,6 +156,13 @@ class Connection(asyncio.Protocol):
             hits = message.hits
             for at in range(0, len(hits) - 2, 3):
                 self._fronts.touched(hits[at], hits[at + 1], hits[at + 2])
+        elif isinstance(message, wire.Grown):
+            if message.put in self._puts:
+                self._fronts.puts.grown(message.put, message.upto)
+        elif isinstance(message, wire.GaveUp):
+            if message.put in self._puts:
+                self._puts.discard(message.put)
+                self._fronts.puts.gave_up(message.put)
         elif isinstance(message, wire.Call):
             call = asyncio.create_task(self._call(message))
             self._calls.add(call)
@@ -172,13 +194,25 @@ class Connection(asyncio.Protocol):
     async def _call(self, message: wire.Call) -> None:
         try:
             arguments = decode_call(message.verb, message.body)
+            if isinstance(arguments, PutCall) and arguments.put not in self._puts:
+                arguments = msgspec.structs.replace(arguments, put=0)  # opened with an engine that is no more
+            elif isinstance(arguments, PutCall):
+                self._puts.discard(arguments.put)
             answer = await self._fronts.answer(message.verb, arguments)
+            if isinstance(answer, PutOpened) and answer.put:
+                self._opened(answer.put)
             self.post(wire.Answer(message.call, encode_answer(answer)))
         except ForebayError as error:
             self.post(wire.Failed(message.call, error.to_wire()))
         except Exception as error:
             log.exception("the call %s broke", message.verb)
             self.post(wire.Failed(message.call, Bug(f"{message.verb} broke: {error!r}").to_wire()))
+
+    def _opened(self, put: int) -> None:
+        if self._transport is None:
+            self._fronts.puts.gave_up(put)  # the front went away meanwhile
+        else:
+            self._puts.add(put)
 
 
 class Fronts:
@@ -187,6 +221,7 @@ class Fronts:
     def __init__(
         self,
         reads: Reads,
+        puts: Puts,
         *,
         welcome: Callable[[], wire.Welcome],
         answer: Callable[[str, Any], Awaitable[Any]],
@@ -194,6 +229,7 @@ class Fronts:
     ) -> None:
         self.connections: set[Connection] = set()
         self.reads = reads
+        self.puts = puts
         self.welcome = welcome
         self.answer = answer
         self.touched = touched

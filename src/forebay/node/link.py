@@ -230,6 +230,14 @@ class Link:
         finally:
             self._calls.pop(number, None)
 
+    def grown(self, put: int, upto: int) -> None:
+        """The file of the put that `put_open` numbered `put` holds every byte below `upto`."""
+        self.post(wire.Grown(put, upto))
+
+    def gave_up(self, put: int) -> None:
+        """The body of put `put` will not be completed. Not needed after a `put` with that number."""
+        self.post(wire.GaveUp(put))
+
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
         """The record says the bytes are here, and they are not."""
         self.post(wire.Suspect(bucket, key, object_id, reason))

@@ -48,6 +48,17 @@ def make_record(info: ObjectInfo, checked_s: float, *, object_id: int = 0, inlin
     )
 
 
+def own_version(object_id: int) -> str:
+    """The version of what was written here and is nowhere else yet. No backend makes one like it."""
+    return f"~{object_id:x}"
+
+
+def is_version(record: Record, version: str) -> bool:
+    """Whether the record holds the bytes of `version`. What was written here keeps the name that it had before its
+    flush, so that a read that began before goes on after."""
+    return version == record.version or version == own_version(record.object_id)
+
+
 _MADE_HEADERS = (b"etag", b"last-modified", b"accept-ranges")  # `build_head` makes these itself
 
 

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 
 import xxhash
 
 from forebay.core import limits
 from forebay.core.eviction import Eviction, split_unit, unit_of
-from forebay.core.record import State
+from forebay.core.record import Record, State
 from forebay.core.types import Bucket
+from forebay.node.records import present_blocks
 from forebay.node.store import Store, Unit, VolumeUsage
 from forebay.node.tally import Tally
 
@@ -119,6 +120,26 @@ class Room:
         if machine.excess_bytes:
             self._make_room()
 
+    def wrote(self, bucket: str, key: str, record: Record) -> None:
+        """The store has this object whole, from a writer. What is owned is counted, and no victim until `settled`."""
+        machine = self._machines.get(self._store.volume_of(bucket, key))
+        if machine is None:
+            return
+        keep = bool(record.state & (State.PINNED | State.OWNED))
+        for block, size_bytes in _units_of(record):
+            unit = unit_of(record.object_id, block)
+            machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
+            if keep:
+                machine.pin(unit)
+        if machine.excess_bytes:
+            self.make_room()
+
+    def settled(self, record: Record) -> None:
+        """The backend has it: it may be evicted like anything else."""
+        if not record.state & (State.PINNED | State.OWNED):
+            self.pin(record.object_id, [block for block, _ in _units_of(record)], False)
+            self.make_room()
+
     def touched(self, object_id: int, first: int, end: int) -> None:
         """Blocks were read."""
         for machine in self._machines.values():
@@ -203,7 +224,14 @@ def _mark(usage: VolumeUsage) -> int:
     return max(limits.BLOCK_BYTES, usage.capacity_bytes - (SLACK_BYTES if by_disk else 1))
 
 
+def _units_of(record: Record) -> Iterator[tuple[int, int]]:
+    """(block, size) of every block that is here."""
+    size, block_bytes = record.size_bytes, record.block_bytes
+    for block in present_blocks(record):
+        yield block, size if record.inline is not None else min(block_bytes, size - block * block_bytes)
+
+
 def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
     for unit in units:
-        pinned = bool(unit.state & State.PINNED)
+        pinned = bool(unit.state & (State.PINNED | State.OWNED))
         yield unit_of(unit.object_id, unit.block), unit.size_bytes, unit.bucket, unit.used_minute, pinned

@@ -18,28 +18,32 @@ import msgspec
 
 import forebay
 from forebay.core import calls, limits
-from forebay.core.errors import Bug, Invalid
+from forebay.core.errors import Bug, Busy, Exists, Invalid
 from forebay.core.freshness import fresh_until_s
 from forebay.core.metrics import Snapshot, merge, series
-from forebay.core.record import Record, State, blocks_in
-from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.core.record import State, blocks_in
+from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
+from forebay.node.copying import Copies
+from forebay.node.flusher import Flusher
 from forebay.node.fronts import Fronts
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
+from forebay.node.listing import Listings
 from forebay.node.read import Ask
 from forebay.node.records import cached_bytes, headers_of, present_blocks
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreReader
+from forebay.node.streamed import Streams
 from forebay.node.tally import Tally
 from forebay.node.vitals import vitals
+from forebay.node.writes import Writes
 from forebay.ports.clock import Clock
 
 HIDDEN = "***"
 _SECRET_WORDS = ("secret", "token", "password", "key", "sas", "credential")
-SCAN_PAGES_MAX = 100  # index pages looked through for one page of a listing with a delimiter
 
 
 class Engine(Protocol):
@@ -59,6 +63,13 @@ class Engine(Protocol):
     work: JobWork
     tally: Tally
     scrubber: Scrubber
+    writes: Writes
+    streams: Streams
+    copies: Copies
+    listings: Listings
+    flusher: Flusher
+
+    def flush(self) -> None: ...
 
 
 def _is_secret(option: str) -> bool:
@@ -79,6 +90,8 @@ class Verbs:
         self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "buckets": self._buckets,
             "bucket_put": self._bucket_put,
+            "bucket_create": self._bucket_create,
+            "bucket_rules": self._bucket_rules,
             "bucket_delete": self._bucket_delete,
             "bucket_check": self._bucket_check,
             "list": self._list,
@@ -90,6 +103,10 @@ class Verbs:
             "status": self._status,
             "map": self._map,
             "metrics": self._metrics,
+            "put": self._put,
+            "put_open": engine.streams.open,
+            "delete": engine.writes.delete,
+            "copy": engine.copies.copy,
         }
 
     async def answer(self, verb: str, arguments: Any) -> Any:
@@ -110,56 +127,81 @@ class Verbs:
             raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
         if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
             raise Invalid(f"a quota below one block ({limits.BLOCK_BYTES} bytes) keeps nothing: give more, or none")
-        old = {each.name: each for each in self._engine.buckets.all()}.get(bucket.name)
-        if old is not None:
-            options = {n: old.options.get(n, "") if v == HIDDEN else v for n, v in bucket.options.items()}
-            bucket = msgspec.structs.replace(bucket, options=options)
-        kept = await self._engine.buckets.put(bucket)
-        if old is not None and (old.url, old.options) != (kept.url, kept.options):
-            self._engine.cold.leave(kept.name)
-            await self._engine.work.evict_bucket(kept.name)  # cached from another place, perhaps: not this bucket's
+        old = self._kept(bucket.name)
+        if old is None:
+            return hide_secrets(await self._engine.buckets.put(bucket))
+        options = {n: old.options.get(n, "") if v == HIDDEN else v for n, v in bucket.options.items()}
+        bucket = msgspec.structs.replace(bucket, options=options)
+        moved = (old.url, old.options) != (bucket.url, bucket.options)
+        if not moved and old.write == bucket.write:
+            return hide_secrets(await self._engine.buckets.put(bucket))
+        async with self._engine.writes.quiet(bucket.name):
+            await self._settled(bucket.name, "change where or how it is written")
+            if bucket.write != "local":
+                await self._empty(old, "change the bucket")
+            kept = await self._engine.buckets.put(bucket)
+            if moved:
+                self._engine.cold.leave(kept.name)
+                await self._engine.work.evict_bucket(kept.name)  # cached from another place, perhaps: not this bucket's
         return hide_secrets(kept)
 
+    async def _bucket_create(self, bucket: Bucket) -> Bucket:
+        if self._kept(bucket.name) is not None:
+            raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
+        return await self._bucket_put(bucket)
+
+    async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
+        bucket = (await self._engine.buckets.get(call.name)).bucket
+        if call.acl is not None:
+            bucket = msgspec.structs.replace(bucket, acl=call.acl)
+        if call.cors is not None:
+            bucket = msgspec.structs.replace(bucket, cors=call.cors)
+        return hide_secrets(await self._engine.buckets.put(bucket, probe=False))
+
+    def _kept(self, name: str) -> Bucket | None:
+        return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
+
     async def _bucket_delete(self, named: calls.BucketNamed) -> calls.Nothing:
-        await self._engine.buckets.delete(named.name)
-        self._engine.cold.leave(named.name)
-        await self._engine.work.evict_bucket(named.name)
+        async with self._engine.writes.quiet(named.name):
+            bucket = self._kept(named.name)
+            if bucket is not None:
+                await self._settled(named.name, "delete the bucket")
+                await self._empty(bucket, "delete the bucket")
+            await self._engine.buckets.delete(named.name)
+            self._engine.cold.leave(named.name)
+            await self._engine.work.evict_bucket(named.name)
         return calls.Nothing()
 
     async def _bucket_check(self, named: calls.BucketNamed) -> calls.Nothing:
         await (await self._engine.buckets.get(named.name)).backend.probe()
         return calls.Nothing()
 
+    async def _settled(self, bucket: str, change: str) -> None:
+        """`Busy` while the node owes the bucket's backend something, which `change` would lose."""
+        owed = self._engine.flusher.totals(bucket)
+        if owed.objects:
+            raise Busy(
+                f"bucket {bucket} has {owed.objects} objects or deletes ({owed.bytes} bytes) that its backend has not "
+                f"got: `forebay flush {bucket}` first, then {change}",
+                retry_after_s=5.0,
+            )
+
+    async def _empty(self, bucket: Bucket, change: str) -> None:
+        """`Exists` while a local bucket holds objects, which are nowhere else."""
+        self._engine.flush()
+        if bucket.write == "local" and self._engine.index.scan(bucket.name, limit=1):
+            raise Exists(
+                f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}",
+                code="BucketNotEmpty",
+            )
+
     # --- listings ----------------------------------------------------------------------------------------------------
     async def _list(self, call: calls.ListCall) -> Any:
-        served = await self._engine.buckets.get(call.bucket)
-        limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
-        return await served.backend.list_page(call.prefix, call.delimiter, call.start_after, limit)
+        return await self._engine.listings.page(await self._engine.buckets.get(call.bucket), call)
 
     async def _list_cached(self, call: calls.ListCall) -> calls.CachedPage:
         check_bucket_name(call.bucket)
-        limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
-        entries: list[calls.CachedEntry] = []
-        prefixes: list[str] = []
-        after = call.start_after
-        for _ in range(SCAN_PAGES_MAX):
-            room = limit - len(entries) - len(prefixes)
-            found = self._engine.index.scan(call.bucket, call.prefix, after, room)
-            for key, record in found:
-                cut = key.find(call.delimiter, len(call.prefix)) if call.delimiter else -1
-                if cut < 0:
-                    entries.append(_cached_entry(key, record))
-                    after = key
-                elif not prefixes or not key.startswith(prefixes[-1]):
-                    prefixes.append(key[: cut + len(call.delimiter)])
-                    after = prefixes[-1] + "\U0010ffff"
-                    break  # nothing below it is shown: go on behind it
-            else:
-                if len(found) < room:
-                    return calls.CachedPage(entries, prefixes)
-            if len(entries) + len(prefixes) >= limit:
-                break
-        return calls.CachedPage(entries, prefixes, after)
+        return await self._engine.listings.cached(call)
 
     async def _stat(self, call: calls.StatCall) -> calls.ObjectState:
         engine = self._engine
@@ -170,6 +212,7 @@ class Verbs:
         if here is not None and here.version != record.version:
             here = None
         checked_s = here.checked_s if here is not None else record.checked_s
+        owned = here is not None and bool(here.state & State.OWNED)
         return calls.ObjectState(
             bucket=call.bucket,
             key=call.key,
@@ -180,12 +223,16 @@ class Verbs:
             cached_bytes=cached_bytes(here) if here else 0,
             pinned=bool(here and here.state & State.PINNED),
             dirty=bool(here and here.state & State.DIRTY),
-            fresh_until_s=fresh_until_s(checked_s, served.bucket.freshness_s),
+            fresh_until_s=FRESH_IMMUTABLE if owned else fresh_until_s(checked_s, served.bucket.freshness_s),
             headers=dict(headers_of(record)),
             volume=engine.store.volume_of(call.bucket, call.key) if here else "",
             blocks=blocks_in(record.size_bytes),
             cached_blocks=len(present_blocks(here)) if here else 0,
         )
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def _put(self, call: calls.PutCall) -> calls.Written:
+        return await (self._engine.streams.put(call) if call.put else self._engine.writes.put(call))
 
     # --- jobs --------------------------------------------------------------------------------------------------------
     async def _job(self, named: calls.JobNamed) -> calls.JobState:
@@ -265,15 +312,3 @@ class Verbs:
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot
-
-
-def _cached_entry(key: str, record: Record) -> calls.CachedEntry:
-    return calls.CachedEntry(
-        key,
-        record.size_bytes,
-        record.etag,
-        record.modified_s,
-        cached_bytes(record),
-        bool(record.state & State.PINNED),
-        bool(record.state & State.DIRTY),
-    )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TARGET_BYTES = bytes(byte for byte in parsing.TARGET_BYTES if byte not in b"%?")  # nothing to decode, no query
 TARGET_LENGTH_MAX = limits.KEY_BYTES_MAX  # of a bucket and a key: longer ones are for the chain to judge
 TOUCHES_MAX = limits.TOUCHES_MAX
-_UNVERIFIED = int(State.UNVERIFIED)
+_UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 # Fields that change nothing about an anonymous read; any other keeps the request in the chain.
 _HARMLESS = frozenset(
     (
@@ -110,7 +110,7 @@ class Lane:
         if (
             record is None
             or record.state & _UNVERIFIED
-            or not is_fresh(record.checked_s, bucket.freshness_s, self._wall_s())
+            or not (record.state & _OWNED or is_fresh(record.checked_s, bucket.freshness_s, self._wall_s()))
         ):
             return False
         inline = record.inline

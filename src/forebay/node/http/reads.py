@@ -1,9 +1,9 @@
 """Reading one object: is it a hit, and how does a miss become a response? The one place that knows, for every API.
 
 Theory. The APIs differ in how they name an object and word an error; what a read *is* stands here once. A record makes
-a hit if it is fresh, verified, and has every byte that is asked for; then the answer is made and sent before `serve`
-returns. Everything else is a conversation with the engine: it says what the object is, the API decides what to answer
-(conditions, range), and the bytes are sent from the file they land in, as they land.
+a hit if it is fresh (or owned: then it is the truth), verified, and has every byte that is asked for; then the answer
+is made and sent before `serve` returns. Everything else is a conversation with the engine: it says what the object is,
+the API decides what to answer (conditions, range), and the bytes are sent from the file they land in, as they land.
 
 A hit whose file cannot be read is told to the engine (`Suspect`) and read through it like a miss; if the head was sent
 already, the rest of the same version follows from there. If that version is gone, the connection is cut: a client sees
@@ -27,11 +27,12 @@ from forebay.core.wire import Opened, Welcome
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.requests import Exchange, status_of
 from forebay.node.link import Link, Read
+from forebay.node.records import is_version
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
 PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
-_UNVERIFIED = int(State.UNVERIFIED)
+_UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
 class Plan(NamedTuple):
@@ -107,7 +108,7 @@ class Reads:
         if (
             record is not None
             and not record.state & _UNVERIFIED
-            and is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s())
+            and (record.state & _OWNED or is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s()))
         ):
             plan = plan_plain(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, plan):
@@ -238,7 +239,7 @@ class Reads:
         read = await self._link.open_read(bucket, key, RangeSpec(start, end - 1), version=version)
         try:
             opened = await read.opened()
-            if opened.record.version != version or (opened.start, opened.end) != (start, end):
+            if not is_version(opened.record, version) or (opened.start, opened.end) != (start, end):
                 raise Bug("the engine opened another version or range than was asked for: please report it")
         except BaseException:
             read.close()

@@ -156,8 +156,8 @@ class JobWork:
 
     async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
         record = self._cold.store.lookup(bucket, unit.key)
-        if record is None or record.state & State.PINNED:
-            return 0
+        if record is None or record.state & (State.PINNED | State.OWNED):
+            return 0  # what is owned is nowhere else
         return await self._evict(bucket, unit)
 
     async def _evict(self, bucket: str, unit: JobUnit) -> int:
@@ -182,7 +182,8 @@ class JobWork:
         if record is None:
             return 0
         store.set_pinned(bucket, unit.key, pinned)
-        self._room.pin(record.object_id, present_blocks(record), pinned)
+        if not record.state & State.OWNED:  # never a victim, pinned or not
+            self._room.pin(record.object_id, present_blocks(record), pinned)
         self._flush_soon()
         await asyncio.sleep(0)
         return unit.size_bytes

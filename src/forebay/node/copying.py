@@ -1,0 +1,333 @@
+"""Copying an object: at the backend where it can be, else through the node.
+
+Theory. Within one backend a clean object is copied by the backend itself, and the node forgets what it had of the
+target. Everything else (between buckets, from or to objects that only the node has, under conditions on the target) is
+a read of the source, pinned to one version, into a temp file of the target's volume, and then a put. Pieces that lie in
+a file go there by copy_file_range, so filesystems that can share blocks do; the bytes are read once for their
+checksums.
+
+A copy of an object onto itself changes what is stored with it. It must not bring back bytes that another write has
+replaced meanwhile, so it insists on the version that it read and begins again if that is gone.
+
+Rejected: holding the source's lock (a version is pinned; two copies in opposite directions would wait for each other).
+
+Invariants. (1) The target has the bytes of one version of the source. (2) The temp file is gone at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import xxhash
+
+from forebay.core import limits
+from forebay.core.calls import CopyCall, Written
+from forebay.core.errors import (
+    ErrorOnWire,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+    from_wire,
+)
+from forebay.core.httpsem import Conditions
+from forebay.core.record import Record, State
+from forebay.core.types import ObjectInfo, RangeSpec, check_key
+from forebay.node.buckets import Buckets, Served
+from forebay.node.cold import ColdReads
+from forebay.node.read import Ask
+from forebay.node.sink import BlockHashes
+from forebay.node.store import Store, StoreReader
+from forebay.node.writes import Owes, Writes, check_writable, remove_temp
+
+TRIES = 4  # a source that changes so often while it is copied is not copied
+_CHUNK = limits.MIB
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    path: str
+    offset: int
+    body: bytes | None
+
+
+class _Pieces:
+    """Where a read's answers go; None at the end."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[_Piece | ForebayError | None] = asyncio.Queue()
+
+    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+        if body is not None:
+            self.queue.put_nowait(_Piece(start, end, "", 0, body))
+
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
+        self.queue.put_nowait(_Piece(start, end, path, offset, body))
+
+    def finished(self) -> None:
+        self.queue.put_nowait(None)
+
+    def failed(self, error: ErrorOnWire) -> None:
+        self.queue.put_nowait(from_wire(error))
+
+
+class Drawn:
+    """The bytes of an object, drawn into a new file `path` (into memory when it is ""), and what is known of them."""
+
+    def __init__(self, path: str, size_bytes: int, *, md5: bool) -> None:
+        self.path = path
+        self.sums: list[int] = []
+        self._body = bytearray()
+        self._blocks = BlockHashes(0, size_bytes, limits.BLOCK_BYTES)
+        self._whole = xxhash.xxh3_128()
+        self._md5 = hashlib.md5(usedforsecurity=False) if md5 else None
+        self._at = 0
+        self._fd = os.open(path, _FLAGS, 0o600) if path else -1
+
+    @property
+    def body(self) -> bytes | None:
+        return None if self.path else bytes(self._body)
+
+    @property
+    def md5(self) -> str:
+        return self._md5.hexdigest() if self._md5 is not None else ""
+
+    @property
+    def etag(self) -> str:
+        """Of an owned object with these bytes."""
+        return self.md5 or f"{self._whole.hexdigest()}-x"
+
+    def take(self, piece: _Piece) -> None:
+        """Add a piece. May run in a worker thread; `OSError` when the disk errs."""
+        if piece.body is not None:
+            self._hash(memoryview(piece.body))
+            if self._fd >= 0:
+                _write(self._fd, piece.body, self._at)
+            else:
+                self._body += piece.body
+        else:
+            source = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._take_file(source, piece.offset, piece.end - piece.start)
+            finally:
+                os.close(source)
+        self._at += piece.end - piece.start
+
+    def _take_file(self, source: int, offset: int, length: int) -> None:
+        done = 0
+        while done < length:
+            chunk = os.pread(source, min(_CHUNK, length - done), offset + done)
+            if not chunk:
+                raise Unavailable("the file that is copied ended early: try again")
+            self._hash(memoryview(chunk))
+            if self._fd < 0:
+                self._body += chunk
+            elif not _share(source, self._fd, len(chunk), offset + done, self._at + done):
+                _write(self._fd, chunk, self._at + done)
+            done += len(chunk)
+
+    def _hash(self, data: memoryview) -> None:
+        self.sums += [checksum for _, checksum in self._blocks.feed(data)]
+        self._whole.update(data)
+        if self._md5 is not None:
+            self._md5.update(data)
+
+    def close(self) -> None:
+        """No more bytes. Twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Copies:
+    """See the module's header."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: StoreReader,
+        buckets: Buckets,
+        cold: ColdReads,
+        writes: Writes,
+        owes: Owes,
+        workers: Executor,
+    ) -> None:
+        self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
+        self._writes, self._owes, self._workers = writes, owes, workers
+
+    async def copy(self, call: CopyCall) -> Written:
+        """Copy an object. `NotFound` (`NoSuchKey`) for the source, `Precondition` for what is judged of either."""
+        check_key(call.source_key)
+        check_key(call.key)
+        onto_itself = (call.source_bucket, call.source_key) == (call.bucket, call.key)
+        if onto_itself and call.headers is None and call.tags is None:
+            raise Invalid(
+                "This copy request is illegal because it is trying to copy an object to itself without changing the "
+                "object's metadata: give x-amz-metadata-directive: REPLACE",
+                code="InvalidRequest",
+            )
+        return await self._writes.finish(self._copy(call, onto_itself))
+
+    async def _copy(self, call: CopyCall, onto_itself: bool) -> Written:
+        async with self._writes.entered(call.bucket) as served:
+            if served.bucket.write == "through":
+                check_writable(served)
+            for attempt in range(1, TRIES + 1):
+                try:
+                    return await self._try(call, served, onto_itself, attempt > 1)
+                except _SourceChanged as changed:
+                    if attempt == TRIES:
+                        raise changed.error from None
+        raise AssertionError("unreachable")
+
+    async def _try(self, call: CopyCall, served: Served, onto_itself: bool, again: bool) -> Written:
+        source = await self._buckets.get(call.source_bucket)
+        info = await self._writes.current(source, call.source_key, revalidate=again)
+        if info is None:
+            raise NotFound(f"there is no object {call.source_key!r} to copy: check the name", code="NoSuchKey")
+        _judge_source(call, info)
+        if served.bucket.write == "through" and served.same_place(source) and self._is_there(call):
+            written = await self._at_backend(call, served, info)
+            if written is not None:
+                return written
+        etag_kept = info.etag if onto_itself and call.if_match is None and call.if_none_match is None else None
+        path = ""
+        try:
+            if info.size_bytes > limits.INLINE_BYTES_MAX:
+                path = self._index.incoming(call.bucket, call.key)
+                if not path:
+                    raise Unavailable("no volume takes the copy: see `forebay status`", code="InsufficientStorage")
+            drawn = await self._draw(source, info, path, md5=served.bucket.options.get("etag") == "md5")
+            owed = self._owes.find(call.source_bucket, call.source_key)
+            return await self._put(call, served, info, drawn, owed.tags if owed is not None else "", etag_kept)
+        finally:
+            if path:
+                remove_temp(path)
+
+    async def _put(
+        self, call: CopyCall, served: Served, info: ObjectInfo, drawn: Drawn, tags: str, etag_kept: str | None
+    ) -> Written:
+        try:
+            return await self._writes.put_file(
+                served,
+                call.key,
+                drawn.path,
+                info.size_bytes,
+                drawn.sums if drawn.path else (),
+                info.headers if call.headers is None else call.headers,
+                etag=drawn.etag,
+                md5=drawn.md5,
+                tags=tags if call.tags is None else call.tags,
+                if_match=call.if_match if etag_kept is None else etag_kept,
+                if_none_match=call.if_none_match,
+                body=drawn.body,
+            )
+        except Precondition as error:
+            if etag_kept is not None:
+                raise _SourceChanged(error) from error
+            raise
+
+    def _is_there(self, call: CopyCall) -> bool:
+        """Whether the backend can make this copy: it has the source, and nothing is asked that it cannot do."""
+        record = self._store.lookup(call.source_bucket, call.source_key)
+        if record is not None and record.state & State.OWNED:
+            return False
+        return call.tags is None and call.if_match is None and call.if_none_match is None
+
+    async def _at_backend(self, call: CopyCall, served: Served, info: ObjectInfo) -> Written | None:
+        """Have the backend copy; None where it cannot."""
+        async with self._writes.lock(call.bucket, call.key):
+            await self._writes.settle_owed(served.bucket, call.key)
+            try:
+                seen = await served.backend.copy(
+                    call.source_key, call.key, source_version=info.version, headers=call.headers
+                )
+            except NotSupported:
+                return None
+            except Precondition as error:
+                raise _SourceChanged(error) from error
+            except BaseException as error:
+                await self._writes.doubt(served, call.key, error)
+                raise
+            await self._writes.drop(call.bucket, call.key)
+        return Written(seen.etag, seen.version, seen.size_bytes, seen.modified_s)
+
+    async def _draw(self, source: Served, info: ObjectInfo, path: str, *, md5: bool) -> Drawn:
+        """Read the source, as whoever reads it does."""
+        out, loop = _Pieces(), asyncio.get_running_loop()
+        whole = RangeSpec(0, info.size_bytes - 1) if info.size_bytes else None
+        read = self._cold.open(Ask(source.bucket.name, info.key, whole, version=info.version), out)
+        drawn = Drawn(path, info.size_bytes, md5=md5)
+        try:
+            while (piece := await out.queue.get()) is not None:
+                if isinstance(piece, ForebayError):
+                    raise _SourceChanged(piece) if isinstance(piece, Precondition | NotFound) else piece
+                try:
+                    await loop.run_in_executor(self._workers, drawn.take, piece)
+                except OSError as error:
+                    raise Unavailable(
+                        f"the copy could not be written ({error.strerror}): see `forebay status`",
+                        code="InsufficientStorage",
+                    ) from error
+                read.took(piece.end)
+        finally:
+            read.close()
+            drawn.close()
+        return drawn
+
+
+class _SourceChanged(Exception):
+    """The source is another version by now: begin again."""
+
+    def __init__(self, error: ForebayError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _judge_source(call: CopyCall, info: ObjectInfo) -> None:
+    if info.size_bytes > limits.PUT_BYTES_MAX:
+        raise Invalid(
+            f"the source has {info.size_bytes} bytes and one copy takes {limits.PUT_BYTES_MAX} at most: copy it in "
+            "parts (multipart upload)",
+            code="InvalidRequest",
+        )
+    conditions = Conditions(
+        call.source_if_match,
+        call.source_if_none_match,
+        call.source_if_modified_since,
+        call.source_if_unmodified_since,
+    )
+    if conditions.judge(info.etag, info.modified_s) != 200:
+        raise Precondition(
+            f"the source {call.source_key!r} is not what the conditions want: look at it again",
+            code="PreconditionFailed",
+        )
+
+
+def _share(source: int, target: int, length: int, offset: int, at: int) -> bool:
+    """Let the filesystem copy, if it can."""
+    done = 0
+    try:
+        while done < length:
+            copied = os.copy_file_range(source, target, length - done, offset + done, at + done)
+            if not copied:
+                return False
+            done += copied
+    except OSError:
+        return False  # another filesystem, or memory: copied by hand, from the start
+    return True
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written

@@ -1,0 +1,182 @@
+"""Listings as a writer expects them: what the backend has, with what it has not heard of yet.
+
+Theory. A page of the backend is merged with what the node owes in the same stretch of keys (`core/listing.py`): new
+objects are added, deleted ones left out. What is owed is looked at *before* the backend is asked: a write that reaches
+the backend in between is then seen at least once, and a delete at least once not. Only as much of it is looked at as a
+page may need, so memory and time depend on the page, not on the bucket or on what it owes.
+
+A common prefix of which the backend has keys but the node has deleted some is shown only if something below it is left:
+then we look for one key there. That costs a request for each such prefix, and only while deletes wait.
+
+A local bucket is listed from the index: what is there is all there is.
+
+Rejected: asking for more than a page to make up for deleted keys (a short page is a page; only an empty one that is not
+the last would be odd, and is not given).
+
+Invariant. Following `next_after` shows every key that is there throughout, once, in byte order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple, Protocol
+
+from forebay.backends.seam import Backend
+from forebay.core import limits
+from forebay.core.calls import CachedEntry, CachedPage, ListCall
+from forebay.core.listing import after_prefix, merge_pages
+from forebay.core.record import Record, State
+from forebay.core.types import ListEntry, ListPage
+from forebay.node.buckets import Served
+from forebay.node.records import cached_bytes
+from forebay.node.store import Store, StoreReader
+from forebay.node.store.notes import Note
+
+SCAN_PAGES_MAX = 100  # index pages looked through for one page of a listing with a delimiter
+WINDOW = limits.LIST_KEYS_MAX
+
+
+class Owed(Protocol):
+    """What the backends are owed (`node/flusher.py`)."""
+
+    def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
+
+
+class _Ours(NamedTuple):
+    """What is owed in a stretch of keys. `thinned`: common prefixes under which there are deletes and nothing new."""
+
+    page: ListPage
+    removed: set[str]
+    thinned: set[str]
+
+
+class Listings:
+    """See the module's header."""
+
+    def __init__(self, store: Store, index: StoreReader, owed: Owed) -> None:
+        self._store, self._index, self._owed = store, index, owed
+
+    async def page(self, served: Served, call: ListCall) -> ListPage:
+        """The next page of a bucket, as it is now."""
+        limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
+        bucket, after = served.bucket, call.start_after
+        if bucket.write == "local":
+            found, prefixes, after = self._scan(bucket.name, call.prefix, call.delimiter, after, limit)
+            return ListPage([_entry(key, record) for key, record in found], prefixes, after)
+        while True:
+            page = await self._merged(bucket.name, served.backend, call.prefix, call.delimiter, after, limit)
+            if page.entries or page.prefixes or not page.next_after:
+                return page
+            after = page.next_after
+
+    async def _merged(
+        self, bucket: str, backend: Backend, prefix: str, delimiter: str, after: str, limit: int
+    ) -> ListPage:
+        ours = self._ours(bucket, prefix, delimiter, after)
+        theirs = await backend.list_page(prefix, delimiter, after, limit)
+        if not (ours.page.entries or ours.page.prefixes or ours.removed or ours.thinned):
+            return theirs
+        kept = [
+            group
+            for group in theirs.prefixes
+            if group not in ours.thinned or await self._anything(bucket, backend, group, after)
+        ]
+        return merge_pages(ListPage(theirs.entries, kept, theirs.next_after), ours.page, limit, ours.removed)
+
+    async def _anything(self, bucket: str, backend: Backend, prefix: str, after: str) -> bool:
+        """Whether a key is left under `prefix` that comes after `after`."""
+        after = after if after.startswith(prefix) else ""
+        while True:
+            page = await self._merged(bucket, backend, prefix, "", after, limits.LIST_KEYS_MAX)
+            if page.entries:
+                return True
+            if not page.next_after:
+                return False
+            after = page.next_after
+
+    def _ours(self, bucket: str, prefix: str, delimiter: str, after: str) -> _Ours:
+        """What is owed from `after` on: a window of it, or less if that is all. No wait in between."""
+        entries: list[ListEntry] = []
+        prefixes: list[str] = []
+        removed: set[str] = set()
+        thinned: set[str] = set()
+        at = after
+        while len(entries) + len(prefixes) + len(removed) + len(thinned) < WINDOW:
+            found = self._owed.window(bucket, prefix, at, WINDOW)
+            for key, note in found:
+                cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                if cut >= 0:
+                    group = key[: cut + len(delimiter)]
+                    if self._anything_new(bucket, group, key, note):
+                        prefixes.append(group)
+                    else:
+                        thinned.add(group)
+                    at = after_prefix(group)
+                    break
+                at = key
+                record = self._store.lookup(bucket, key)
+                if note.is_delete:
+                    removed.add(key)
+                elif record is not None:
+                    entries.append(_entry(key, record))
+            else:
+                if len(found) < WINDOW:
+                    return _Ours(ListPage(entries, prefixes), removed, thinned)
+        return _Ours(ListPage(entries, prefixes, at), removed, thinned)
+
+    def _anything_new(self, bucket: str, group: str, key: str, note: Note) -> bool:
+        """Whether an object is owed under the common prefix `group`, from `key` on."""
+        while note.is_delete:
+            found = self._owed.window(bucket, group, key, WINDOW)
+            if not found:
+                return False
+            key, note = next(((k, n) for k, n in found if not n.is_delete), found[-1])
+        return True
+
+    # --- from the index alone ----------------------------------------------------------------------------------------
+    async def cached(self, call: ListCall) -> CachedPage:
+        """The next page of what the index has of a bucket. The backend is not asked."""
+        limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
+        found, prefixes, after = self._scan(call.bucket, call.prefix, call.delimiter, call.start_after, limit)
+        await asyncio.sleep(0)
+        return CachedPage([_cached_entry(key, record) for key, record in found], prefixes, after)
+
+    def _scan(
+        self, bucket: str, prefix: str, delimiter: str, after: str, limit: int
+    ) -> tuple[list[tuple[str, Record]], list[str], str]:
+        entries: list[tuple[str, Record]] = []
+        prefixes: list[str] = []
+        for _ in range(SCAN_PAGES_MAX):
+            room = limit - len(entries) - len(prefixes)
+            found = self._index.scan(bucket, prefix, after, room)
+            for key, record in found:
+                cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                if cut < 0:
+                    entries.append((key, record))
+                    after = key
+                elif not prefixes or not key.startswith(prefixes[-1]):
+                    prefixes.append(key[: cut + len(delimiter)])
+                    after = after_prefix(prefixes[-1])
+                    break  # nothing below it is shown: go on behind it
+            else:
+                if len(found) < room:
+                    return entries, prefixes, ""
+            if len(entries) + len(prefixes) >= limit:
+                break
+        return entries, prefixes, after
+
+
+def _entry(key: str, record: Record) -> ListEntry:
+    return ListEntry(key, record.size_bytes, record.etag, record.modified_s)
+
+
+def _cached_entry(key: str, record: Record) -> CachedEntry:
+    return CachedEntry(
+        key,
+        record.size_bytes,
+        record.etag,
+        record.modified_s,
+        cached_bytes(record),
+        bool(record.state & State.PINNED),
+        bool(record.state & State.DIRTY),
+    )

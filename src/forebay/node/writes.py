@@ -1,0 +1,531 @@
+"""Writing at the engine: put and delete, as each bucket wants them.
+
+Theory. A write is a short section under its key's lock: judge the conditions against what a read would show now, do
+what the bucket's mode says, and make the outcome visible to every front before it is answered.
+
+    through        the backend first (`node/through.py`), then a clean record: whole, verified, confirmed now
+    back, local    a dirty or local record (or a tombstone), durable as the bucket says, in a group commit
+
+A write through that finds no room on a volume is a write all the same: the backend has it, and the tier forgets what it
+had. If the backend's answer is lost, nobody knows whether it happened; then what is here counts as unconfirmed.
+
+A section runs in a task of its own and ends by itself: the front that asked may die in the middle, the key's lock is
+held until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while
+no write is half-way (`quiet`).
+
+What replaces an owned object is based on what that was based on (`store/notes.py`); what replaces a clean one, on its
+version; what replaces nothing that is known here, on anything ("last writer wins", as S3 does it).
+
+Rejected: judging conditions in the front (another front's write may come between); taking the lock while the body
+arrives (one slow client would stop all writers of the key).
+
+Invariants. (1) A key has at most one section at a time. (2) A write is answered after it is visible, and durable if the
+bucket says so. (3) A temp file that was handed over is gone when the write ends: it became the object, or is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from forebay.backends.seam import Body
+from forebay.core import limits
+from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
+from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.httpsem import Conditions
+from forebay.core.record import Record, State, blocks_in
+from forebay.core.types import FRESH_IMMUTABLE, Bucket, Headers, ObjectInfo, check_key
+from forebay.node.buckets import Buckets, Served
+from forebay.node.cold import ColdReads
+from forebay.node.commits import Commits
+from forebay.node.locks import KeyLocks
+from forebay.node.read import Ask
+from forebay.node.records import info_of, is_pinned, own_version, present_blocks
+from forebay.node.room import Room
+from forebay.node.store import Change, Delete, Put, Store
+from forebay.node.store.notes import Note, Owed, digest_of, succeeding
+from forebay.node.through import Through
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.writes")
+ResultT = TypeVar("ResultT")
+
+QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
+PRESYNC_BYTES_MIN = limits.MIB  # from here a file is synced before its change is queued: the group does not wait for it
+
+
+class Owes(Protocol):
+    """What the backends are owed (`node/flusher.py`), as writes tell and ask it."""
+
+    def add(self, owed: Owed) -> None: ...
+
+    def find(self, bucket: str, key: str) -> Note | None: ...
+
+    def forget(self, bucket: str, key: str) -> None: ...
+
+    async def stop_key(self, bucket: str, key: str) -> None: ...
+
+    async def room(self, bucket: Bucket, size_bytes: int) -> None: ...
+
+    def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
+
+
+class Writes:
+    """See the module's header. `flush` makes changes of the index visible now."""
+
+    def __init__(
+        self,
+        store: Store,
+        buckets: Buckets,
+        cold: ColdReads,
+        room: Room,
+        owes: Owes,
+        clock: Clock,
+        workers: Executor,
+        *,
+        flush: Callable[[], None],
+    ) -> None:
+        self.locks = KeyLocks()
+        self.commits = Commits(store, published=self._published, flush=flush)
+        self.through = Through()
+        self._store = store
+        self._buckets = buckets
+        self._cold = cold
+        self._room = room
+        self._owes = owes
+        self._clock = clock
+        self._workers = workers
+        self._closed = False
+        self._sections: set[asyncio.Task[Any]] = set()
+        self._entered: Counter[str] = Counter()
+        self._quiet: dict[str, asyncio.Event] = {}
+        self._left: dict[str, asyncio.Event] = {}
+
+    # --- sections ----------------------------------------------------------------------------------------------------
+    def lock(self, bucket: str, key: str) -> AbstractAsyncContextManager[None]:
+        """Alone with the key: no other write, no end of a flush."""
+        return self.locks.lock(bucket, key)
+
+    async def finish(self, section: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run `section` to its end, even if who waits for it goes away."""
+        if self._closed:
+            section.close()
+            raise Closed("the node is stopping: write it again in a moment")
+        task = asyncio.create_task(section)
+        self._sections.add(task)
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._sections.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited has it; if nobody did, nobody is told
+
+    @asynccontextmanager
+    async def entered(self, bucket: str) -> AsyncIterator[Served]:
+        """Write in this bucket: it stays what it is meanwhile. `NotFound` when there is none."""
+        while bucket in self._quiet:
+            await self._quiet[bucket].wait()
+        self._entered[bucket] += 1
+        try:
+            yield await self._buckets.get(bucket)
+        finally:
+            self._entered[bucket] -= 1
+            if not self._entered[bucket]:
+                del self._entered[bucket]
+                if bucket in self._left:
+                    self._left[bucket].set()
+
+    @asynccontextmanager
+    async def quiet(self, bucket: str) -> AsyncIterator[None]:
+        """No write of the bucket is half-way meanwhile: those under way end, others wait. `Busy` after QUIET_WAIT_S."""
+        while bucket in self._quiet:
+            await self._quiet[bucket].wait()
+        self._quiet[bucket] = over = asyncio.Event()
+        try:
+            if self._entered[bucket]:
+                self._left[bucket] = left = asyncio.Event()
+                async with asyncio.timeout(QUIET_WAIT_S):
+                    await left.wait()
+            else:
+                del self._entered[bucket]
+            yield
+        except TimeoutError:
+            raise Busy(f"writes to {bucket} are under way: try again when they are done", retry_after_s=5.0) from None
+        finally:
+            self._left.pop(bucket, None)
+            del self._quiet[bucket]
+            over.set()
+
+    # --- what a key is now -------------------------------------------------------------------------------------------
+    async def current(self, served: Served, key: str, *, revalidate: bool = False) -> ObjectInfo | None:
+        """What a read would show now: owed, cached and fresh, or asked. None if there is no such object."""
+        try:
+            record = await self._cold.metadata(Ask(served.bucket.name, key, revalidate=revalidate), served)
+        except NotFound as error:
+            if error.code == "NoSuchBucket":
+                raise
+            return None
+        return info_of(record, key)
+
+    async def check(
+        self, served: Served, key: str, if_match: str | None, if_none_match: str | None
+    ) -> ObjectInfo | None:
+        """Judge a write's conditions; what the object is. `Precondition` (`PreconditionFailed`) if they do not hold,
+        `NotFound` for If-Match where there is nothing. A refusal is never based on a cached answer alone."""
+        info = await self.current(served, key)
+        if _holds(info, if_match, if_none_match):
+            return info
+        info = await self.current(served, key, revalidate=True)
+        if _holds(info, if_match, if_none_match):
+            return info
+        if info is None:
+            raise NotFound(f"there is no object {key!r} that If-Match could mean: write it without", code="NoSuchKey")
+        raise Precondition(
+            f"{key!r} is not what the condition wants (its ETag is {info.etag!r}): read it again, then decide",
+            code="PreconditionFailed",
+        )
+
+    # --- the verbs ---------------------------------------------------------------------------------------------------
+    async def put(self, call: PutCall) -> Written:
+        """Make the bytes of `call` the object."""
+        return await self.finish(self._put(call))
+
+    async def _put(self, call: PutCall) -> Written:
+        try:
+            check_key(call.key)
+            async with self.entered(call.bucket) as served:
+                return await self.put_file(
+                    served,
+                    call.key,
+                    call.path,
+                    call.size_bytes,
+                    call.sums,
+                    call.headers,
+                    etag=etag_of(call),
+                    md5=call.md5,
+                    tags=call.tags,
+                    if_match=call.if_match,
+                    if_none_match=call.if_none_match,
+                    body=call.body,
+                )
+        finally:
+            if call.path:
+                remove_temp(call.path)
+
+    async def put_file(
+        self,
+        served: Served,
+        key: str,
+        path: str,
+        size_bytes: int,
+        sums: Sequence[int],
+        headers: Headers,
+        *,
+        etag: str,
+        md5: str = "",
+        tags: str = "",
+        if_match: str | None = None,
+        if_none_match: str | None = None,
+        body: bytes | None = None,
+        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None = None,
+    ) -> Written:
+        """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is what an owned
+        object gets; `send(expect)` puts it to the backend, where that is not simply sending the bytes."""
+        bucket = served.bucket
+        if path and size_bytes <= limits.INLINE_BYTES_MAX:
+            body, path, sums = await self._in_worker(lambda: _read(path)), "", ()
+        if not path and body is None:
+            raise Invalid("a put came without a body: please report it")
+        if path and len(sums) != blocks_in(size_bytes):
+            raise Invalid(f"a put of {size_bytes} bytes came with {len(sums)} checksums: please report it")
+        what = _What(key, path, size_bytes, tuple(sums), headers, etag, md5, tags, body)
+        if bucket.write == "through":
+            check_writable(served)
+            async with self.lock(bucket.name, key):
+                return await self._put_through(served, what, if_match, if_none_match, send)
+        if bucket.write == "back":
+            await self._owes.room(bucket, size_bytes)
+        if path and bucket.durability == "disk" and size_bytes >= PRESYNC_BYTES_MIN:
+            await self._in_worker(lambda: _sync(path))
+        async with self.lock(bucket.name, key):
+            return await self._put_owned(served, what, if_match, if_none_match)
+
+    async def delete(self, call: DeleteCall) -> Nothing:
+        """There is no such object afterwards. One that was not there is fine, unless `if_match` is given."""
+        return await self.finish(self._delete(call))
+
+    async def _delete(self, call: DeleteCall) -> Nothing:
+        check_key(call.key)
+        async with self.entered(call.bucket) as served:
+            if served.bucket.write == "through":
+                check_writable(served)
+            elif served.bucket.write == "back":
+                await self._owes.room(served.bucket, 0)
+            async with self.lock(call.bucket, call.key):
+                if served.bucket.write == "through":
+                    await self._delete_through(served, call.key, call.if_match)
+                else:
+                    await self._delete_owned(served, call.key, call.if_match)
+        return Nothing()
+
+    # --- written back, or local --------------------------------------------------------------------------------------
+    async def _put_owned(self, served: Served, what: _What, if_match: str | None, if_none_match: str | None) -> Written:
+        bucket, key = served.bucket, what.key
+        judged, asked = None, if_match is not None or if_none_match is not None
+        if asked:
+            judged = await self.check(served, key, if_match, if_none_match)
+        local = bucket.write == "local"
+        object_id, now_s = self._store.take_id(), self._clock.wall_s()
+        info = ObjectInfo(key, what.size_bytes, own_version(object_id), what.etag, now_s, what.headers)
+        note = Note(
+            seq=object_id,
+            since_s=now_s,
+            size_bytes=what.size_bytes,
+            object_id=object_id,
+            headers=what.headers,
+            tags=what.tags,
+            md5=what.md5,
+            local=local,
+            digest=digest_of(what.size_bytes, sums=what.sums, body=what.body),
+        )
+        put = Put(
+            bucket.name,
+            info,
+            object_id,
+            self._state(bucket, key, State.LOCAL if local else State.DIRTY),
+            checked_s=now_s,
+            body=what.body,
+            path=what.path,
+            sums=what.sums,
+            note=self._following(bucket, key, note, judged, asked),
+            durable=bucket.durability == "disk",
+        )
+        record = await self.commit(put)
+        assert record is not None
+        return Written(record.etag, record.version, record.size_bytes, record.modified_s)
+
+    async def _delete_owned(self, served: Served, key: str, if_match: str | None) -> None:
+        bucket = served.bucket
+        judged = await self.check(served, key, if_match, None) if if_match is not None else None
+        before = self._owes.find(bucket.name, key)
+        record = self._store.lookup(bucket.name, key)
+        if record is None and (bucket.write == "local" or (before is not None and before.is_delete)):
+            return
+        note = None
+        if bucket.write == "back":
+            note = Note(seq=self._store.take_id(), since_s=self._clock.wall_s(), size_bytes=0, object_id=0)
+            note = self._following(bucket, key, note, judged, if_match is not None)
+        await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
+
+    def _following(self, bucket: Bucket, key: str, note: Note, judged: ObjectInfo | None, asked: bool) -> Note:
+        """The note as it stands in its key's history: what it is based on, and what may have been sent before."""
+        before = self._owes.find(bucket.name, key)
+        if note.local or before is not None:
+            return succeeding(note, before)
+        record = self._store.lookup(bucket.name, key)
+        based_on: str | None = None
+        if record is not None:
+            based_on = record.version or None
+        elif asked:
+            based_on = "" if judged is None else judged.version or None
+        return msgspec.structs.replace(note, based_on=based_on)
+
+    # --- written through ---------------------------------------------------------------------------------------------
+    async def _put_through(
+        self,
+        served: Served,
+        what: _What,
+        if_match: str | None,
+        if_none_match: str | None,
+        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None,
+    ) -> Written:
+        bucket, key = served.bucket, what.key
+        expect: str | None = None
+        if if_match is not None or if_none_match is not None:
+            judged = await self.check(served, key, if_match, if_none_match)
+            expect = "" if judged is None else judged.version or None
+        await self.settle_owed(bucket, key)
+        asked_s = self._clock.wall_s()
+        try:
+            if send is not None:
+                seen = await send(expect)
+            else:
+                body = Body(what.size_bytes, data=what.body, path=what.path, md5=what.md5)
+                seen = await self.through.put(
+                    served.backend, key, body, headers=what.headers, expect=expect, tags=what.tags
+                )
+        except BaseException as error:
+            await self.doubt(served, key, error)
+            raise
+        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.headers)
+        put = Put(
+            bucket.name,
+            info,
+            self._store.take_id(),
+            self._state(bucket, key, State.CLEAN),
+            checked_s=asked_s,
+            body=what.body,
+            path=what.path,
+            sums=what.sums,
+        )
+        try:
+            if not info.version:
+                raise NotSupported("the backend names no version: what was written is not kept here")
+            await self.commit(put)
+        except ForebayError as error:
+            log.info("%s/%s is written, and not kept here: %s", bucket.name, key, error)
+            await self.drop(bucket.name, key)
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
+    async def _delete_through(self, served: Served, key: str, if_match: str | None) -> None:
+        bucket, expect = served.bucket, None
+        if if_match is not None:
+            judged = await self.check(served, key, if_match, None)
+            assert judged is not None
+            expect = judged.version or None
+        await self.settle_owed(bucket, key)
+        try:
+            await served.backend.delete(key, expect=expect)
+        except BaseException as error:
+            await self.doubt(served, key, error)
+            raise
+        await self.drop(bucket.name, key)
+
+    async def drop(self, bucket: str, key: str) -> None:
+        """Under the key's lock: the node knows nothing of the key any more, whoever reads it asks the backend."""
+        if self._store.lookup(bucket, key) is None:
+            self._owes.forget(bucket, key)
+            self._cold.written(bucket, key)
+        else:
+            await self.commit(Delete(bucket, key))
+
+    async def settle_owed(self, bucket: Bucket, key: str) -> None:
+        """Under the key's lock: the key owes what is about to be replaced: no flush of it may come after."""
+        if self._owes.find(bucket.name, key) is not None:
+            await self._owes.stop_key(bucket.name, key)
+
+    async def doubt(self, served: Served, key: str, error: BaseException) -> None:
+        """Under the key's lock: nobody knows whether the backend did what it was asked. What is here must be confirmed
+        before it is served again."""
+        if isinstance(error, Denied | Invalid | NotSupported):
+            return  # it did not
+        bucket = served.bucket
+        self._cold.written(bucket.name, key)
+        record = self._store.lookup(bucket.name, key)
+        if record is None or record.state & State.OWNED:
+            return
+        if bucket.freshness_s >= FRESH_IMMUTABLE and getattr(error, "retry", "") != "never":
+            self._cold.forget(bucket.name, key)  # nobody would ever ask whether it changed
+        else:
+            self._store.confirm([(bucket.name, key, record.version, 0.0)])
+        self.commits.flush()
+
+    # --- making it so ------------------------------------------------------------------------------------------------
+    async def commit(self, change: Change) -> Record | None:
+        """Make `change` durable and visible, together with others. Raises what kept it from being so."""
+        return await self.commits.commit(change)
+
+    def _state(self, bucket: Bucket, key: str, state: State) -> State:
+        record = self._store.lookup(bucket.name, key)
+        pinned = is_pinned(bucket, key) or (record is not None and bool(record.state & State.PINNED))
+        return state | State.PINNED if pinned else state
+
+    def _published(self, change: Change, before: Record | None, after: Record | None) -> None:
+        """What is true together with a change: what is owed, what reads find, what may be evicted."""
+        bucket = change.bucket
+        key = change.info.key if isinstance(change, Put) else change.key
+        self._cold.written(bucket, key)
+        if before is not None:
+            self._room.removed(before.object_id, present_blocks(before))
+        if after is not None:
+            self._room.wrote(bucket, key, after)
+        note = change.note
+        if note is not None and not note.local:
+            self._owes.add(Owed(bucket, key, note, change.durable))
+        elif self._owes.find(bucket, key) is not None:
+            self._owes.forget(bucket, key)
+
+    async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    async def aclose(self, grace_s: float = 10.0) -> None:
+        """Begin no more, and end every section: those that wait for a backend after `grace_s` at the latest."""
+        self._closed = True
+        if self._sections:
+            await asyncio.wait(list(self._sections), timeout=grace_s)
+        for task in list(self._sections):
+            task.cancel()
+        if self._sections:
+            await asyncio.wait(list(self._sections))
+        await self.through.aclose()
+
+
+class _What(msgspec.Struct, frozen=True, gc=False):
+    """What an object is to be."""
+
+    key: str
+    path: str
+    size_bytes: int
+    sums: tuple[int, ...]
+    headers: Headers
+    etag: str
+    md5: str
+    tags: str
+    body: bytes | None
+
+
+def _holds(info: ObjectInfo | None, if_match: str | None, if_none_match: str | None) -> bool:
+    if info is None:
+        return if_match is None
+    return Conditions(if_match, if_none_match).judge(info.etag, info.modified_s) == 200
+
+
+def etag_of(call: PutCall) -> str:
+    """Of what is owned: no client takes a hash with `-` in it for an MD5."""
+    if call.md5:
+        return call.md5
+    if call.hash128:
+        return f"{call.hash128}-x"
+    if call.body is not None:
+        return f"{xxhash.xxh3_128_hexdigest(call.body)}-x"
+    return ""
+
+
+def check_writable(served: Served) -> None:
+    if served.backend.read_only:
+        raise NotSupported(
+            f"the backend of bucket {served.bucket.name} can only be read: write there, or give the bucket a backend "
+            "that can be written"
+        )
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_temp(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("a temp file stays at %s: %s", path, error)
