@@ -129,6 +129,11 @@ class FakeEngine:
                 answer = answer(arguments)
             except ForebayError as error:
                 answer = error
+        if answer is None:
+            try:
+                answer = self._write(message.verb, arguments)
+            except ForebayError as error:
+                answer = error
         if message.verb == "buckets" and answer is None:
             answer = self.buckets
         if message.verb == "list" and answer is None:
@@ -144,6 +149,35 @@ class FakeEngine:
             talk.say(wire.Failed(message.call, answer.to_wire()))
         else:
             talk.say(wire.Answer(message.call, calls.encode_answer(answer)))
+
+    def _write(self, verb: str, arguments: Any) -> Any:
+        """Writes land among `cold`, so that a read then sees them. None for other calls."""
+        if verb in ("put", "delete"):
+            self._find(arguments.bucket)
+        if verb == "put_open":
+            return calls.PutOpened(0)
+        if verb == "put":
+            data = arguments.body
+            if data is None:
+                data = Path(arguments.path).read_bytes()
+                os.unlink(arguments.path)
+            assert len(data) == arguments.size_bytes
+            version = f"w{len(self.calls)}"
+            self.cold[arguments.bucket, arguments.key] = Cold(data, version)
+            return calls.Written(f"etag-{version}", version, len(data), 1_700_000_000.0)
+        if verb == "delete":
+            self.cold.pop((arguments.bucket, arguments.key), None)
+            return calls.Nothing()
+        if verb == "copy":
+            source = self.cold.get((arguments.source_bucket, arguments.source_key))
+            if source is None:
+                return NotFound("there is no such object", code="NoSuchKey")
+            version = f"w{len(self.calls)}"
+            self.cold[arguments.bucket, arguments.key] = Cold(source.data, version)
+            return calls.Written(f"etag-{version}", version, len(source.data), 1_700_000_000.0)
+        if verb == "stat":
+            return NotFound("there is no such object", code="NoSuchKey")
+        return None
 
     def _find(self, bucket: str) -> None:
         if all(bucket != known.name for known in self.buckets):

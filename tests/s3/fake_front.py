@@ -129,6 +129,7 @@ class FakeReads:
         self.write: WriteMode = "back"
         self.options: dict[str, str] = {}
         self.said: list[tuple[str, int, int]] = []
+        self.volumes = 1
         self.places = 0
         self.dir = ""
 
@@ -247,6 +248,8 @@ class FakeReads:
 
     # what `Puts` needs
     def place(self, bucket: str, key: str) -> str:
+        if not self.volumes:
+            return ""
         if not self.dir:
             self.dir = tempfile.mkdtemp()
             weakref.finalize(self, shutil.rmtree, self.dir, True)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import re
 from calendar import timegm
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 
@@ -127,6 +128,17 @@ class Conditions(msgspec.Struct, frozen=True):
             if limit is not None and int(modified_s) <= limit:
                 return 304
         return 200
+
+
+CONDITION_NAMES: Final = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
+
+
+def conditions_of(headers: Mapping[bytes, bytes]) -> Conditions | None:
+    """The conditions among a request's headers (names in lower case), or None if there is none."""
+    found = [headers.get(name) for name in CONDITION_NAMES]
+    if found == [None, None, None, None]:
+        return None
+    return Conditions(*(None if value is None else value.decode("latin-1") for value in found))
 
 
 def _opaque(etag: str) -> str:

@@ -115,7 +115,7 @@ class Front:
         domains = (self.settings.domain,) if self.settings.domain else ()
         puts = Puts(self.link.call, Intake(self._place), self._streams())
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
-        native = Native(self._reads, self._store, self.link.call, self._auth, self._missing)
+        native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing)
         self.server = Server(
             s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
         )

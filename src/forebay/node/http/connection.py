@@ -365,10 +365,13 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._stage = NONE
         try:
             self._handler.handle(self.request, self)
-        except ForebayError as error:
-            self.fail(error)
         except Exception as error:
-            self._failed_badly(error)
+            if self.request.sink is not None:
+                self.request.sink.abort()  # nobody took what came
+            if isinstance(error, ForebayError):
+                self.fail(error)
+            else:
+                self._failed_badly(error)
         if self._phase == BUSY and self._stage == NONE and self._task is None:
             self.fail(Bug(f"nothing answered {self.request.method!r} {self.request.path!r}: please report it"))
 

@@ -20,15 +20,18 @@ import msgspec
 
 from forebay.core import calls, limits
 from forebay.core.calls import CachedEntry, CachedPage
-from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
-from forebay.core.httpsem import Conditions, parse_range, range_applies
+from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.listing import after_prefix
 from forebay.core.metrics import render
 from forebay.core.record import Record, State
-from forebay.core.types import Bucket, RangeSpec, check_bucket_name, check_key
+from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.node.http import openapi
 from forebay.node.http.auth import Auth
-from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
+from forebay.node.http.bodies import Incoming
+from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
+from forebay.node.http.object_headers import write_conditions
+from forebay.node.http.puts import Puts
+from forebay.node.http.reads import Reads
 from forebay.node.http.requests import (
     BodySink,
     BoundedBody,
@@ -49,8 +52,6 @@ NDJSON = b"Content-Type: application/x-ndjson\r\n"
 MASK = "***"
 _SECRET = re.compile(r"secret|password|token|credential|private|account_key|access_key(?!_id)|sas", re.IGNORECASE)
 _OBJECTS = b"/-/v1/objects/"
-_CONDITION_NAMES = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
-_SPECIAL = frozenset((*_CONDITION_NAMES, b"range"))
 
 _encode = msgspec.json.Encoder().encode
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -68,8 +69,11 @@ class _Line(msgspec.Struct):
 class Native:
     """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
 
-    def __init__(self, reads: Reads, store: StoreReader, call: Call, auth: Auth, ready: Callable[[], str]) -> None:
+    def __init__(
+        self, reads: Reads, puts: Puts, store: StoreReader, call: Call, auth: Auth, ready: Callable[[], str]
+    ) -> None:
         self._reads = reads
+        self._puts = puts
         self._store = store
         self._call = call
         self._auth = auth
@@ -98,7 +102,12 @@ class Native:
 
     def take_body(self, request: Request) -> BodySink:
         """Only what takes a body gets one; anything else is refused before it is sent."""
-        route, _ = find(request.method.decode("latin-1"), request.path)
+        route, taken = find(request.method.decode("latin-1"), request.path)
+        if route.body is bytes:
+            assert route.may is not None
+            bucket = self._reads.bucket(taken["bucket"])
+            self._auth.require(self._auth.bearer(request), route.may, bucket.name)
+            return self._puts.take(request, None, bucket, check_key(taken["key"]))
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
         return BoundedBody(limits.JSON_BODY_BYTES_MAX)
@@ -123,11 +132,31 @@ class Native:
         bucket = self._reads.bucket(name)
         self._auth.require_read(identity, bucket)
         asked, decide = None, None
-        headers = request.headers
-        if not _SPECIAL.isdisjoint(headers):
-            asked = parse_range(request.header(b"range")) if b"range" in headers else None
-            decide = _decider(request, asked)
+        if not DECIDED_BY.isdisjoint(request.headers):
+            asked = asked_range(request)
+            decide = decide_by(request, asked)
         self._reads.serve(exchange, bucket, check_key(decode_component(key)), asked, decide)
+
+    def _object_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if request.sink is None:  # it has no body: an empty object, if it says so
+            request.sink = self.take_body(request)
+            request.sink.finish()
+        assert isinstance(request.sink, Incoming)
+        putting = self._puts.put(taken["bucket"], taken["key"], request.sink)
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await putting))
+
+        exchange.spawn(answer())
+
+    def _object_delete(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if_match = write_conditions(request).if_match
+        call = calls.DeleteCall(self._reads.bucket(taken["bucket"]).name, check_key(taken["key"]), if_match)
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await self._call("delete", call)))
+
+        exchange.spawn(answer())
 
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
@@ -304,26 +333,6 @@ def _cached_entry(key: str, record: Record) -> CachedEntry:
         bool(state & State.PINNED),
         bool(state & State.DIRTY),
     )
-
-
-def _decider(request: Request, asked: RangeSpec | None) -> Decide:
-    """Conditions, then the range, as RFC 9110 13.2.2 orders them."""
-    texts = [request.header(name) if name in request.headers else None for name in _CONDITION_NAMES]
-    conditions = Conditions(*texts)
-    if_range = request.header(b"if-range") if b"if-range" in request.headers else None
-
-    def decide(record: Record) -> Plan:
-        verdict = conditions.judge(record.etag, record.modified_s)
-        if verdict == 412:
-            raise Precondition(
-                "the object is not the version that was asked for: read it anew", code="PreconditionFailed"
-            )
-        if verdict == 304:
-            return Plan(304, record.head, 0, 0)
-        applies = asked is not None and range_applies(if_range, record.etag, record.modified_s)
-        return plan_plain(record, asked if applies else None)
-
-    return decide
 
 
 def _decode_body(request: Request, type_: Any) -> Any:

@@ -28,7 +28,7 @@ class ErrorBody(msgspec.Struct):
 
 def describe() -> bytes:
     """The document as JSON."""
-    types = [type_ for route in ROUTES for type_ in (route.body, *_answers(route)) if type_ is not None]
+    types = [type_ for route in ROUTES for type_ in (route.body, *_answers(route)) if type_ not in (None, bytes)]
     schemas, components = msgspec.json.schema_components(
         [*types, ErrorBody], ref_template="#/components/schemas/{name}"
     )
@@ -75,7 +75,10 @@ def _operation(route: Route, by_type: dict[str, Any]) -> dict[str, Any]:
             },
         },
     }
-    if route.body is not None:
+    if route.body is bytes:
+        schema = {"type": "string", "format": "binary"}
+        operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": schema}}}
+    elif route.body is not None:
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": by_type[repr(route.body)]}},

@@ -31,7 +31,8 @@ class Parameter(NamedTuple):
 
 class Route(NamedTuple):
     """`may`: the verb that an identity needs, on the bucket in the path if there is one; None: open to all.
-    `body` and `answer` are types (answer None: bytes or text, `media` says which; a tuple: one of them)."""
+    `body` and `answer` are types (answer None: bytes or text, `media` says which; a tuple: one of them); a body of type
+    `bytes` is taken as it is, however long."""
 
     name: str
     method: str
@@ -69,6 +70,15 @@ ROUTES: tuple[Route, ...] = (
     Route("object", "GET", "/-/v1/objects/{bucket}/{key}", "An object's bytes; Range and If-* hold.", media=_BYTES),
     Route("object", "HEAD", "/-/v1/objects/{bucket}/{key}", "What a GET would say, without the body.", media=_BYTES),
     Route(
+        "object_put", "PUT", "/-/v1/objects/{bucket}/{key}",
+        "Make the body the object; If-Match, If-None-Match: * and checksums hold.", "write",
+        body=bytes, answer=calls.Written,
+    ),
+    Route(
+        "object_delete", "DELETE", "/-/v1/objects/{bucket}/{key}", "Delete the object; If-Match holds.", "write",
+        answer=calls.Nothing,
+    ),
+    Route(
         "stat", "GET", "/-/v1/stat/{bucket}/{key}", "What the node knows of it.", "read", _REVALIDATE,
         answer=calls.ObjectState,
     ),
@@ -92,6 +102,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     _job("prefetch", "Fetch objects ahead of use."),
     _job("refresh", "Ask the backend whether cached objects are current."),
+    _job("flush", "Bring what only the node has to the backend.", "write"),
     _job("pin", "Fetch objects and never evict them.", "admin"),
     _job("unpin", "Let objects be evicted again.", "admin"),
     _job("evict", "Drop cached objects.", "admin"),

@@ -23,21 +23,19 @@ to be allowed to read its bucket. (3) A response header taken from the query has
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from forebay.core import limits
-from forebay.core.access import Identity
+from forebay.core.access import ANONYMOUS, Identity
 from forebay.core.calls import BucketNamed, Nothing
-from forebay.core.errors import ForebayError, Invalid, NotSupported, Precondition
-from forebay.core.httpsem import Conditions, parse_range, range_applies
-from forebay.core.record import Record
+from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.s3names import Addressing
-from forebay.core.types import Bucket, RangeSpec
+from forebay.core.types import Bucket
 from forebay.node.http import s3_errors, s3_listing
 from forebay.node.http.auth import Auth
+from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.puts import Puts
-from forebay.node.http.reads import Decide, Plan, Reads, plan_plain
+from forebay.node.http.reads import Reads
 from forebay.node.http.requests import (
     BodySink,
     BoundedBody,
@@ -56,12 +54,9 @@ from forebay.node.http.s3_xml import CONTENT_TYPE, document
 
 REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
 
-_CONDITION_NAMES: Final = (b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since")
-_CONDITIONAL: Final = frozenset(_CONDITION_NAMES)
 _SPECIAL: Final = frozenset(
     (
-        *_CONDITION_NAMES,
-        b"range",
+        *DECIDED_BY,
         b"x-amz-server-side-encryption-customer-algorithm",
         b"x-amz-expected-bucket-owner",
         b"origin",
@@ -76,8 +71,6 @@ _OVERRIDES: Final = {
     "response-content-encoding": b"Content-Encoding",
 }
 _UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning"}
-_MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
-_KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
 
 
 class S3:
@@ -101,7 +94,7 @@ class S3:
         self._node_id = node_id
         self._addressing = Addressing((*base_domains, "localhost", "s3.localhost"))
         self._ids = s3_errors.RequestIds()
-        self._uploads = UploadsApi(call, auth, puts.intake, self._lines)
+        self._uploads = UploadsApi(call, auth, puts, self._lines, reads.bucket)
         self._buckets = BucketsApi(call, auth, puts, self._lines)
         self._objects = Objects(call, auth, puts, self._lines, reads.bucket)
 
@@ -112,9 +105,8 @@ class S3:
         name, key = self._addressing.split(request.path, headers.get(b"host", b""))
         method = request.method
         if key and (method == b"GET" or method == b"HEAD"):
-            identity = self._auth.signed(request)
             bucket = self._reads.bucket(name)
-            self._auth.require_read(identity, bucket)
+            identity = self._auth.reader(request, bucket)
             if request.query or not _SPECIAL.isdisjoint(headers):
                 self._read(request, exchange, identity, bucket, key)
             else:
@@ -125,16 +117,15 @@ class S3:
             self._buckets.preflight(request, exchange, self._reads.bucket(name))
         elif method not in (b"GET", b"HEAD"):
             raise _no_such_method()
+        elif name:
+            self._bucket_operation(request, exchange, name)
         else:
             identity = self._auth.signed(request)
-            if name:
-                self._bucket_operation(request, exchange, identity, name)
-            elif method == b"HEAD":
+            if method == b"HEAD":
                 raise Invalid(
                     "there is no HEAD of the service itself: use GET for ListBuckets", code="MethodNotAllowed"
                 )
-            else:
-                exchange.spawn(self._list_buckets(request, exchange, identity))
+            exchange.spawn(self._list_buckets(request, exchange, identity))
 
     def take_body(self, request: Request) -> BodySink:
         """Bodies belong to writes; who may not write is refused before the body. A GET's is read and ignored."""
@@ -144,6 +135,7 @@ class S3:
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
+        self._buckets.check_origin(request, bucket)
         if not key and _is_form(request):
             return self._buckets.take_form(request, bucket)
         request.caller = caller = self._auth.caller(request)
@@ -156,7 +148,8 @@ class S3:
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
         """The S3 error document."""
-        return s3_errors.render(error, request, self._ids.line(), self._node_id)
+        lines = self._cors_lines(request) if request is not None and b"origin" in request.headers else b""
+        return s3_errors.render(error, request, self._ids.line(), self._node_id, lines)
 
     # --- writing -----------------------------------------------------------------------------------------------------
     def _write(self, request: Request, exchange: Exchange, name: str, key: str) -> None:
@@ -170,6 +163,8 @@ class S3:
         if request.method == b"POST" and not key and _is_form(request):
             self._buckets.handle_form(request, exchange, bucket)
             return
+        if request.caller is None:
+            self._buckets.check_origin(request, bucket)
         identity = self._auth.signed(request) if request.caller is None else request.caller.identity
         query = decode_query(request.query) if request.query else {}
         for api in (self._uploads, self._buckets, self._objects):
@@ -181,11 +176,14 @@ class S3:
         """What the answer to `request` begins with: its id, and what the bucket's CORS rules say."""
         if b"origin" not in request.headers:
             return self._ids.line()
+        return self._ids.line() + self._cors_lines(request)
+
+    def _cors_lines(self, request: Request) -> bytes:
         try:
             name, _ = self._addressing.split(request.path, request.headers.get(b"host", b""))
-            return self._ids.line() + (self._buckets.cors_lines(request, self._reads.bucket(name)) if name else b"")
+            return self._buckets.cors_lines(request, self._reads.bucket(name)) if name else b""
         except ForebayError:
-            return self._ids.line()
+            return b""
 
     # --- objects -----------------------------------------------------------------------------------------------------
     def _read(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str) -> None:
@@ -195,7 +193,11 @@ class S3:
             if query and api.handle(request, exchange, identity, bucket, key, query):
                 return
         refuse(request, query, OBJECT_SUBRESOURCES)
-        asked = parse_range(request.header(b"range")) if b"range" in request.headers else None
+        if identity is ANONYMOUS and not _OVERRIDES.keys().isdisjoint(query):
+            raise Invalid(
+                "Request specific response headers cannot be used for anonymous GET requests.", code="InvalidRequest"
+            )
+        asked = asked_range(request)
         overrides = b""
         replaced = []
         for name, header in _OVERRIDES.items():
@@ -209,13 +211,13 @@ class S3:
             if not part.isascii() or not part.isdigit() or not 1 <= int(part[:6]) <= 10_000:
                 raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
         extra = overrides + self._lines(request)
-        decide = _decider(request, asked, int(part) if part else None, tuple(replaced), extra)
+        decide = decide_by(request, asked, part=int(part) if part else None, replaced=tuple(replaced), extra=extra)
         self._reads.serve(exchange, bucket, key, asked, decide)
 
     # --- buckets -----------------------------------------------------------------------------------------------------
-    def _bucket_operation(self, request: Request, exchange: Exchange, identity: Identity, name: str) -> None:
+    def _bucket_operation(self, request: Request, exchange: Exchange, name: str) -> None:
         bucket = self._reads.bucket(name)
-        self._auth.require_read(identity, bucket)
+        identity = self._auth.reader(request, bucket)
         query = decode_query(request.query)
         for api in (self._uploads, self._buckets):
             if query and api.handle(request, exchange, identity, bucket, "", query):
@@ -268,61 +270,3 @@ def _no_such_method() -> Invalid:
 def _unserved_write(query: dict[str, str]) -> NotSupported:
     what = f"?{next(iter(sorted(query)))}" if query else "this"
     return NotSupported(f"{what} is not served: docs/s3.md lists what is")
-
-
-def _decider(
-    request: Request, asked: RangeSpec | None, part: int | None, replaced: tuple[bytes, ...], extra: bytes
-) -> Decide:
-    """What to answer once the object is known: conditions first, then the part or range, then overrides."""
-    headers = request.headers
-    conditions = _conditions(headers)
-    if_range = request.header(b"if-range") if b"if-range" in headers else None
-    checksums = headers.get(b"x-amz-checksum-mode", b"").upper() == b"ENABLED"
-
-    def decide(record: Record) -> Plan:
-        if conditions is not None:
-            verdict = conditions.judge(record.etag, record.modified_s)
-            if verdict == 412:
-                raise Precondition(
-                    "At least one of the pre-conditions you specified did not hold: read the object's current state",
-                    code="PreconditionFailed",
-                )
-            if verdict == 304:
-                return Plan(304, _only(record.head, _KEPT_BY_304) + extra, 0, 0)
-        wanted = asked
-        if part is not None:
-            wanted = _range_of_part(part, record)
-        elif asked is not None and not range_applies(if_range, record.etag, record.modified_s):
-            wanted = None
-        status, head, start, end = plan_plain(record, wanted, extra)
-        if replaced:
-            head = _without(record.head, replaced) + head[len(record.head) :]
-        if b"x-amz-checksum-" in head and (status != 200 or not checksums):
-            head = _without(head, (b"x-amz-checksum-",))  # a checksum of the whole says nothing about a range
-        return Plan(status, head, start, end)
-
-    return decide
-
-
-def _conditions(headers: dict[bytes, bytes]) -> Conditions | None:
-    if _CONDITIONAL.isdisjoint(headers):
-        return None
-    texts = [headers[name].decode("latin-1") if name in headers else None for name in _CONDITION_NAMES]
-    return Conditions(*texts)
-
-
-def _range_of_part(part: int, record: Record) -> RangeSpec | None:
-    """The whole object as its only part. Sizes of a multipart upload's parts are known to the backend alone."""
-    if _MULTIPART_ETAG.fullmatch(record.etag):
-        raise NotSupported("parts of a multipart object are not known here: read ranges of it instead")
-    if part > 1:
-        raise Invalid("The requested partnumber is not satisfiable: the object has one part", code="InvalidPartNumber")
-    return RangeSpec(0, None) if record.size_bytes else None
-
-
-def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
-    return b"".join(line for line in head.splitlines(keepends=True) if line.lower().startswith(prefixes))
-
-
-def _without(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
-    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(prefixes))

@@ -181,20 +181,13 @@ def parse_deletes(body: bytes) -> tuple[list[_Delete], bool]:
     """The keys of a DeleteObjects document, and whether to be quiet. `Invalid` (`MalformedXML`)."""
     root = parse(body, "Delete")
     asked = []
-    for child in root:
-        if child.tag == "Object":
-            key = child.findtext("Key")
-            if not key:
-                raise malformed("an Object has no Key")
-            unserved = ""
-            for name in ("LastModifiedTime", "Size"):
-                if child.find(name) is not None:
-                    unserved = name
-            if (child.findtext("VersionId") or "null") != "null":
-                unserved = "VersionId"
-            asked.append(_Delete(key, child.findtext("ETag") or None, unserved))
+    for child in root.findall("Object"):
+        unserved = next((name for name in ("LastModifiedTime", "Size") if child.find(name) is not None), "")
+        if (child.findtext("VersionId") or "null") != "null":
+            unserved = "VersionId"
+        asked.append(_Delete(child.findtext("Key") or "", child.findtext("ETag"), unserved))
     if not 1 <= len(asked) <= limits.DELETE_KEYS_MAX:
-        raise malformed(f"it names {len(asked)} keys: from 1 to {limits.DELETE_KEYS_MAX} may be named")
+        raise malformed(f"it names {len(asked)} keys, where 1 to {limits.DELETE_KEYS_MAX} are allowed")
     return asked, (root.findtext("Quiet") or "").strip().lower() == "true"
 
 
