@@ -11,8 +11,11 @@ from forebay.core.recover import (
     Quarantine,
     Rebuild,
     RecordSeen,
+    Restore,
+    Settle,
     count_actions,
     judge_file,
+    judge_owed,
     judge_record,
     recover,
 )
@@ -30,7 +33,7 @@ def test_temp_files_go(trusted):
 
 def test_a_file_that_its_record_names_stays():
     assert judge_file(FILE, RECORD, True) == [Keep("data/7")]
-    assert judge_file(FILE, DURABLE, False) == [Keep("data/7", unverified=True)]
+    assert judge_file(FILE, DURABLE, False) == [Keep("data/7")], "it was synced before its record"
 
 
 def test_a_file_without_a_record_is_rubbish_or_the_truth():
@@ -42,7 +45,7 @@ def test_a_file_that_cannot_say_what_it_is_goes():
     unknown = FileSeen("data/7", "data", 100, None)
     assert judge_file(unknown, None, False) == [Delete("data/7", "unreadable")]
     assert judge_file(unknown, RECORD, True) == [DropRecord("b", "k", 7), Delete("data/7", "unreadable")]
-    assert judge_file(unknown, DURABLE, False) == [Keep("data/7", unverified=True)], "its record knows everything"
+    assert judge_file(unknown, DURABLE, False) == [Keep("data/7")], "its record knows everything"
 
 
 def test_a_file_of_the_wrong_size_or_without_sums_is_not_rebuilt():
@@ -94,3 +97,33 @@ def test_a_clean_record_beside_a_durable_one_is_dropped():
     actions = recover(files, [RECORD, newer], trusted=True)
     assert set(actions) == {DropRecord("b", "k", 7), Delete("data/7", "superseded"), Keep("data/9")}
     assert count_actions(actions) == {"DropRecord": 1, "Delete superseded": 1, "Keep": 1}
+
+
+# --- what is owed ----------------------------------------------------------------------------------------------------
+OLDER = RecordSeen("b", "k", 3, "data/3", 50)
+TOMBSTONE = RecordSeen("b", "k", 0, "", 0, durable=True)
+
+
+def test_what_is_owed_comes_into_view_unless_it_is_there():
+    assert judge_owed(DURABLE, None, False, 100) == [Restore(DURABLE)]
+    assert judge_owed(DURABLE, OLDER, False, 100) == [Restore(DURABLE)], "the stop came before it was shown"
+    assert judge_owed(DURABLE, DURABLE, False, 100) == []
+
+
+@pytest.mark.parametrize("size_bytes", [None, 99, 101])
+def test_what_is_owed_and_gone_is_out_of_view_and_loud(size_bytes):
+    lost = DropRecord("b", "k", 7, lost=True)
+    assert judge_owed(DURABLE, None, False, size_bytes) == [lost]
+    assert judge_owed(DURABLE, DURABLE, False, size_bytes) == [lost, DropRecord("b", "k", 7)]
+    assert judge_owed(DURABLE, OLDER, False, size_bytes) == [lost, DropRecord("b", "k", 3)], "nor what it had replaced"
+
+
+def test_a_flush_that_ended_is_not_owed_again_when_the_visible_index_says_so():
+    assert judge_owed(DURABLE, None, True, None) == [Settle(DURABLE)]
+    assert judge_owed(DURABLE, RECORD, False, 100) == [Settle(DURABLE)], "clean already"
+    assert judge_owed(TOMBSTONE, OLDER, True, None) == [Settle(TOMBSTONE)]
+
+
+def test_a_tombstone_takes_what_it_was_about_to_take():
+    assert judge_owed(TOMBSTONE, OLDER, False, None) == [DropRecord("b", "k", 3)]
+    assert judge_owed(TOMBSTONE, None, False, None) == []

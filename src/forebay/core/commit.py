@@ -10,6 +10,16 @@ waits until that transaction has committed.
     evict blocks    RECORD without them, announce, then punch under an exclusive lease
     evict, forget   REMOVE RECORD, announce, unlink
     durable put     create temp, write all, header, fsync file, rename, fsync directory, RECORD (synced), acknowledge
+    write           temp (a front wrote it), sums, header, rename | fsync file, fsync directory, RECORD (synced) |
+                    RECORD (visible), acknowledge | retire the old
+    delete          TOMBSTONE or REMOVE RECORD (synced) | REMOVE RECORD (visible), acknowledge | retire the old
+    flushed         RECORD (visible, clean), header | REMOVE RECORD (synced, whenever there is another)
+
+A write has two records. The visible one is what readers see; it is not synced. The durable one says what no stop may
+lose, and what it says is put into view again at the start. Where the durable index names a key, a change of that key
+goes through it first, whether or not it asks to be durable: else what was replaced would come back. A write that asks
+for no more than memory (and replaces nothing durable) skips the middle part of its line. Since the durable record
+alone gives a written file its meaning, the file may have its name before it is synced: one journal commit carries both.
 
 A clean file is in place before it is full, because readers send from it while it lands; its header (bucket, key,
 version, size) is set while it is still a temp file, so a file in `data/` always says what it is. Nothing of clean data
@@ -109,6 +119,15 @@ class RemoveRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PutTombstone:
+    """Note that the delete of (bucket, key) is owed to the backend; nothing durable names an object of the key then."""
+
+    bucket: str
+    key: str
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Tell fronts to close their descriptors of this object (`wire.Dropped`)."""
 
@@ -133,9 +152,10 @@ class Unlink:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the writer that its bytes are safe."""
+    """Tell the writer that its bytes are safe, or (`durable` false: it asked for no more) that they are here."""
 
     object_id: int
+    durable: bool = True
 
 
 Effect = (
@@ -148,6 +168,7 @@ Effect = (
     | SyncDir
     | PutRecord
     | RemoveRecord
+    | PutTombstone
     | Announce
     | Punch
     | Unlink
@@ -254,6 +275,71 @@ def plan_durable(
     ]
 
 
+def plan_put(
+    new: Place,
+    temp: str,
+    writes: Sequence[tuple[int, int]],
+    blocks: int,
+    header: bytes,
+    replaces: Place | None = None,
+) -> list[Effect]:
+    """A whole object from a writer, shown as well as kept. `new.durable`: it must outlive the machine's next stop.
+
+    Nothing is in a file where `new.path` is empty: the bytes are in the records.
+    """
+    every = tuple(range(blocks)) if new.path else ()
+    effects: list[Effect] = []
+    if new.path:
+        effects = [
+            CreateTemp(temp, sum(length for _, length in writes)),
+            *(WriteBytes(temp, offset, length) for offset, length in writes),
+            KeepSums(temp, every),
+            SetHeader(temp, header),
+            Rename(temp, new.path),
+        ]
+    if new.durable:
+        if new.path:
+            effects += [SyncFile(new.path), SyncDir(new.path)]
+        effects.append(PutRecord(new.bucket, new.key, new.object_id, new.path, every, durable=True))
+    elif replaces is not None and replaces.durable:
+        effects.append(RemoveRecord(replaces.bucket, replaces.key, replaces.object_id, durable=True))
+    return [
+        *effects,
+        PutRecord(new.bucket, new.key, new.object_id, new.path, every),
+        Acknowledge(new.object_id, durable=new.durable),
+        *plan_retire(replaces),
+    ]
+
+
+def plan_delete(old: Place, *, tombstone: bool, durable: bool) -> list[Effect]:
+    """A writer's delete of what is here. `tombstone`: the backend is still to hear of it."""
+    first: list[Effect] = []
+    if tombstone:
+        first = [PutTombstone(old.bucket, old.key, durable or old.durable)]
+    elif old.durable:
+        first = [RemoveRecord(old.bucket, old.key, old.object_id, durable=True)]
+    return [
+        *first,
+        RemoveRecord(old.bucket, old.key, old.object_id),
+        Acknowledge(old.object_id, durable=durable),
+        *plan_retire(old),
+    ]
+
+
+def plan_flushed(old: Place, blocks: int, header: bytes) -> list[Effect]:
+    """The backend has the object: a clean one from here on, whose file says so too.
+
+    The durable record goes last: until then a machine stop makes the flush begin again, and nothing worse.
+    """
+    every = tuple(range(blocks)) if old.path else ()
+    effects: list[Effect] = [PutRecord(old.bucket, old.key, old.object_id, old.path, every)]
+    if old.path:
+        effects.append(SetHeader(old.path, header))
+    if old.durable:
+        effects.append(RemoveRecord(old.bucket, old.key, old.object_id, durable=True))
+    return effects
+
+
 def check_plan(effects: Sequence[Effect]) -> None:
     """Assert the module's invariants over one plan that starts from nothing pending."""
     dirty: set[str] = set()  # written or renamed since the last sync
@@ -295,13 +381,15 @@ def check_plan(effects: Sequence[Effect]) -> None:
                     assert path not in unsynced_names, f"durable record of an unsynced name: {effect}"
                     durable = True
                 given_up = True
-            case RemoveRecord():
+            case RemoveRecord(durable=is_durable) | PutTombstone(durable=is_durable):
                 given_up = True
+                durable = durable or is_durable
             case Announce(object_id):
                 assert given_up, f"announced before it is true: {effect}"
                 announced.add(object_id)
             case Punch() | Unlink():
                 assert given_up, f"bytes taken while a record may name them: {effect}"
                 assert announced, f"bytes taken before readers were told: {effect}"
-            case Acknowledge():
-                assert durable, f"acknowledged before it is durable: {effect}"
+            case Acknowledge(durable=must_be):
+                assert durable or not must_be, f"acknowledged before it is durable: {effect}"
+                assert given_up, f"acknowledged before it is true: {effect}"

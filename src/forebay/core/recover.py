@@ -10,6 +10,10 @@ past `judge_file`, applying actions to the index as it goes, then (after a proce
 `judge_record`. A file is judged against what the index says *now*, so two versions of one key, both with intact
 headers, meet here: the higher object id wins, since ids only grow.
 
+The durable index goes first. Each of its records is compared with the visible index as it is (empty, after a machine
+stop) by `judge_owed`: put into view again, or known to be there, or settled meanwhile; or its bytes are gone, which is
+said aloud. Files are judged after that, so that they meet the durable records.
+
 Rejected: trusting the clean index after a machine stop and hoping (LMDB without sync may tear pages); deleting a file
 that a durable record names when it looks wrong (it is evidence, and may be the only copy of an acknowledged write).
 
@@ -52,7 +56,10 @@ class FileSeen:
 
 @dataclass(frozen=True, slots=True)
 class RecordSeen:
-    """One record of an index that is to be believed. `path` is where its file should be; empty for inline objects."""
+    """One record of an index that is to be believed. `path` is where its file should be; empty for inline objects.
+
+    `durable`: its bytes are only here (dirty or local). `object_id` is 0 for a tombstone.
+    """
 
     bucket: str
     key: str
@@ -64,7 +71,8 @@ class RecordSeen:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Nothing to do. `unverified`: mark the record so, its blocks are to be verified before their first use."""
+    """Nothing to do. `unverified`: mark the record so, its blocks are to be verified before their first use (what a
+    durable record names was synced before it)."""
 
     path: str
     unverified: bool = False
@@ -104,7 +112,38 @@ class DropRecord:
     lost: bool = False
 
 
-Action = Keep | Delete | Quarantine | Rebuild | DropRecord
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Put a durable record into view, in place of whatever is there of its key."""
+
+    record: RecordSeen
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The durable record says what was true until its flush ended: remove it, with the next transaction."""
+
+    record: RecordSeen
+
+
+Action = Keep | Delete | Quarantine | Rebuild | DropRecord | Restore | Settle
+
+
+def judge_owed(owed: RecordSeen, now: RecordSeen | None, settled: bool, size_bytes: int | None) -> list[Action]:
+    """What to do about one record of the durable index, before any file is judged.
+
+    `now` is what the visible index says of the key (its `durable`: in an owned state); `settled`: the visible index
+    says that this record's flush ended; `size_bytes`: of the file at `owed.path`, None if there is none.
+    """
+    same = now is not None and now.object_id == owed.object_id
+    if settled or (now is not None and same and not now.durable):
+        return [Settle(owed)]
+    dropped: list[Action] = [DropRecord(now.bucket, now.key, now.object_id)] if now is not None else []
+    if not owed.object_id:
+        return dropped  # the stop came between the tombstone and its effect
+    if owed.path and size_bytes != owed.size_bytes:
+        return [DropRecord(owed.bucket, owed.key, owed.object_id, lost=True), *dropped]
+    return [] if same else [Restore(owed)]
 
 
 def judge_file(seen: FileSeen, record: RecordSeen | None, trusted: bool) -> list[Action]:
@@ -137,7 +176,7 @@ def _judge_named(seen: FileSeen, record: RecordSeen, trusted: bool) -> list[Acti
         header is None or (header.bucket, header.key, header.object_id) == (record.bucket, record.key, record.object_id)
     )
     if fits and (header is not None or record.durable):
-        return [Keep(seen.path, unverified=not trusted)]
+        return [Keep(seen.path, unverified=not trusted and not record.durable)]
     if record.durable:
         return [
             Quarantine(seen.path, f"does not fit its record of {record.bucket}/{record.key}"),
@@ -162,7 +201,9 @@ def recover(files: Iterable[FileSeen], records: Iterable[RecordSeen], trusted: b
     actions: list[Action] = []
     for record in sorted(records, key=lambda each: each.durable):
         shadowed = by_key.get((record.bucket, record.key))
-        if shadowed is not None:  # a durable write was cut before it removed the clean record
+        if (
+            shadowed is not None and shadowed.object_id != record.object_id
+        ):  # a durable write was cut before it removed the clean record
             actions.append(DropRecord(shadowed.bucket, shadowed.key, shadowed.object_id))
         by_key[record.bucket, record.key] = record
     by_path = {record.path: record for record in by_key.values() if record.path}
@@ -192,8 +233,8 @@ def _apply(decided: Iterable[Action], by_key: dict[tuple[str, str], RecordSeen],
                     del by_key[bucket, key]
             case Delete(path) | Quarantine(path):
                 there.discard(path)
-            case Keep():
-                pass
+            case Keep() | Restore() | Settle():
+                pass  # not of files: `judge_owed`
 
 
 def count_actions(actions: Iterable[Action]) -> Mapping[str, int]:

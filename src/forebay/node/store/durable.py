@@ -62,6 +62,7 @@ class Durable:
         self._gate = threading.Lock()
         self._later: dict[bytes, int] = {}  # settled: to be removed if the note still has this seq
         self._settled: list[bytes] = []
+        self._replaced: dict[bytes, Entry] = {}
         data = os.path.join(path, "data.mdb")
         fresh = not os.path.exists(data)
         if not fresh and os.path.getsize(data) < 8192:
@@ -119,12 +120,12 @@ class Durable:
         """
         encoded = {entry: None if value is None else encode_entry(value) for entry, value in changes.items()}
         with self._commits:
-            later = list(self._later.items())
-            if not encoded and not later and not notes:
+            later, replaced_later = list(self._later.items()), list(self._replaced.items())
+            if not encoded and not later and not replaced_later and not notes:
                 return set()
             while True:
                 try:
-                    replaced = self._write(encoded, later, notes or {})
+                    replaced = self._write(encoded, later, replaced_later, notes or {})
                     break
                 except lmdb.MapFullError:
                     with self._gate:
@@ -136,10 +137,17 @@ class Durable:
                 if self._later.get(entry) == seq:
                     del self._later[entry]
                 self._settled.append(entry)
+            for entry, entered in replaced_later:
+                if self._replaced.get(entry) is entered:
+                    del self._replaced[entry]
             return replaced
 
     def _write(
-        self, changes: Mapping[bytes, bytes | None], later: list[tuple[bytes, int]], notes: Mapping[bytes, Note]
+        self,
+        changes: Mapping[bytes, bytes | None],
+        later: list[tuple[bytes, int]],
+        entered: list[tuple[bytes, Entry]],
+        notes: Mapping[bytes, Note],
     ) -> set[bytes]:
         replaced = set()
         with self._env.begin(self._table, write=True) as txn:
@@ -147,6 +155,10 @@ class Durable:
                 value = txn.get(entry) if entry not in changes else None
                 if value is not None and decode_entry(value).note.seq == seq:
                     txn.delete(entry)
+            for entry, late in entered:
+                value = txn.get(entry)
+                if value is not None and (now := decode_entry(value)).note.seq == late.note.seq:
+                    txn.put(entry, encode_entry(msgspec.structs.replace(late, note=now.note)))
             for entry, note in notes.items():
                 value = txn.get(entry)
                 if value is not None and (now := decode_entry(value)).note.seq == note.seq:
@@ -161,14 +173,18 @@ class Durable:
 
     # --- settled notes ---
 
+    def replace_later(self, entry: bytes, value: Entry) -> None:
+        """Put this with the next commit, if the key's note still has its seq by then."""
+        self._replaced[entry] = value
+
     def settle_later(self, entry: bytes, seq: int) -> None:
         """Remove this entry with the next commit, if it is still the note of that seq."""
         self._later[entry] = seq
 
     @property
     def unsettled(self) -> int:
-        """How many removals wait for a commit."""
-        return len(self._later)
+        """How many changes wait for a commit of others."""
+        return len(self._later) + len(self._replaced)
 
     def take_settled(self) -> list[bytes]:
         """Entries whose removal was committed since the last call: their marks may go."""

@@ -19,17 +19,17 @@ Invariants. (1) A record has its `ids` entry, in the same transaction. (2) A rem
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import lmdb
 import msgspec
 
-from forebay.core.record import Record, State, blocks_in, encode_record
-from forebay.node.store import keys, presence
+from forebay.core.record import Record, State, blocks_in, decode_record, encode_record
+from forebay.node.store import files, keys, presence
 from forebay.node.store.durable import Entry, decode_entry, encode_entry
 from forebay.node.store.index import as_error
 from forebay.node.store.notes import Note
-from forebay.node.store.volume import Volume
+from forebay.node.store.volume import Unit, Volume
 
 GROUP_BLOCKS = 128
 _NO_SUM = bytes(8)
@@ -168,3 +168,21 @@ def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
                     txn.put(entry, encode_entry(msgspec.structs.replace(now, note=note)))
     except lmdb.Error as error:
         raise as_error(error, volume.index.path) from error
+
+
+def units(volume: Volume) -> Iterator[Unit]:
+    """Every committed unit of a volume."""
+    touched = volume.index.count("used") > 0
+    for entry, value in volume.index.walk("records"):
+        record = decode_record(value)
+        bucket, key = keys.split(entry, record.key)
+        object_id, minute = record.object_id, record.used_minute
+        if touched:
+            used = volume.index.get("used", id_key(object_id))
+            minute = max(minute, int.from_bytes(used or b"", "big"))
+        if record.inline is not None:
+            yield Unit(bucket, key, object_id, 0, len(record.inline), minute, record.state)
+            continue
+        for block in presence.iterate(presence.bits_of(record)):
+            start, end = files.block_range(record.size_bytes, record.block_bytes, block)
+            yield Unit(bucket, key, object_id, block, end - start, minute, record.state)

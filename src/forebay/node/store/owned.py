@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from forebay.core import recover
 from forebay.core.record import Record, State, blocks_in, decode_record
-from forebay.node.store import files, keys, ledger
+from forebay.node.store import files, keys, ledger, rebuild
 from forebay.node.store.durable import Entry, decode_entry, owner_of
 from forebay.node.store.notes import Note, Owed
 from forebay.node.store.volume import StoreEvent, Volume
@@ -46,11 +47,7 @@ class Kept(NamedTuple):
 def restore(volume: Volume) -> None:
     """Make the visible index say what the durable one does, as far as there are bytes. `OSError` or `Corrupt`."""
     for entry, owed in volume.durable.walk():
-        mark = ledger.note_of(volume, entry)
-        if mark is not None and mark.settled and mark.note.seq == owed.note.seq:
-            volume.durable.settle_later(entry, owed.note.seq)
-        else:
-            _restore_entry(volume, entry, owed)
+        _restore_entry(volume, entry, owed)
         if volume.index.pending >= _BATCH:
             volume.index.flush()
     _check_notes(volume)
@@ -64,49 +61,54 @@ def restore(volume: Volume) -> None:
 
 def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
     bucket, key = owner_of(entry, owed)
-    now = volume.record(entry, key)
-    record = owed.record
-    if record is None:
-        if now is not None:  # killed between the tombstone and its effect
-            ledger.remove_record(volume, bucket, key, now)
-        return
-    if now is not None and now.object_id == record.object_id and not now.state & State.OWNED:
-        volume.durable.settle_later(entry, owed.note.seq)
-        return
-    problem = _problem(volume, record)
-    if problem:
-        _set_aside(volume, bucket, key, entry, record, problem, now)
-        return
-    volume.lost.pop(entry, None)
-    if now is not None and now.object_id == record.object_id:
-        return
+    now, mark, record = volume.record(entry, key), ledger.note_of(volume, entry), owed.record
+    settled = mark is not None and mark.settled and mark.note.seq == owed.note.seq
+    seen = recover.RecordSeen(bucket, key, 0, "", 0, True)
+    size_bytes = None
+    if record is not None:
+        path = volume.data_path(record.object_id) if record.inline is None else ""
+        seen = recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, True)
+        size_bytes = _size_of(path) if path else None
+    seen_now = rebuild.record_seen(volume, (bucket, key, now) if now is not None else None)
+    lost_before = volume.lost.pop(entry, None)
+    if mark is not None and not settled:  # of what the durable entry had replaced
+        ledger.put_note(volume, entry, None)
+    for action in recover.judge_owed(seen, seen_now, settled, size_bytes):
+        match action:
+            case recover.Settle():
+                volume.durable.settle_later(entry, owed.note.seq)
+            case recover.Restore():
+                assert record is not None
+                _show(volume, bucket, key, entry, record, now, owed.inline_sum)
+            case recover.DropRecord(lost=True):
+                volume.lost[entry] = seen.object_id
+                if lost_before != seen.object_id:
+                    tell_lost(volume, bucket, key, _problem(size_bytes, seen.size_bytes))
+            case recover.DropRecord():
+                assert now is not None
+                ledger.remove_record(volume, bucket, key, now)
+
+
+def _show(
+    volume: Volume, bucket: str, key: str, entry: bytes, record: Record, now: Record | None, inline_sum: int
+) -> None:
     if now is not None:
         ledger.remove_traces(volume, now)
-    ledger.put_record(volume, bucket, key, record, now, owed.inline_sum)
+    ledger.put_record(volume, bucket, key, record, now, inline_sum)
     ledger.put_note(volume, entry, None)
     if record.inline is None:
-        ledger.put_all_sums(volume, record.object_id, _sums(volume, record))
+        ledger.put_all_sums(volume, record.object_id, sums_of(volume, record))
 
 
-def _problem(volume: Volume, record: Record) -> str:
-    """What is wrong with the bytes of an owned record, "" when they can be had. `OSError` when the disk errs."""
-    if record.inline is not None:
-        return ""
+def _size_of(path: str) -> int | None:
     try:
-        size_bytes = os.stat(volume.data_path(record.object_id)).st_size
+        return os.stat(path).st_size
     except FileNotFoundError:
-        return "its data file is gone"
-    return "" if size_bytes == record.size_bytes else f"its data file has {size_bytes} bytes of {record.size_bytes}"
+        return None
 
 
-def _set_aside(
-    volume: Volume, bucket: str, key: str, entry: bytes, record: Record, problem: str, now: Record | None
-) -> None:
-    if volume.lost.get(entry) != record.object_id:
-        tell_lost(volume, bucket, key, problem)
-    volume.lost[entry] = record.object_id
-    if now is not None:
-        ledger.remove_record(volume, bucket, key, now)
+def _problem(size_bytes: int | None, right_bytes: int) -> str:
+    return "its data file is gone" if size_bytes is None else f"its data file has {size_bytes} bytes of {right_bytes}"
 
 
 def tell_lost(volume: Volume, bucket: str, key: str, problem: str) -> None:
@@ -120,7 +122,7 @@ def tell_lost(volume: Volume, bucket: str, key: str, problem: str) -> None:
     )
 
 
-def _sums(volume: Volume, record: Record) -> array[int]:
+def sums_of(volume: Volume, record: Record) -> array[int]:
     """Checksums of all blocks: from the file's header, or (it was synced with its bytes) of what is there."""
     path = volume.data_path(record.object_id)
     header = files.Header.read(path)
@@ -144,11 +146,11 @@ def _check_notes(volume: Volume) -> None:
                 volume.index.put("notes", entry, None)
         elif not kept.note.is_delete:
             now = volume.record(entry, key)
-            problem = "its record is gone" if now is None else _problem(volume, now)
-            if problem:
-                tell_lost(volume, bucket, key, problem)
-                volume.index.put("notes", entry, None)
-                if now is not None:
+            if now is not None and now.inline is None:
+                size_bytes = _size_of(volume.data_path(now.object_id))
+                if size_bytes != now.size_bytes:
+                    tell_lost(volume, bucket, key, _problem(size_bytes, now.size_bytes))
+                    volume.index.put("notes", entry, None)
                     ledger.remove_record(volume, bucket, key, now)
         if volume.index.pending >= _BATCH:
             volume.index.flush()

@@ -38,7 +38,7 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
 from forebay.core.record import Record, State, blocks_in, build_head
 from forebay.core.types import ObjectInfo
-from forebay.node.store import files, keys, ledger, owned
+from forebay.node.store import files, keys, ledger, owned, presence
 from forebay.node.store.durable import Entry, sync_path
 from forebay.node.store.notes import Note, Owed
 from forebay.node.store.volume import Volume
@@ -61,9 +61,10 @@ class Put(NamedTuple):
     checked_s: float
     body: bytes | None = None  # at most INLINE_BYTES_MAX: lives in the record
     path: str = ""  # else: a temp file in tmp/ of the key's volume (StoreReader.incoming), whole
-    sums: Sequence[int] = ()  # xxh3-64 per block (`Store.block_bytes`) of that file
+    sums: Sequence[int] = ()  # xxh3-64 per block of that file
     note: Note | None = None  # set exactly for DIRTY and LOCAL
     durable: bool = False  # sync file, directory and note before make_durable returns
+    block_bytes: int = 0  # of `sums`; 0: `Store.block_bytes`
 
 
 class Delete(NamedTuple):
@@ -141,11 +142,13 @@ class Puts:
         enter: Callable[[Volume, str, str, Record, int, array[int]], None],
         take_out: Callable[[Volume, str, str], None],
         put: Callable[[Volume, str, str, Record, Record | None], None],
+        set_aside: Callable[[Volume, str, str, Record, str], None],
         flush: Callable[[], int],
         headers: threading.Lock,
     ) -> None:
         self._volumes = volumes
         self._put = put
+        self._set_aside = set_aside
         self._headers = headers
         self._enter = enter
         self._take_out = take_out
@@ -198,6 +201,7 @@ class Puts:
 
     def _decide_put(self, step: _Step, change: Put, volume: Volume) -> None:
         info, body = change.info, change.body
+        block_bytes = change.block_bytes or self._volumes.block_bytes
         owns = bool(change.state & State.OWNED)
         assert owns == (change.note is not None), change
         assert (body is None) == bool(change.path), change
@@ -206,7 +210,7 @@ class Puts:
         elif body is None:
             if os.path.dirname(change.path) != f"{volume.path}/tmp":
                 raise Unavailable(f"the volume that took the bytes of {info.key} is out meanwhile: send them again")
-            assert len(change.sums) == blocks_in(info.size_bytes, self._volumes.block_bytes), change
+            assert len(change.sums) == blocks_in(info.size_bytes, block_bytes), change
             step.source, step.target = change.path, volume.data_path(change.object_id)
         if body is not None:
             assert len(body) == info.size_bytes <= limits.INLINE_BYTES_MAX, change
@@ -224,7 +228,7 @@ class Puts:
             used_minute=int(clock.wall_s() // 60),
             inline=body,
             key=keys.record_key(step.bucket, step.key),
-            block_bytes=self._volumes.block_bytes,
+            block_bytes=block_bytes,
         )
 
     # --- on the disk ---
@@ -396,6 +400,41 @@ class Puts:
                     header.rename_to(identity)
         except OSError as error:
             log.info("the header of object %d keeps its old version: %s", record.object_id, error)
+
+    # --- bytes that rotted ---
+
+    def lose_blocks(self, volume: Volume, bucket: str, key: str, record: Record, wrong: list[int]) -> Record | None:
+        """Acknowledged bytes do not match their checksums: they are not served any more. The other blocks are, and the
+        object stays owned, but incomplete: it cannot be flushed. Inline bytes are taken from the durable index if they
+        are right there, else the object is out of view. The record afterwards."""
+        entry = keys.index_key(bucket, key)
+        kept = volume.durable.get(entry)
+        if record.inline is None:
+            owned.tell_lost(volume, bucket, key, f"{len(wrong)} blocks from {wrong[0]} do not match their checksums")
+            smaller = presence.with_bits(record, presence.bits_of(record) & ~presence.mask(wrong))
+            self._put(volume, bucket, key, smaller, record)
+            if kept is not None and kept.record is not None and kept.record.object_id == record.object_id:
+                volume.durable.replace_later(entry, msgspec.structs.replace(kept, record=smaller))
+            return smaller
+        good = kept.record.inline if kept is not None and kept.record is not None else None
+        same = kept is not None and kept.note.object_id == record.object_id
+        if kept is not None and same and good is not None and xxhash.xxh3_64_intdigest(good) == kept.inline_sum:
+            healed = msgspec.structs.replace(record, inline=good)
+            self._put(volume, bucket, key, healed, record)
+            return healed
+        self._set_aside(volume, bucket, key, record, "its bytes do not match their checksum")
+        return None
+
+    def housekeep(self, volume: Volume) -> None:
+        """What is behind comes into view; settled marks and dead processes' bodies go."""
+        try:
+            if volume.behind and volume.state == "ok":
+                volume.behind = False
+                owned.restore(volume)
+            owned.clear_marks(volume)
+            volume.sweep_temp()
+        except (OSError, Corrupt) as error:
+            volume.trouble(error, "keeping house")
 
     # --- notes ---
 

@@ -69,9 +69,10 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
     """
     for directory in _directories(volume):
         removed = 0
-        for path in _files_in(directory):
+        lost = set(volume.lost.values())
+        for path in _files_in(directory, busy):
             object_id = _id_of(path)
-            if object_id is not None and busy(object_id):
+            if object_id is not None and (busy(object_id) or object_id in lost):
                 continue
             try:
                 seen, header = see(volume, path)
@@ -107,7 +108,7 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
 def data_files(volume: Volume) -> Iterator[str]:
     """Every file below data/, sidecars aside (one without its data file is removed)."""
     for directory in _directories(volume):
-        yield from _files_in(directory)
+        yield from _files_in(directory, lambda object_id: False)
 
 
 def _directories(volume: Volume) -> Iterator[str]:
@@ -117,11 +118,13 @@ def _directories(volume: Volume) -> Iterator[str]:
             yield f"{data}/{first}/{second}"
 
 
-def _files_in(directory: str) -> Iterator[str]:
+def _files_in(directory: str, busy: Callable[[int], bool]) -> Iterator[str]:
     names = set(os.listdir(directory))
     for name in sorted(names):
         if name.endswith(files.SIDECAR_SUFFIX):
-            if name.removesuffix(files.SIDECAR_SUFFIX) not in names:
+            owner = name.removesuffix(files.SIDECAR_SUFFIX)
+            object_id = _id_of(owner)  # a sidecar comes before its file does
+            if owner not in names and not (object_id is not None and busy(object_id)):
                 Path(directory, name).unlink(missing_ok=True)
         else:
             yield f"{directory}/{name}"

@@ -89,6 +89,22 @@ class VolumeSet:
         else:
             self._events.append(event)
 
+    def tell_owed_out(self, volume: Volume) -> None:
+        """A volume went out: say what only it has."""
+        if volume.usage.owned_objects:
+            detail = (
+                f"{volume.usage.owned_objects} objects with {volume.usage.owned_bytes} bytes that the backend has not "
+                f"got are on {volume.path}: they are flushed when it is back; do not erase it"
+            )
+            self.tell(StoreEvent("owed-out", volume.id, detail))
+
+    def _tell_absent(self, ids: list[str]) -> None:
+        """Volumes that served with these before, and are not here now."""
+        latest = max(self._all, key=lambda volume: volume.mark.epoch)
+        for volume_id in sorted(set(latest.mark.members) - set(ids)):
+            detail = "it is not here this time: what it had cached is fetched again; what it owed comes back with it"
+            self.tell(StoreEvent("volume-absent", volume_id, detail))
+
     # --- where ---
 
     def unusable(self, volume: Volume) -> Unavailable:

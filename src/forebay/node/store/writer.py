@@ -32,7 +32,7 @@ from forebay.core.commit import Place
 from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.record import Record, State, build_head, decode_record
 from forebay.core.types import ObjectInfo
-from forebay.node.store import files, keys, ledger, owned, presence, rebuild
+from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
 from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed
 from forebay.node.store.puts import Change, Prepared, Puts
@@ -63,6 +63,7 @@ class Store(VolumeSet):
             enter=self._enter_written,
             take_out=self._take_out,
             put=self._put,
+            set_aside=self._set_aside,
             flush=self.flush,
             headers=self._reclaimer.lock,
         )
@@ -101,7 +102,7 @@ class Store(VolumeSet):
         return store
 
     def _agree(self) -> None:
-        """Find out who missed a session, settle on the set of volumes, and drop what is in the wrong place."""
+        """Find out who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
         epoch = max(volume.mark.epoch for volume in self._all)
         ids = sorted(volume.id for volume in self._all)
         changed = any(volume.mark.members != ids or volume.mark.epoch != epoch for volume in self._all)
@@ -116,7 +117,9 @@ class Store(VolumeSet):
         self._next_id = start
         self._reserve_ids()
         if changed:
+            self._tell_absent(ids)
             if len(self._all) > 1 or epoch > 0:
+                moving.move_owned(self, self._puts, self._all)
                 self._drop_misplaced()
             self._write_epoch(epoch + 1)
 
@@ -167,6 +170,7 @@ class Store(VolumeSet):
         volume.index.discard()
         volume.change = Usage()
         self._reclaimer.cancel(volume)
+        self.tell_owed_out(volume)
         for landing in [each for each in self._landings.values() if each.volume is volume]:
             self._lose(landing)
 
@@ -198,20 +202,7 @@ class Store(VolumeSet):
     def units(self) -> Iterator[Unit]:
         """Every committed unit, to rebuild the eviction machine after a start. Streams: memory does not grow."""
         for volume in list(self._by_id.values()):
-            touched = volume.index.count("used") > 0
-            for entry, value in volume.index.walk("records"):
-                record = decode_record(value)
-                bucket, key = keys.split(entry, record.key)
-                object_id, minute = record.object_id, record.used_minute
-                if touched:
-                    used = volume.index.get("used", ledger.id_key(object_id))
-                    minute = max(minute, int.from_bytes(used or b"", "big"))
-                if record.inline is not None:
-                    yield Unit(bucket, key, object_id, 0, len(record.inline), minute, record.state)
-                    continue
-                for block in presence.iterate(presence.bits_of(record)):
-                    start, end = files.block_range(record.size_bytes, record.block_bytes, block)
-                    yield Unit(bucket, key, object_id, block, end - start, minute, record.state)
+            yield from ledger.units(volume)
 
     # --- landing ---
 
@@ -710,24 +701,7 @@ class Store(VolumeSet):
 
         `Unavailable` when the disk cannot be read: the volume is out then.
         """
-        volume = self.home(bucket, key)
-        chosen = list(blocks)
-        if record.inline is not None:
-            right = xxhash.xxh3_64_intdigest(record.inline) == ledger.inline_sum(volume, record.object_id)
-            return [] if right else chosen
-        sums = ledger.sums_of(volume, record.object_id, chosen)
-        try:
-            fd = os.open(volume.data_path(record.object_id), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return chosen
-        except OSError as error:
-            raise volume.trouble(error, "opening a data file") from error
-        try:
-            return [block for block in chosen if files.block_sum(fd, record, block) != sums[block]]
-        except OSError as error:
-            raise volume.trouble(error, "reading a data file") from error
-        finally:
-            os.close(fd)
+        return verify.bad_blocks(self.home(bucket, key), record, list(blocks))
 
     def settle_checked(
         self, bucket: str, key: str, object_id: int, good: Iterable[int], bad: Iterable[int]
@@ -742,6 +716,8 @@ class Store(VolumeSet):
         volume = self.home(bucket, key)
         bits = presence.bits_of(record)  # what went in the meantime is not bad, but gone
         wrong = [block for block in bad if record.inline is not None or bits >> block & 1]
+        if wrong and record.state & State.OWNED:
+            return self._puts.lose_blocks(volume, bucket, key, record, wrong)
         if wrong:
             detail = f"{bucket}/{key}: {len(wrong)} blocks from {wrong[0]} did not match their checksum; dropped"
             self.tell(StoreEvent("block-bad", volume.id, detail))
@@ -781,12 +757,13 @@ class Store(VolumeSet):
 
     def housekeep(self) -> None:
         """Every few seconds: clear slots of dead readers, keep last uses, see that directories are there, let full
-        volumes heal."""
+        volumes heal, remove bodies that dead processes were receiving."""
         self._keep_touches()
         for volume in list(self._by_id.values()):
             volume.heal()
             if volume.state != "out":
                 volume.index.env.reader_check()
+                self._puts.housekeep(volume)
         self._deliver()
 
     def sync(self) -> None:
