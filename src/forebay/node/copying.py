@@ -19,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 import xxhash
 
 from forebay.core import limits
-from forebay.core.calls import CopyCall, Written
+from forebay.core.calls import CopyCall, PartState, UploadPartCall, UploadPartCopyCall, Written
 from forebay.core.errors import (
     ErrorOnWire,
     ForebayError,
@@ -44,6 +45,7 @@ from forebay.node.cold import ColdReads
 from forebay.node.read import Ask
 from forebay.node.sink import BlockHashes
 from forebay.node.store import Store, StoreReader
+from forebay.node.uploads import UploadBook
 from forebay.node.writes import Owes, Writes, check_writable, remove_temp
 
 TRIES = 4  # a source that changes so often while it is copied is not copied
@@ -159,7 +161,9 @@ class Copies:
         writes: Writes,
         owes: Owes,
         workers: Executor,
+        uploads: Callable[[], UploadBook],
     ) -> None:
+        self._uploads = uploads
         self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
         self._writes, self._owes, self._workers = writes, owes, workers
 
@@ -190,21 +194,15 @@ class Copies:
 
     async def _try(self, call: CopyCall, served: Served, onto_itself: bool, again: bool) -> Written:
         source = await self._buckets.get(call.source_bucket)
-        info = await self._writes.current(source, call.source_key, revalidate=again)
-        if info is None:
-            raise NotFound(f"there is no object {call.source_key!r} to copy: check the name", code="NoSuchKey")
-        _judge_source(call, info)
+        info = await self._source(source, call, again=again)
+        _check_size(info.size_bytes)
         if served.bucket.write == "through" and served.same_place(source) and self._is_there(call):
             written = await self._at_backend(call, served, info)
             if written is not None:
                 return written
         etag_kept = info.etag if onto_itself and call.if_match is None and call.if_none_match is None else None
-        path = ""
+        path = self._path(call.bucket, call.key, info.size_bytes)
         try:
-            if info.size_bytes > limits.INLINE_BYTES_MAX:
-                path = self._index.incoming(call.bucket, call.key)
-                if not path:
-                    raise Unavailable("no volume takes the copy: see `forebay status`", code="InsufficientStorage")
             drawn = await self._draw(source, info, path, md5=served.bucket.options.get("etag") == "md5")
             owed = self._owes.find(call.source_bucket, call.source_key)
             return await self._put(call, served, info, drawn, owed.tags if owed is not None else "", etag_kept)
@@ -235,6 +233,73 @@ class Copies:
                 raise _SourceChanged(error) from error
             raise
 
+    async def copy_part(self, call: UploadPartCopyCall) -> PartState:
+        """Make a part of an upload from (a range of) an object. Errors as `copy`, and as `part` of the uploads."""
+        check_key(call.source_key)
+        check_key(call.key)
+        return await self._writes.finish(self._copy_part(call))
+
+    async def _copy_part(self, call: UploadPartCopyCall) -> PartState:
+        source = await self._buckets.get(call.source_bucket)
+        for attempt in range(1, TRIES + 1):
+            info = await self._source(source, call, again=attempt > 1)
+            start = call.start or 0
+            end = info.size_bytes if call.end is None else call.end
+            if not 0 <= start < end <= info.size_bytes and (start, end) != (0, 0):
+                raise Invalid(
+                    f"the range of the part lies outside the source of {info.size_bytes} bytes: ask within it",
+                    code="InvalidArgument",
+                )
+            _check_size(end - start)
+            path = self._path(call.bucket, call.key, end - start)
+            try:
+                drawn = await self._draw(source, info, path, md5=True, start=start, end=end)
+                part = UploadPartCall(
+                    call.bucket,
+                    call.key,
+                    call.upload_id,
+                    call.number,
+                    end - start,
+                    drawn.md5,
+                    drawn.path,
+                    drawn.body,
+                )
+                return await self._uploads().part(part)
+            except _SourceChanged as changed:
+                if attempt == TRIES:
+                    raise changed.error from None
+            finally:
+                if path:
+                    remove_temp(path)
+        raise AssertionError("unreachable")
+
+    async def _source(self, source: Served, call: CopyCall | UploadPartCopyCall, *, again: bool) -> ObjectInfo:
+        """What is to be copied, if the conditions want it."""
+        info = await self._writes.current(source, call.source_key, revalidate=again)
+        if info is None:
+            raise NotFound(f"there is no object {call.source_key!r} to copy: check the name", code="NoSuchKey")
+        conditions = Conditions(
+            call.source_if_match,
+            call.source_if_none_match,
+            call.source_if_modified_since,
+            call.source_if_unmodified_since,
+        )
+        if conditions.judge(info.etag, info.modified_s) != 200:
+            raise Precondition(
+                f"the source {call.source_key!r} is not what the conditions want: look at it again",
+                code="PreconditionFailed",
+            )
+        return info
+
+    def _path(self, bucket: str, key: str, size_bytes: int) -> str:
+        """Where the copy goes; "" for memory."""
+        if size_bytes <= limits.INLINE_BYTES_MAX:
+            return ""
+        path = self._index.incoming(bucket, key)
+        if not path:
+            raise Unavailable("no volume takes the copy: see `forebay status`", code="InsufficientStorage")
+        return path
+
     def _is_there(self, call: CopyCall) -> bool:
         """Whether the backend can make this copy: it has the source, and nothing is asked that it cannot do."""
         record = self._store.lookup(call.source_bucket, call.source_key)
@@ -260,12 +325,15 @@ class Copies:
             await self._writes.drop(call.bucket, call.key)
         return Written(seen.etag, seen.version, seen.size_bytes, seen.modified_s)
 
-    async def _draw(self, source: Served, info: ObjectInfo, path: str, *, md5: bool) -> Drawn:
-        """Read the source, as whoever reads it does."""
+    async def _draw(
+        self, source: Served, info: ObjectInfo, path: str, *, md5: bool, start: int = 0, end: int | None = None
+    ) -> Drawn:
+        """Read [start, end) of the source, as whoever reads it does."""
         out, loop = _Pieces(), asyncio.get_running_loop()
-        whole = RangeSpec(0, info.size_bytes - 1) if info.size_bytes else None
-        read = self._cold.open(Ask(source.bucket.name, info.key, whole, version=info.version), out)
-        drawn = Drawn(path, info.size_bytes, md5=md5)
+        end = info.size_bytes if end is None else end
+        drawn = Drawn(path, end - start, md5=md5)
+        asked = RangeSpec(start, end - 1) if start < end else None
+        read = self._cold.open(Ask(source.bucket.name, info.key, asked, version=info.version), out)
         try:
             while (piece := await out.queue.get()) is not None:
                 if isinstance(piece, ForebayError):
@@ -292,23 +360,12 @@ class _SourceChanged(Exception):
         self.error = error
 
 
-def _judge_source(call: CopyCall, info: ObjectInfo) -> None:
-    if info.size_bytes > limits.PUT_BYTES_MAX:
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > limits.PUT_BYTES_MAX:
         raise Invalid(
-            f"the source has {info.size_bytes} bytes and one copy takes {limits.PUT_BYTES_MAX} at most: copy it in "
+            f"the source has {size_bytes} bytes and one copy takes {limits.PUT_BYTES_MAX} at most: copy it in "
             "parts (multipart upload)",
             code="InvalidRequest",
-        )
-    conditions = Conditions(
-        call.source_if_match,
-        call.source_if_none_match,
-        call.source_if_modified_since,
-        call.source_if_unmodified_since,
-    )
-    if conditions.judge(info.etag, info.modified_s) != 200:
-        raise Precondition(
-            f"the source {call.source_key!r} is not what the conditions want: look at it again",
-            code="PreconditionFailed",
         )
 
 

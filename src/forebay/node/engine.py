@@ -46,8 +46,10 @@ from forebay.node.listing import Listings
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.store.volume import boot_id
 from forebay.node.streamed import Streams
 from forebay.node.tally import Tally
+from forebay.node.uploads import UploadBook
 from forebay.node.verbs import Verbs
 from forebay.node.vitals import raise_file_limit
 from forebay.node.writes import Writes
@@ -123,12 +125,14 @@ class Engine:
             self.room.restore()
             self.room.set_quotas(self.buckets.all())
             self.flusher.start()
+            await self.uploads.load()
             await self._listen()
         except BaseException:
             await self.stop(clean=False)
             raise
         await self.jobs.resume()
-        self._background = [asyncio.create_task(work()) for work in (self._housekeep, self._scrub, self._sweep)]
+        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend)
+        self._background = [asyncio.create_task(each()) for each in work]
 
     def _assemble(self) -> None:
         self.tally = Tally()
@@ -180,7 +184,27 @@ class Engine:
             flush=self.flush,
         )
         self.streams = Streams(self.store, self.buckets, self.writes)
-        self.copies = Copies(self.store, self.index, self.buckets, self.cold, self.writes, self.flusher, self._workers)
+        self.copies = Copies(
+            self.store,
+            self.index,
+            self.buckets,
+            self.cold,
+            self.writes,
+            self.flusher,
+            self._workers,
+            lambda: self.uploads,
+        )
+        self.uploads = UploadBook(
+            self._meta,
+            self.buckets,
+            self.store,
+            self.index,
+            self.writes,
+            self.clock,
+            self._chance,
+            self._workers,
+            boot_id=boot_id(),
+        )
         self.listings = Listings(self.store, self.index, self.flusher)
         self.work = JobWork(
             self.buckets,
@@ -227,6 +251,7 @@ class Engine:
             self._server.close()
         await self.jobs.aclose()
         await self.streams.aclose()
+        await self.uploads.aclose()
         await self.writes.aclose()
         await self.flusher.aclose(flush=False)
         await self.writes.commits.aclose()

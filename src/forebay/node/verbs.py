@@ -38,6 +38,7 @@ from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreReader
 from forebay.node.streamed import Streams
 from forebay.node.tally import Tally
+from forebay.node.uploads import UploadBook
 from forebay.node.vitals import vitals
 from forebay.node.writes import Writes
 from forebay.ports.clock import Clock
@@ -68,6 +69,7 @@ class Engine(Protocol):
     copies: Copies
     listings: Listings
     flusher: Flusher
+    uploads: UploadBook
 
     def flush(self) -> None: ...
 
@@ -107,6 +109,13 @@ class Verbs:
             "put_open": engine.streams.open,
             "delete": engine.writes.delete,
             "copy": engine.copies.copy,
+            "upload_create": engine.uploads.create,
+            "upload_part": engine.uploads.part,
+            "upload_part_copy": engine.copies.copy_part,
+            "upload_parts": engine.uploads.parts,
+            "upload_complete": engine.uploads.complete,
+            "upload_abort": engine.uploads.abort,
+            "uploads": engine.uploads.uploads,
         }
 
     async def answer(self, verb: str, arguments: Any) -> Any:
@@ -167,6 +176,7 @@ class Verbs:
             if bucket is not None:
                 await self._settled(named.name, "delete the bucket")
                 await self._empty(bucket, "delete the bucket")
+                await self._engine.uploads.abort_bucket(named.name)
             await self._engine.buckets.delete(named.name)
             self._engine.cold.leave(named.name)
             await self._engine.work.evict_bucket(named.name)
