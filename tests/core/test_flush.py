@@ -24,6 +24,7 @@ from forebay.core.flush import (
     Forgot,
     Held,
     Queue,
+    Released,
     Start,
     Wake,
     Woke,
@@ -301,6 +302,15 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def hold(self, key: str) -> None:
         self.held.add(key)
         self.step(Held(key))
+
+    @rule(key=KEYS)
+    def release(self, key: str) -> None:
+        if key in self.held:
+            self.held.discard(key)
+            if key in self.keys and key not in self.flying:
+                self.keys[key].until = 0.0
+                self.ask_place(key)
+        self.step(Released(key))
 
     @rule(key=KEYS)
     def ask(self, key: str) -> None:

@@ -280,6 +280,7 @@ class Node:
             await self.flusher.flush("b")
         assert self.owes() == []
         assert not self.shelf.notes
+        await until(lambda: not self.flusher.totals("b").flushing)
         assert self.flusher.totals("b")[:4] == (0, 0, None, 0)
 
 

@@ -213,7 +213,6 @@ def test_a_backend_that_refuses_keeps_nothing_from_being_owed(story):
 
 def test_bytes_that_rotted_on_the_disk_are_not_sent(story):
     async def tell(node: Node) -> None:
-        await node.flusher.stop_key("b", "a")
         await node.write("a", b"x" * MIB, tell=False)
         record = node.shelf.lookup("b", "a")
         with open(node.shelf.data_path(record), "r+b") as file:
@@ -632,6 +631,21 @@ def test_a_key_can_be_stopped_under_its_lock(story):
         await writer
         await node.settle()
         assert node.remote.data("a") == b"through"
+
+    story(tell)
+
+
+def test_a_key_that_was_stopped_for_a_write_that_failed_is_flushed_after_all(story):
+    async def tell(node: Node) -> None:
+        node.remote.open.clear()
+        await node.write("a", b"one")
+        async with node.lock("b", "a"):
+            node.remote.open.set()
+            await node.flusher.stop_key("b", "a")
+            node.flusher.ask("b", "a")
+            await asyncio.sleep(0.01)
+        await node.settle()
+        assert node.remote.data("a") == b"one"
 
     story(tell)
 

@@ -67,7 +67,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Start no flush of the key until it is written again or forgotten."""
+    """Start no flush of the key until it is written again, forgotten or released."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The key is not held any more, and owes what it owed."""
 
     key: str
 
@@ -103,7 +110,7 @@ class Woke:
     """Nothing happened but time."""
 
 
-Event = Wrote | Forgot | Asked | Held | Ended | Failed | Dropped | Woke
+Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Woke
 
 
 # --- what a queue wants done -----------------------------------------------------------------------------------------
@@ -218,6 +225,11 @@ class Queue:
                 if owing is not None and owing.lane is not Lane.FLYING:
                     self._leave_lane(key, owing)
                     owing.lane = Lane.HELD
+            case Released(key):
+                self._held.discard(key)
+                owing = self._owing.get(key)
+                if owing is not None and owing.lane is Lane.HELD:
+                    self._queue(key, owing)
             case Ended():
                 self._ended(event)
             case Failed():
@@ -248,6 +260,9 @@ class Queue:
             if event.since_s < owing.since_s:
                 owing.since_s = event.since_s
                 self._remember_age(key, owing)
+                if owing.lane in self._counts:
+                    self._leave_lane(key, owing)
+                    self._queue(key, owing)
         if owing.lane is Lane.HELD:
             self._queue(key, owing)
 

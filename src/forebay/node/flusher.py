@@ -33,7 +33,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Bug, Busy, Closed, ForebayError
-from forebay.core.flush import Asked, Dropped, Ended, Event, Failed, Forgot, Held, Queue, Start, Woke, Wrote
+from forebay.core.flush import Asked, Dropped, Ended, Event, Failed, Forgot, Held, Queue, Released, Start, Woke, Wrote
 from forebay.core.gate import Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 from forebay.core.metrics import series
 from forebay.core.record import Record
@@ -50,6 +50,7 @@ log = logging.getLogger("forebay.flush")
 SENDS_MAX = 16  # bodies under way at once per bucket: enough for 20 ms at 200 MB/s in bodies of 256 KiB
 TRIES = 3  # failures of a key after which who waits for it is told
 TELL_S = 5.0  # between lines on the progress of the last flush
+CAPACITY_KEPT_S = 5.0
 LOOK_S = 0.2  # how often the last flush looks whether it shall stop
 PATIENCE_MAX_S = 60.0
 ASKED_AT_ONCE = 2 * limits.FLUSHES_MAX  # keys that one order to flush asks for: enough that none of the starts is idle
@@ -186,6 +187,7 @@ class Flusher:
         self._of: dict[str, _Bucket] = {}
         self._numbers = 0
         self._closed = False
+        self._quarter = (0.0, 0)  # until when it holds, bytes
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -246,16 +248,20 @@ class Flusher:
             self.forget(bucket, key)
 
     async def stop_key(self, bucket: str, key: str) -> None:
-        """Return when no flush of the key is on its way to the backend; none starts until the next `add` or `forget`.
-
-        May be called under the key's lock.
+        """Under the key's lock: return when no flush of the key is on its way to the backend. None starts until the
+        next `add` or `forget`, or until the lock is free again: a write that failed has changed nothing.
         """
         of = self._bucket(bucket)
         self._step(bucket, Held(key))
+        self._background(self._release(bucket, key))
         flight = of.flights.get(key)
         if flight is not None:
             flight.give_up()
             await flight.sent.wait()
+
+    async def _release(self, bucket: str, key: str) -> None:
+        async with self._lock(bucket, key):
+            self._step(bucket, Released(key))
 
     def ask(self, bucket: str, key: str) -> None:
         """Somebody would like the backend to have this soon."""
@@ -302,7 +308,7 @@ class Flusher:
         if bucket.write != "back":
             return
         of = self._bucket(bucket.name)
-        dirty_bytes_max = bucket.dirty_bytes_max if bucket.dirty_bytes_max is not None else self._capacity_bytes() // 4
+        dirty_bytes_max = bucket.dirty_bytes_max if bucket.dirty_bytes_max is not None else self._quarter_bytes()
         self._at_gate(bucket.name, Bounds(dirty_bytes_max, bucket.dirty_age_max_s))
         self._numbers += 1
         writer = self._numbers
@@ -317,6 +323,13 @@ class Flusher:
             of.writers.pop(writer, None)
             self._at_gate(bucket.name, Gone(writer))
             raise
+
+    def _quarter_bytes(self) -> int:
+        """A quarter of what the node may hold, looked up every few seconds."""
+        now = self._clock.monotonic_s()
+        if now >= self._quarter[0]:
+            self._quarter = (now + CAPACITY_KEPT_S, self._capacity_bytes() // 4)
+        return self._quarter[1]
 
     def _at_gate(self, name: str, event: Knock | Gone | Owes | Bounds | Woke) -> None:
         of = self._of[name]
@@ -470,7 +483,12 @@ class Flusher:
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a note could not be brought up to date: %s", error)  # what is here knows better, until the end
 
     # --- flushing on demand ------------------------------------------------------------------------------------------
     def owing(self, bucket: str, prefix: str = "", keys: Iterable[str] = ()) -> list[tuple[str, int, int]]:
@@ -581,7 +599,7 @@ class Flusher:
             for debt in of.debts.values():
                 for waiting in debt.waiting:
                     _end(waiting.done, closed)
-        for task in tasks:
+        for task in (*tasks, *self._tasks):
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
 
