@@ -19,8 +19,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from typing import cast
 
 import msgspec
 
@@ -34,7 +32,7 @@ from forebay.node.http.counting import FrontCounts
 from forebay.node.http.intake import Intake
 from forebay.node.http.lane import Lane
 from forebay.node.http.native import Native
-from forebay.node.http.puts import Puts, Streams
+from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
 from forebay.node.http.s3 import S3
 from forebay.node.http.s3_errors import RequestIds
@@ -113,7 +111,7 @@ class Front:
         self.port = listener.getsockname()[1]
         assert self._welcomed is not None
         domains = (self.settings.domain,) if self.settings.domain else ()
-        puts = Puts(self.link.call, Intake(self._place), self._streams())
+        puts = Puts(self.link.call, Intake(self._store.incoming), self.link)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
         native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing)
         self.server = Server(
@@ -145,14 +143,6 @@ class Front:
         self._auth.update(welcome.identities)
         self._reads.follow(welcome)
         self._lane.follow()
-
-    def _place(self, bucket: str, key: str) -> str:
-        """The path of a new file for the body of (bucket, key); "" where no volume is usable."""
-        incoming: Callable[[str, str], str] | None = getattr(self._store, "incoming", None)
-        return incoming(bucket, key) if incoming is not None else ""
-
-    def _streams(self) -> Streams | None:
-        return cast(Streams, self.link) if hasattr(self.link, "grown") else None
 
     def _missing(self) -> str:
         """What keeps this front from being ready; "" when nothing does."""
