@@ -10,6 +10,7 @@ import email.utils
 import hashlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -47,6 +48,11 @@ class FakeNode:
         self.fail_next: list[ForebayError] = []
         self.page_limit = 1000
         self.no_etag = False
+        self.modified: dict[tuple[str, str], float] = {}  # of what was written here
+        self.headers: dict[tuple[str, str], dict[str, str]] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.refuse_body: ForebayError | None = None  # said instead of `100 Continue`
+        self.on_part: Callable[[int], None] = lambda _number: None
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.connections = 0
 
@@ -121,6 +127,14 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def handle_expect_100(self) -> bool:
+        if self.node.refuse_body is None:
+            return super().handle_expect_100()
+        error = self.node.refuse_body
+        self._answer(error.status, msgspec.json.encode({"error": {"kind": error.kind, "message": error.message}}))
+        self.close_connection = True
+        return False
+
     def _serve(self) -> None:
         length = int(self.headers.get("content-length", "0"))
         body = self.rfile.read(length) if length else b""
@@ -157,6 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, query: dict[str, str], body: bytes) -> None:
         node = self.node
+        if not path.startswith("/-/"):
+            return self._s3(path, query, body)
         if path in ("/-/readyz", "/-/healthz"):
             return self._answer(200, b"ok\n", {"Content-Type": "text/plain"})
         if path == "/-/metrics":
@@ -166,8 +182,20 @@ class _Handler(BaseHTTPRequestHandler):
         name = unquote(parts[1]) if len(parts) > 1 else ""
         key = unquote(parts[2]) if len(parts) > 2 else ""
         match parts[0]:
+            case "objects" if self.command == "PUT":
+                return self._json(self._write(name, key, body))
+            case "objects" if self.command == "DELETE":
+                self._check(name, key)
+                self._bucket(name).pop(key, None)
+                return self._json({})
             case "objects":
                 return self._object(name, key)
+            case "copy":
+                call = msgspec.json.decode(body, type=calls.CopyCall)
+                data = self._bucket(call.source_bucket).get(call.source_key)
+                if data is None:
+                    raise NotFound(f"{call.source_bucket}/{call.source_key} does not exist", code="NoSuchKey")
+                return self._json(self._write(name, key, data))
             case "stat":
                 return self._json(self._stat(name, key))
             case "list":
@@ -188,6 +216,53 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in self.node.settings:
             raise NotFound(f"bucket {name!r} is not known here: see `forebay bucket ls`", code="NoSuchBucket")
         return self.node.objects.setdefault(name, {})
+
+    def _check(self, bucket: str, key: str) -> None:
+        """The conditions of a write."""
+        there = key in self._bucket(bucket)
+        wanted = self.headers.get("if-match", "").strip('"')
+        if (wanted and (not there or wanted != self.node.etag(bucket, key))) or (
+            there and self.headers.get("if-none-match") == "*"
+        ):
+            raise Precondition(f"{bucket}/{key} is not what was expected", code="PreconditionFailed")
+
+    def _write(self, bucket: str, key: str, body: bytes) -> calls.Written:
+        self._check(bucket, key)
+        node = self.node
+        self._bucket(bucket)[key] = body
+        node.modified[bucket, key] = time.time()
+        node.headers[bucket, key] = {name.lower(): value for name, value in self.headers.items()}
+        return calls.Written(node.etag(bucket, key), f"v-{node.etag(bucket, key)}", len(body), time.time())
+
+    def _s3(self, path: str, query: dict[str, str], body: bytes) -> None:
+        """As much of S3 as an upload in parts takes."""
+        node = self.node
+        bucket, _, key = unquote(path[1:]).partition("/")
+        xml = {"Content-Type": "application/xml"}
+        self._bucket(bucket)
+        if "uploads" in query:
+            name = f"u&{len(node.uploads) + 1}"
+            node.uploads[name] = {}
+            return self._answer(
+                200, f"<Result><UploadId>{name.replace('&', '&amp;')}</UploadId></Result>".encode(), xml
+            )
+        parts = node.uploads.get(query.get("uploadId", ""))
+        if parts is None:
+            return self._answer(404, b"<Error><Code>NoSuchUpload</Code><Message>gone</Message></Error>", xml)
+        if self.command == "PUT":
+            parts[int(query["partNumber"])] = body
+            node.on_part(len(parts))
+            return self._answer(200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+        del node.uploads[query["uploadId"]]
+        if self.command == "DELETE":
+            return self._answer(204, b"", {})
+        etags = "".join(f"<ETag>&quot;{hashlib.md5(parts[n]).hexdigest()}&quot;</ETag>" for n in sorted(parts))
+        wanted = body.decode().replace('"', "&quot;")
+        assert [part.split("<")[0] for part in wanted.split("<ETag>")[1:]] == [
+            part.split("<")[0] for part in etags.split("<ETag>")[1:]
+        ]
+        self._write(bucket, key, b"".join(parts[n] for n in sorted(parts)))
+        return self._answer(200, f"<Result><ETag>&quot;{node.etag(bucket, key)}&quot;</ETag></Result>".encode(), xml)
 
     def _object(self, bucket: str, key: str) -> None:
         node = self.node
@@ -266,7 +341,8 @@ class _Handler(BaseHTTPRequestHandler):
                 etag = node.etag(bucket, key)
                 entries.append(calls.CachedEntry(key, len(objects[key]), etag, MODIFIED_S, have, pinned))
             else:
-                entries.append(ListEntry(key, len(objects[key]), node.etag(bucket, key), MODIFIED_S))
+                modified_s = node.modified.get((bucket, key), MODIFIED_S)
+                entries.append(ListEntry(key, len(objects[key]), node.etag(bucket, key), modified_s))
         return self._page(cached, entries, prefixes, "")
 
     @staticmethod

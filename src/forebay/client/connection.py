@@ -3,7 +3,9 @@
 Theory. The socket blocks, and the kernel keeps the time (`SO_RCVTIMEO`): a Python-level timeout would put a `poll`
 before each `recv`. The first `recv` takes the head and whatever body came with it; the rest of a body with a known
 length is received by `recv_into` directly into the sink's buffer. (`MSG_WAITALL` saves most of those calls and gains
-nothing that can be measured, but would hide progress on a slow link.)
+nothing that can be measured, but would hide progress on a slow link.) A body in a file goes out by `sendfile`, or in
+pieces where there is TLS. A long one is announced first (`Expect`), so that a node that refuses it says so before it is
+sent; an answer that comes while a body is sent is read, and the connection ends with it.
 
 Errors. What fails before the first byte of an answer on a connection that has served before is `Stale`: the node has
 closed it meanwhile, and the request may be sent again on a fresh one if it is safe to repeat. Anything later is an
@@ -20,15 +22,34 @@ import io
 import os
 import socket
 import struct
-from typing import NamedTuple
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from forebay.client.http1 import Chunks, Head, Request, Response, Sink, build_request, parse_head
+from forebay.client.http1 import (
+    EXPECT_BYTES_MIN,
+    Chunks,
+    Head,
+    Request,
+    Response,
+    Sink,
+    Source,
+    build_request,
+    parse_head,
+)
 from forebay.core import limits
-from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
+
+if TYPE_CHECKING:
+    import ssl
+
+    Trust = Callable[[], ssl.SSLContext]
 
 _FIRST_BYTES = 16 * limits.KIB  # of the first recv: a head, and the whole body of a small object
 _COLLECT_BYTES = 256 * limits.KIB  # room for a body of unknown length that is collected in memory
+_SEND_BYTES = 4 * limits.MIB  # one sendfile: how often progress is told
+_PIECE_BYTES = 256 * limits.KIB  # of a file that is read here
 _NOW = getattr(socket, "MSG_DONTWAIT", 0)
 
 
@@ -72,13 +93,16 @@ def parse_url(url: str) -> Place:
 class Connection:
     """A socket to one node, one request at a time. Not safe to share between threads; the pool sees to that."""
 
-    def __init__(self, place: Place, patience_s: float = limits.CLIENT_STALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, place: Place, patience_s: float = limits.CLIENT_STALL_TIMEOUT_S, trust: Trust | None = None
+    ) -> None:
         self.place = place
         self.patience_s = patience_s
         self.pid = os.getpid()
         self.served = 0  # requests answered whole
         self.reusable = False
-        self._sock = _open(place, patience_s)
+        self._body_sent = True
+        self._sock = _open(place, patience_s, trust or default_trust)
         self._tls = place.scheme == "https"
 
     def close(self) -> None:
@@ -110,7 +134,9 @@ class Connection:
     def _exchange(self, request: Request, more: tuple[tuple[str, str], ...]) -> Response:
         try:
             self._sock.sendall(build_request(request, self.place.authority, more))
-            data = self._sock.recv(_FIRST_BYTES)
+            data = self._send_body(request)
+            if not data:
+                data = self._sock.recv(_FIRST_BYTES)
         except (BlockingIOError, TimeoutError):
             raise self._silent() from None
         except OSError as error:
@@ -127,8 +153,59 @@ class Connection:
             body = self._collect(head, data)
             size = len(body)
         self.served += 1
-        self.reusable = self.reusable and head.keep_alive
+        self.reusable = self.reusable and head.keep_alive and self._body_sent
         return Response(head.status, head.headers, body, size)
+
+    def _send_body(self, request: Request) -> bytes:
+        """Send what `build_request` left out; what has arrived of the answer meanwhile. An answer that comes instead of
+        an invitation, or that ends the sending, leaves `_body_sent` false."""
+        self._body_sent = True
+        data = b""
+        if request.body_bytes >= EXPECT_BYTES_MIN:
+            self._body_sent = False
+            data = self._sock.recv(_FIRST_BYTES)
+            while data and b"\r\n\r\n" not in data:
+                more = self._sock.recv(_FIRST_BYTES)
+                if not more:
+                    return data
+                data += more
+            if not data or parse_head(data[: data.find(b"\r\n\r\n") + 2], request.method).status != 100:
+                return data
+            data = data[data.find(b"\r\n\r\n") + 4 :]
+        elif request.source is None:
+            return b""
+        self._body_sent = False
+        try:
+            if request.source is None:
+                self._sock.sendall(request.body)
+            else:
+                self._send_source(request.source)
+        except (BlockingIOError, TimeoutError):
+            raise
+        except (BrokenPipeError, ConnectionResetError):
+            return data or self._receive()  # it may have said why it wants no more
+        self._body_sent = True
+        return data
+
+    def _send_source(self, source: Source) -> None:
+        done = 0
+        whole = not self._tls and sys.platform == "linux"
+        while done < source.size_bytes:
+            left = source.size_bytes - done
+            if whole:
+                size = os.sendfile(self._sock.fileno(), source.fd, source.offset + done, min(left, _SEND_BYTES))
+            else:
+                piece = os.pread(source.fd, min(left, _PIECE_BYTES), source.offset + done)
+                self._sock.sendall(piece)
+                size = len(piece)
+            if not size:
+                raise Invalid(
+                    f"the file ended after {done} of {source.size_bytes} bytes while it was sent: nothing was written; "
+                    "send it again when nobody changes it"
+                )
+            done += size
+            if source.progress is not None:
+                source.progress(size)
 
     def _gone(self, error: OSError | None) -> Exception:
         if self.served:
@@ -269,7 +346,25 @@ def _copy(data: bytes, sink: Sink) -> int:
     return position
 
 
-def _open(place: Place, patience_s: float) -> socket.socket:
+def default_trust() -> ssl.SSLContext:
+    """Trust what this machine trusts."""
+    import ssl  # 20 ms to import, and most nodes are on loopback
+
+    return ssl.create_default_context()
+
+
+def trust_file(path: str) -> ssl.SSLContext:
+    """Trust only the certificates in the PEM file `path`. `Invalid` if there are none."""
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Invalid(f"the certificates {path} cannot be used ({why}): check --ca or FOREBAY_CA") from None
+
+
+def _open(place: Place, patience_s: float, trust: Trust) -> socket.socket:
     try:
         timeout_s = min(patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)
         sock = socket.create_connection((place.host, place.port), timeout_s)
@@ -285,7 +380,7 @@ def _open(place: Place, patience_s: float) -> socket.socket:
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if place.scheme == "https":
-        return _wrap(sock, place, patience_s)
+        return _wrap(sock, place, patience_s, trust)
     sock.settimeout(None)
     patience = struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6))
     try:
@@ -296,14 +391,17 @@ def _open(place: Place, patience_s: float) -> socket.socket:
     return sock
 
 
-def _wrap(sock: socket.socket, place: Place, patience_s: float) -> socket.socket:
-    import ssl  # 20 ms to import, and most nodes are on loopback
-
+def _wrap(sock: socket.socket, place: Place, patience_s: float, trust: Trust) -> socket.socket:
     try:
         sock.settimeout(patience_s)
-        return ssl.create_default_context().wrap_socket(sock, server_hostname=place.host)
-    except (OSError, ssl.SSLError) as error:
+        return trust().wrap_socket(sock, server_hostname=place.host)
+    except ForebayError:
+        sock.close()
+        raise
+    except OSError as error:  # TLS's errors are of this kind
         sock.close()
         raise Unavailable(
-            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate", code="NoNode"
+            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate, which --ca or "
+            "FOREBAY_CA can vouch for",
+            code="NoNode",
         ) from error

@@ -18,8 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from forebay.client.http1 import Request, Response, Sink, encode_path, with_query
-from forebay.core.calls import CachedPage, JobCall, JobState, JobVerb, NodeMap, NodeState, ObjectState
+from forebay.client.http1 import Request, Response, Sink, Source, encode_path, with_query
+from forebay.core.calls import (
+    CachedPage,
+    CopyCall,
+    JobCall,
+    JobState,
+    JobVerb,
+    NodeMap,
+    NodeState,
+    ObjectState,
+    Written,
+)
 from forebay.core.errors import (
     KINDS,
     Bug,
@@ -43,8 +53,12 @@ _BY_STATUS: dict[int, type[ForebayError]] = {
     401: Denied,
     403: Denied,
     404: NotFound,
+    405: NotSupported,
+    409: Precondition,
     412: Precondition,
+    413: Invalid,
     416: Invalid,
+    429: Busy,
     501: NotSupported,
     502: Unavailable,
     503: Unavailable,
@@ -69,13 +83,18 @@ def raised(response: Response, what: str) -> ForebayError:
     try:
         body = msgspec.json.decode(response.body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        kind = _BY_STATUS.get(response.status, Busy if response.status == 429 else Bug)
+        kind = kind_of(response.status) or Bug
         return kind(
             f"{what}: the node answered status {response.status} without saying why: see its log",
             retry_after_s=retry_after_s,
         )
     error = body.error
     return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)
+
+
+def kind_of(status: int) -> type[ForebayError] | None:
+    """The kind of error that an HTTP status alone stands for, if it stands for one."""
+    return _BY_STATUS.get(status)
 
 
 class _ErrorSaid(msgspec.Struct):
@@ -163,6 +182,34 @@ def got(response: Response) -> Got:
                 f"the answer's Content-Range is {headers.get('content-range', 'missing')!r}: check what listens there"
             ) from None
     return Got(size, start, length, headers.get("etag", "").strip('"'), headers)
+
+
+def put(
+    bucket: str,
+    key: str,
+    headers: tuple[tuple[str, str], ...] = (),
+    *,
+    body: bytes | memoryview = b"",
+    source: Source | None = None,
+) -> Flow[Written]:
+    """Make `body`, or what `source` holds, the object."""
+    request = Request("PUT", object_target(bucket, key), headers, body, source=source)
+    written: Written = yield from _ask_json(request, f"{bucket}/{key}", Written)
+    return written
+
+
+def delete(bucket: str, key: str, *, etag: str = "") -> Flow[None]:
+    """Delete the object; one that is not there is fine, unless `etag` is given: then only that version will do."""
+    headers = (("If-Match", f'"{etag}"'),) if etag else ()
+    yield from _ask(Request("DELETE", object_target(bucket, key), headers), f"{bucket}/{key}")
+
+
+def copy(call: CopyCall) -> Flow[Written]:
+    """Copy an object inside the node."""
+    target = encode_path("-/v1/copy", call.bucket, call.key)
+    what = f"copying {call.source_bucket}/{call.source_key} to {call.bucket}/{call.key}"
+    written: Written = yield from _ask_json(_post(target, call), what, Written)
+    return written
 
 
 def stat(bucket: str, key: str, *, revalidate: bool = False) -> Flow[ObjectState]:

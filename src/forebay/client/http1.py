@@ -15,7 +15,7 @@ guess. (2) Nothing that came from outside enters a request line or header withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
@@ -23,6 +23,8 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt, Invalid
 
 _BODYLESS = frozenset((204, 304))
+_WRITE_CONDITIONS = frozenset(("If-Match", "If-None-Match"))
+EXPECT_BYTES_MIN = 1 * limits.MIB  # a body at least this long waits for the node's word that it wants it
 
 
 class Sink(Protocol):
@@ -39,20 +41,38 @@ class Sink(Protocol):
         """The first `size_bytes` of the last `buffer()` now hold the next bytes of the body."""
 
 
+class Source(NamedTuple):
+    """A body that lies in a file: `size_bytes` of `fd` from `offset` on, whatever its position is. `progress` is called
+    with the size of each piece sent; what it raises ends the request."""
+
+    fd: int
+    offset: int
+    size_bytes: int
+    progress: Callable[[int], None] | None = None
+
+
 class Request(NamedTuple):
     """One request. `target` is the path and query, already percent-encoded. With `sink`, the body of a 2xx answer goes
-    there; any other body is collected into the response."""
+    there; any other body is collected into the response. What is sent is `body`, or `source` instead."""
 
     method: str
     target: str
     headers: tuple[tuple[str, str], ...] = ()
-    body: bytes = b""
+    body: bytes | memoryview = b""
     sink: Sink | None = None
+    source: Source | None = None
 
     @property
     def safe_to_repeat(self) -> bool:
-        """Whether sending it twice has the effect of sending it once (RFC 9110 section 9.2.2)."""
-        return self.method in ("GET", "HEAD", "PUT", "DELETE")
+        """Whether sending it twice has the effect of sending it once (RFC 9110 section 9.2.2). A write under a
+        condition has not: the first may have made the condition untrue."""
+        if self.method in ("PUT", "DELETE"):
+            return not any(name in _WRITE_CONDITIONS for name, _ in self.headers)
+        return self.method in ("GET", "HEAD")
+
+    @property
+    def body_bytes(self) -> int:
+        return len(self.body) if self.source is None else self.source.size_bytes
 
 
 class Response(NamedTuple):
@@ -90,18 +110,22 @@ def with_query(path: str, query: Iterable[tuple[str, str]]) -> str:
 
 
 def build_request(request: Request, host: str, more: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The bytes of `request` to `host`. `Invalid` if its line or a header holds a line break or is over the limit."""
+    """The bytes of `request` to `host`, but for a body that is a `source` or long. `Invalid` if its line or a header
+    holds a line break or is over the limit."""
     lines = [f"{request.method} {request.target} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {value}" for name, value in (*more, *request.headers)]
-    if request.body or request.method in ("POST", "PUT"):
-        lines.append(f"Content-Length: {len(request.body)}")
+    if request.body_bytes or request.method in ("POST", "PUT"):
+        lines.append(f"Content-Length: {request.body_bytes}")
+    if request.body_bytes >= EXPECT_BYTES_MIN:
+        lines.append("Expect: 100-continue")
     for line in lines:
         if "\r" in line or "\n" in line or "\0" in line:
             raise Invalid("a request line or header holds a line break or a zero byte: remove it")
     if len(lines[0]) > limits.REQUEST_LINE_BYTES_MAX:
         raise Invalid(f"the request line is over {limits.REQUEST_LINE_BYTES_MAX} bytes: shorten the key or the query")
     lines += ["", ""]
-    return "\r\n".join(lines).encode("utf-8", "surrogateescape") + request.body
+    head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
+    return head if request.body_bytes >= EXPECT_BYTES_MIN else head + request.body
 
 
 def parse_head(data: bytes, method: str) -> Head:

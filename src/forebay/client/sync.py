@@ -16,32 +16,42 @@ read to its end never returns to the pool.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.client import exposition, flows
-from forebay.client.connection import Connection, Stale, parse_url
+from forebay.client.connection import Connection, Stale, default_trust, parse_url, trust_file
 from forebay.client.download import Downloaded, download
 from forebay.client.http1 import Request, Response
+from forebay.client.signing import keys_of_environment, sign
 from forebay.client.sinks import IntoBuffer, IntoFd
+from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
-from forebay.core.calls import CachedPage, JobState, JobVerb, NodeMap, NodeState, ObjectState
-from forebay.core.errors import Bug, Closed, ForebayError, Invalid, Unavailable
+from forebay.core.calls import CachedPage, CopyCall, JobState, JobVerb, NodeMap, NodeState, ObjectState, Written
+from forebay.core.errors import Bug, Closed, Invalid, Unavailable
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
+
+if TYPE_CHECKING:
+    import ssl
+
+    from forebay.client.connection import Trust
 
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:9400"
 
 
-def connect(url: str | None = None, *, token: str | None = None, patience_s: float | None = None) -> Client:
+def connect(
+    url: str | None = None, *, token: str | None = None, patience_s: float | None = None, ca: str | None = None
+) -> Client:
     """A client of the node at `url`, or at `FOREBAY_URL`, or on this host's default port. Opens nothing yet.
 
     `token` (or `FOREBAY_TOKEN`) is the bearer token, for nodes with identities. `patience_s` bounds every wait for the
-    node where the limits of `core/limits.py` are too long. `Invalid` if the URL is malformed.
+    node where the limits of `core/limits.py` are too long. `ca` (or `FOREBAY_CA`) is a PEM file with the certificates
+    that vouch for a node with https; without it, those this machine trusts. `Invalid` if the URL is malformed.
     """
-    return Client(url, token=token, patience_s=patience_s)
+    return Client(url, token=token, patience_s=patience_s, ca=ca)
 
 
 class Client:
@@ -50,13 +60,26 @@ class Client:
     Every method raises `core.errors` kinds; `Unavailable` with code `NoNode` when nothing answers at the URL.
     """
 
-    def __init__(self, url: str | None = None, *, token: str | None = None, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        patience_s: float | None = None,
+        ca: str | None = None,
+        trust: Trust | None = None,
+    ) -> None:
         self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
         token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
         more = [("User-Agent", "forebay"), ("Accept", "*/*")]
         if token:
             more.append(("Authorization", f"Bearer {token}"))
         self._more = tuple(more)
+        self._s3_more = tuple(more[:2])  # a bearer token is for the native API
+        self._keys = keys_of_environment()
+        authorities = os.environ.get("FOREBAY_CA", "") if ca is None else ca
+        self._trust = trust or (lambda: trust_file(authorities)) if authorities or trust else default_trust
+        self._trusted: Any = None
         self._patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
@@ -87,13 +110,14 @@ class Client:
 
     # --- the driver --------------------------------------------------------------------------------------------------
     def run(self, flow: flows.Flow[T]) -> T:
-        """Drive `flow` to its end and return its result. A failed request is raised inside the flow, and from here."""
+        """Drive `flow` to its end and return its result. A failed request is raised inside the flow, and from here; so
+        is Ctrl-C, and what a sink or a progress function raised, so that a flow can undo what it began."""
         try:
             request = next(flow)
             while True:
                 try:
                     response = self.send(request)
-                except ForebayError as error:
+                except BaseException as error:
                     request = flow.throw(error)
                 else:
                     request = flow.send(response)
@@ -103,6 +127,8 @@ class Client:
 
     def send(self, request: Request) -> Response:
         """One request, one answer."""
+        if not request.target.startswith("/-/") and self._keys is not None:
+            request = sign(request, self.place.authority, self._keys)
         if self.place.base:
             request = request._replace(target=self.place.base + request.target)
         kept = self._take(request)
@@ -116,17 +142,24 @@ class Client:
                         "took effect (`forebay job ls`), then repeat it"
                     ) from None
         try:
-            return self._exchange(Connection(self.place, self._patience_s), request)
+            return self._exchange(Connection(self.place, self._patience_s, self._context), request)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
     def _exchange(self, connection: Connection, request: Request) -> Response:
-        response = connection.exchange(request, self._more)
+        native = request.target.removeprefix(self.place.base).startswith("/-/")
+        response = connection.exchange(request, self._more if native else self._s3_more)
         if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
         return response
+
+    def _context(self) -> ssl.SSLContext:
+        """Made once: reading the certificates that this machine trusts takes 20 ms."""
+        if self._trusted is None:
+            self._trusted = self._trust()
+        return self._trusted  # type: ignore[no-any-return]
 
     def _take(self, request: Request) -> Connection | None:
         if self._closed:
@@ -173,6 +206,37 @@ class Client:
     ) -> Downloaded:
         """The whole object to the file `path`, atomically; a download cut short is resumed (see `download.py`)."""
         return download(self.run, bucket, key, path, progress)
+
+    def put(
+        self,
+        bucket: str,
+        key: str,
+        data: Data,
+        *,
+        content_type: str = "",
+        metadata: Mapping[str, str] | None = None,
+        etag: str = "",
+        only_new: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Written:
+        """Make `data` the object: bytes, a path, or an open binary file, which is read to its end.
+
+        Whole or not at all: after an error the object is what it was. With `etag` only if the object is that version
+        now, with `only_new` only if there is none; else `Precondition`. `progress` is called with the size of each
+        piece sent. `Busy` when the bucket has as many unwritten bytes as it may: try again later.
+        """
+        headers = [("Content-Type", content_type)] if content_type else []
+        headers += [(f"x-amz-meta-{name}", value) for name, value in (metadata or {}).items()]
+        return self.run(put_data(bucket, key, data, Plan(tuple(headers), etag, only_new), progress))
+
+    def delete(self, bucket: str, key: str, *, etag: str = "") -> None:
+        """Delete the object; one that is not there is fine. With `etag`, `Precondition` if it is another version."""
+        self.run(flows.delete(bucket, key, etag=etag))
+
+    def copy(self, source_bucket: str, source_key: str, bucket: str, key: str, *, only_new: bool = False) -> Written:
+        """Copy an object inside the node, headers and all; its bytes do not come here."""
+        condition = "*" if only_new else None
+        return self.run(flows.copy(CopyCall(source_bucket, source_key, bucket, key, if_none_match=condition)))
 
     def head(self, bucket: str, key: str) -> flows.Got:
         """What a read would say of the object, without its bytes."""

@@ -88,6 +88,9 @@ class _Scope(NamedTuple):
     names_text: bytes
     key: bytes
 
+    def __repr__(self) -> str:
+        return f"_Scope({self.key_id!r}, {self.text!r})"
+
 
 def signing_key(secret: str, day: bytes, region: bytes, service: bytes = b"s3") -> bytes:
     """The key that signs every request of one secret on one day in one region."""
