@@ -70,6 +70,7 @@ class FakeEngine:
         self.seen: list[wire.Message] = []
         self.reports: list[Snapshot] = []
         self.answers: dict[str, Any] = {}
+        self.mute: set[str] = set()  # calls that are never answered
         self.calls: list[tuple[str, Any]] = []
         self.transports: list[asyncio.Transport] = []
         self.memory: list[int] = []
@@ -123,6 +124,8 @@ class FakeEngine:
     def _answer(self, talk: _Talk, message: wire.Call) -> None:
         arguments = calls.decode_call(message.verb, message.body)
         self.calls.append((message.verb, arguments))
+        if message.verb in self.mute:
+            return
         answer = self.answers.get(message.verb)
         if callable(answer):
             try:
