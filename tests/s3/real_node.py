@@ -88,8 +88,10 @@ class RealNode:
         finally:
             connection.close()
 
-    def add_bucket(self, name: str, url: str, freshness_s: float = 60.0, options: dict[str, str] | None = None) -> None:
-        settings = {"name": name, "url": url, "freshness_s": freshness_s, "options": options or {}}
+    def add_bucket(
+        self, name: str, url: str, freshness_s: float = 60.0, options: dict[str, str] | None = None, **more: str
+    ) -> None:
+        settings = {"name": name, "url": url, "freshness_s": freshness_s, "options": options or {}, **more}
         headers = {"content-type": "application/json"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"

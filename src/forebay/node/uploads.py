@@ -447,10 +447,9 @@ class UploadBook:
     async def _complete(self, call: UploadCompleteCall) -> UploadCompleted:
         if call.upload_id not in self._done:
             upload = self.find(call.bucket, call.key, call.upload_id)
-            async with upload.closing:
+            async with self._writes.entered(call.bucket) as served, upload.closing:
                 if not upload.gone:
-                    async with self._writes.entered(call.bucket) as served:
-                        return await self._finish(served, upload, call)
+                    return await self._finish(served, upload, call)
         kept = self._done.get(call.upload_id)
         if kept is None or kept.done is None or (kept.bucket, kept.key) != (call.bucket, call.key):
             raise rules.no_such_upload(call.upload_id)
@@ -510,7 +509,7 @@ class UploadBook:
                 if_none_match=call.if_none_match,
                 send=send,
             )
-        except BaseException:
+        except Exception:  # cancelled, it is left as a stop of the process would leave it: the commit may be under way
             await self._work(files.unjoin, directory, chosen[0], target)
             raise
         await self._work(files.forget, target)  # a small object lives in its record, and what has no room nowhere
@@ -668,8 +667,10 @@ class UploadBook:
                 if upload_id not in self._open and upload_id not in self._clearing:
                     await self._work(files.remove, os.path.join(holder, upload_id))
 
-    async def aclose(self) -> None:
-        """Stop. What is under way is left as a stop of the process would leave it."""
+    async def aclose(self, grace_s: float = 10.0) -> None:
+        """Stop. What does not end within `grace_s` is left as a stop of the process would leave it."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=grace_s)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
