@@ -145,7 +145,8 @@ def asked(*parts: tuple[int, str], **more: str) -> bytes:
         + "</Part>"
         for number, etag in parts
     )
-    return f'<CompleteMultipartUpload xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{said}</CompleteMultipartUpload>'.encode()
+    root = "CompleteMultipartUpload"
+    return f'<{root} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{said}</{root}>'.encode()
 
 
 def complete(front: Front, upload: str, body: bytes, **headers: str) -> Answer:

@@ -240,6 +240,7 @@ class Copies:
         return await self._writes.finish(self._copy_part(call))
 
     async def _copy_part(self, call: UploadPartCopyCall) -> PartState:
+        self._uploads().find(call.bucket, call.key, call.upload_id)
         source = await self._buckets.get(call.source_bucket)
         for attempt in range(1, TRIES + 1):
             info = await self._source(source, call, again=attempt > 1)
@@ -248,7 +249,8 @@ class Copies:
             if not 0 <= start < end <= info.size_bytes and (start, end) != (0, 0):
                 raise Invalid(
                     f"the range of the part lies outside the source of {info.size_bytes} bytes: ask within it",
-                    code="InvalidArgument",
+                    code="InvalidRange",
+                    size_bytes=info.size_bytes,
                 )
             _check_size(end - start)
             path = self._path(call.bucket, call.key, end - start)
