@@ -14,6 +14,7 @@ import pytest
 
 from forebay.backends.counting import BackendCounters
 from forebay.backends.faulty import FaultPlan
+from forebay.backends.locate import locate
 from forebay.backends.seam import Backend, Fetch
 from forebay.backends.stack import open_backend
 from forebay.bench import servers
@@ -23,6 +24,8 @@ numbers = itertools.count()
 REAL = [pytest.param(kind, marks=pytest.mark.real) for kind in ("s3", "s3-keys", "azure", "gcs", "http")]
 KINDS = ["memory", "file", *REAL]
 LISTED = [kind for kind in KINDS if kind != REAL[-1]]  # all but plain HTTP
+WRITTEN = [kind for kind in LISTED if kind != REAL[0]]  # those that take writes; S3 with keys, which all requests need
+UPLOADED = ["memory", *REAL[1:3]]  # with uploads that can be tested: fake-gcs-server has no XML API
 PAGES_MAX = 1000  # more than any listing in these tests has
 
 
@@ -32,6 +35,10 @@ class Place:
     def __init__(self, kind: str, url: str, options: dict[str, str], put: Callable[[str, bytes], None]) -> None:
         self.kind, self.url, self.options, self.put = kind, url, options, put
         self.counters = BackendCounters()
+
+    def bare(self) -> Backend:
+        """The backend alone: nothing is counted, nothing tried again."""
+        return locate(Bucket("corpus", self.url, options=self.options))
 
     def open(self, prefix: str = "", faults: FaultPlan | None = None) -> Backend:
         url = f"{self.url}/{prefix}" if prefix else self.url

@@ -3,7 +3,8 @@
 Theory. obstore streams bodies in native threads without the GIL, so every body of an ordinary key goes through it: one
 `get` per fetch, whose answer carries the metadata too. Its own retry is off, since the stack retries. What it must not
 be trusted with is names: it reads a key as a path, drops a leading or trailing slash and refuses empty and dot segments
-and control characters. `is_plain` says which keys it passes unchanged; the others take the wire, and after every
+and control characters. `is_plain` says which keys it passes unchanged; the others take the wire, as do objects whose
+metadata is not ASCII, which it refuses to read (seen by its error: one more request for those). And after every
 answer the name that obstore used is compared with the one asked for.
 
 A version is the backend's ETag as sent (quotes and all, so that it can go back in If-Match). Where the ETag is weak or
@@ -32,7 +33,7 @@ import obstore
 from forebay.backends import errors
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
-from forebay.backends.wire import Wire, bare_etag, is_condition, version_of
+from forebay.backends.wire import Wire, WireFetch, bare_etag, is_condition, version_of
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
@@ -155,9 +156,7 @@ class CloudReads:
         if range is not None:
             _check_range(range, what)
         if not is_plain(full):
-            opened = await self._wire.run(functools.partial(self._wire.open, full, range, version))
-            opened.info = msgspec.structs.replace(opened.info, key=key)
-            return opened
+            return await self._fetch_by_wire(full, key, range, version)
         if range is not None and range.first is None and self.scheme == "az":
             # Azure has no suffix ranges: ask for the size, then for that version's end.
             info = await self._head(full, key, what)
@@ -167,11 +166,18 @@ class CloudReads:
             return await self._fetch(full, key, what, RangeSpec(start, end - 1), info.version)
         return await self._fetch(full, key, what, range, version)
 
-    async def _fetch(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> CloudFetch:
+    async def _fetch_by_wire(self, full: str, key: str, range: RangeSpec | None, version: str) -> WireFetch:
+        opened = await self._wire.run(functools.partial(self._wire.open, full, range, version))
+        opened.info = msgspec.structs.replace(opened.info, key=key)
+        return opened
+
+    async def _fetch(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> Fetch:
         options = _options(range if self._has_ranges else None, version)
         try:
             result = await obstore.get_async(self._store, full, options=options)
         except Exception as error:
+            if errors.cannot_tell(error):
+                return await self._fetch_by_wire(full, key, range, version)
             failed = errors.from_obstore(error, what)
             if isinstance(failed, NotSupported) and "range" in options and self.scheme in ("http", "https"):
                 # A server without ranges, or (nginx) an empty object: take the whole and cut it.
@@ -211,14 +217,19 @@ class CloudReads:
 
     async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
         if not is_plain(full):
-            opened = await self._wire.run(functools.partial(self._wire.open, full, None, "", head=True))
-            await opened.aclose()
-            return msgspec.structs.replace(opened.info, key=key)
+            return await self._head_by_wire(full, key)
         try:
             result = await obstore.get_async(self._store, full, options={"head": True})
         except Exception as error:
+            if errors.cannot_tell(error):
+                return await self._head_by_wire(full, key)
             raise self._head_failed(errors.from_obstore(error, what), what) from error
         return _describe(result, full, key)
+
+    async def _head_by_wire(self, full: str, key: str) -> ObjectInfo:
+        opened = await self._wire.run(functools.partial(self._wire.open, full, None, "", head=True))
+        await opened.aclose()
+        return msgspec.structs.replace(opened.info, key=key)
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
         full, what = self._full(key)
@@ -232,6 +243,9 @@ class CloudReads:
             failed = errors.from_obstore(error, what)
             if isinstance(failed, Precondition):
                 return None
+            if errors.cannot_tell(error):
+                info = await self._head_by_wire(full, key)
+                return None if info.version == version else info
             raise self._head_failed(failed, what) from error
         info = _describe(result, full, key)
         return None if info.version == version else info

@@ -104,6 +104,11 @@ def from_obstore(error: BaseException, what: str) -> ForebayError:
     return Unavailable(f"{what}: the backend does not answer ({_quote(text)}): check the endpoint and the network")
 
 
+def cannot_tell(error: BaseException) -> bool:
+    """Whether obstore had an answer and gave it up, because metadata in it is not ASCII."""
+    return "contained non UTF-8 characters" in str(error)
+
+
 def from_status(status: int, body: str, what: str, *, retry_after: str = "") -> ForebayError:
     """The kind that an HTTP answer stands for; `body` is its text, `retry_after` that header's value."""
     code_found = _CODE.search(body)

@@ -158,22 +158,24 @@ class S3Writes:
         return await self._wire.run(functools.partial(self._list_parts, key, upload_id))
 
     def _list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
-        found: list[PartSeen] = []
+        found: dict[int, PartSeen] = {}
+        replaced: set[int] = set()
+        marker = 0
         while True:
-            marker = str(found[-1].number) if found else "0"
-            query = [("uploadId", upload_id), ("max-parts", str(PARTS_PAGE)), ("part-number-marker", marker)]
+            query = [("uploadId", upload_id), ("max-parts", str(PARTS_PAGE)), ("part-number-marker", str(marker))]
             answer = self._wire.ask(query, key=key)
             if answer.status != 200:
                 raise upload_refused(answer, self._what(key))
             root = self._result(answer, "ListPartsResult", self._what(key))
-            before = len(found)
+            before = marker
             for item in root.iterfind("{*}Part"):
                 number, size = int(item.findtext("{*}PartNumber") or 0), int(item.findtext("{*}Size") or 0)
-                if number > (found[-1].number if found else 0):
-                    found.append(PartSeen(number, item.findtext("{*}ETag") or "", size))
-            more = (root.findtext("{*}IsTruncated") or "").strip().lower() == "true"
-            if not more or len(found) == before:
-                return found
+                seen = PartSeen(number, item.findtext("{*}ETag") or "", size)
+                if found.setdefault(number, seen) != seen:
+                    replaced.add(number)  # SeaweedFS lists both, and which one is the newer is not said
+                marker = max(marker, number)
+            if (root.findtext("{*}IsTruncated") or "").strip().lower() != "true" or marker == before:
+                return [found[number] for number in sorted(found) if number not in replaced]
 
     async def list_uploads(self, prefix: str) -> list[UploadSeen]:
         """See `Backend.list_uploads`."""

@@ -198,10 +198,10 @@ class Wire:
         return info, start, start + length
 
     def _stored_headers(self, answer: http.client.HTTPResponse) -> Headers:
-        found = [(name, value) for name in CONTENT_HEADERS if (value := answer.getheader(name))]
+        found = [(name, _text(value)) for name in CONTENT_HEADERS if (value := answer.getheader(name))]
         for name, value in sorted(answer.getheaders()):
             if name.lower().startswith(self._meta):
-                found.append(("x-amz-meta-" + name.lower().removeprefix(self._meta), value))
+                found.append(("x-amz-meta-" + name.lower().removeprefix(self._meta), _text(value)))
         return tuple(found)
 
     # --- writes ------------------------------------------------------------------------------------------------------
@@ -440,6 +440,14 @@ def _is_quiet(connection: http.client.HTTPConnection) -> bool:
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
     return not poll.poll(0)
+
+
+def _text(value: str) -> str:
+    """A header's value, which http.client reads as Latin-1, as the UTF-8 that it probably is."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def _range_header(range: RangeSpec) -> str:
