@@ -212,6 +212,7 @@ class Engine:
             self.room,
             self.index,
             self.tally,
+            self.flusher,
             flush=self.flush,
             flush_soon=self.flush_soon,
         )

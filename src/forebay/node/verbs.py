@@ -35,7 +35,7 @@ from forebay.node.read import Ask
 from forebay.node.records import cached_bytes, headers_of, present_blocks
 from forebay.node.room import Room
 from forebay.node.settings import Settings
-from forebay.node.store import Scrubber, Store, StoreReader
+from forebay.node.store import Scrubber, Store, StoreReader, VolumeUsage
 from forebay.node.streamed import Streams
 from forebay.node.tally import Tally
 from forebay.node.uploads import UploadBook
@@ -272,13 +272,7 @@ class Verbs:
             for usage in usages
         ]
         buckets = [
-            calls.BucketState(
-                bucket.name,
-                bucket.url,
-                sum(usage.buckets.get(bucket.name, 0) for usage in usages),
-                bucket.quota_bytes,
-                served[bucket.name].error if bucket.name in served else "",
-            )
+            self._bucket_state(bucket, usages, served[bucket.name].error if bucket.name in served else "")
             for bucket in engine.buckets.all()
         ]
         return calls.NodeState(
@@ -294,6 +288,21 @@ class Verbs:
             reads=engine.cold.reads,
             jobs_running=engine.jobs.running,
             pass_bytes=engine.cold.budget.used_bytes,
+        )
+
+    def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> calls.BucketState:
+        owed = self._engine.flusher.totals(bucket.name)
+        return calls.BucketState(
+            bucket.name,
+            bucket.url,
+            sum(usage.buckets.get(bucket.name, 0) for usage in usages),
+            bucket.quota_bytes,
+            f"flush of {owed.error}" if owed.error else error,
+            owed.bytes,
+            owed.objects,
+            owed.since_s,
+            owed.flushing,
+            owed.conflicts,
         )
 
     async def _map(self, _: calls.Nothing) -> calls.NodeMap:
@@ -319,6 +328,7 @@ class Verbs:
             values[series("forebay_volume_up", volume=volume)] = float(usage.state != "out")
             objects += usage.objects
         values["forebay_objects"] = objects
+        values |= engine.flusher.metrics()
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot

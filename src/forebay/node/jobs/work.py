@@ -6,6 +6,9 @@ concern only what is here. A prefetch reads like any reader, through the same fl
 client: what lands is taken at once. It never passes bytes through memory: where no disk takes them, prefetching means
 nothing.
 
+`flush` plans from what is owed when it begins, and what is written later is not its concern: its work is asking and
+waiting, for the flusher does the rest and tries again where that can help.
+
 Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already
 and fetches the rest. `evict` leaves what is pinned: two orders that contradict each other must not cost a second fetch.
 
@@ -27,6 +30,7 @@ from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_key
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
+from forebay.node.flusher import ASKED_AT_ONCE, Flusher
 from forebay.node.jobs.runner import JobUnit, Work
 from forebay.node.read import Ask, Read
 from forebay.node.records import cached_bytes, present_blocks
@@ -75,6 +79,7 @@ class JobWork:
         room: Room,
         index: StoreReader,
         tally: Tally,
+        flusher: Flusher,
         *,
         flush: Callable[[], None],
         flush_soon: Callable[[], None],
@@ -84,6 +89,7 @@ class JobWork:
         self._room = room
         self._index = index
         self._tally = tally
+        self._flusher = flusher
         self._flush = flush
         self._flush_soon = flush_soon
 
@@ -94,6 +100,8 @@ class JobWork:
             check_key(key)
         if verb == "prefetch":
             return Work(lambda: _listed(served.backend, call), lambda unit: self._prefetch(call.bucket, unit))
+        if verb == "flush":
+            return self._flush_owed(call)
         if verb in ("pin", "unpin") and not call.dry_run:
             await self._pin_prefixes(served.bucket, call, verb == "pin")
 
@@ -138,6 +146,20 @@ class JobWork:
             record = self._cold.store.lookup(call.bucket, unit.key)
             if record is None or not record.complete:
                 yield unit
+
+    def _flush_owed(self, call: JobCall) -> Work:
+        owed = self._flusher.owing(call.bucket, call.prefix, call.keys)
+        writes = {key: seq for key, seq, _ in owed}
+
+        async def plan() -> AsyncIterator[JobUnit]:
+            for key, _, size_bytes in owed:
+                yield JobUnit(key, size_bytes)
+
+        async def action(unit: JobUnit) -> int:
+            await self._flusher.flushed(call.bucket, unit.key, writes[unit.key])
+            return unit.size_bytes
+
+        return Work(plan, action, parallel=ASKED_AT_ONCE)
 
     # --- actions -----------------------------------------------------------------------------------------------------
     async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
