@@ -27,6 +27,7 @@ ANSWERS: dict[str, Any] = {
     "bucket_delete": calls.Nothing(),
     "bucket_check": calls.Nothing(),
     "stat": calls.ObjectState("b", "k", 1, "v", "e", 0.0, 1, False, False, 0.0),
+    "copy": calls.Written("e", "v", 1, 0.0),
     "job": JOB,
     "jobs": [JOB],
     "job_cancel": JOB,
@@ -49,6 +50,8 @@ def body_for(route: Any) -> Any:
         return Bucket("strict", "memory://")
     if route.body is bytes:
         return "anything"
+    if route.body is calls.CopyCall:
+        return calls.CopyCall("b", "k", "b", "k")
     return calls.JobCall("b", "p/") if route.body is not None else None
 
 
@@ -66,7 +69,7 @@ def test_every_route_answers_as_described(node: Node, route: Any) -> None:
     with node.connect() as client:
         body = body_for(route)
         answer = client.ask(target, route.method, b"" if body is None else msgspec.json.encode(body))
-    assert answer.status == (202 if route.method == "POST" else 200)
+    assert answer.status == (202 if route.body is calls.JobCall else 200)
     if route.media == "application/json" and isinstance(route.answer, type):
         msgspec.json.decode(answer.body, type=route.answer)
 
@@ -250,6 +253,22 @@ def test_tokens_and_grants_hold(node: Node) -> None:
     assert ask(node, "/-/v1/list/strict", **headers)[0] == 403
     assert ask(node, "/-/v1/prefetch", "POST", calls.JobCall("strict"), **headers)[0] == 403
     assert [bucket["name"] for bucket in ask(node, "/-/v1/buckets", **headers)[1]] == ["b"]
+
+
+def test_a_copy_takes_the_right_to_read_its_source_and_says_where_it_goes_once(node: Node) -> None:
+    writer = Identity("writer", token_sha256=_hash("w"), grants=(Grant("write", "b"), Grant("read", "b")))
+    node.engine.answers.update(ANSWERS)
+    node.engine.identities = encode_identities([writer])
+    node.run(node.engine.stop())
+    node.run(node.engine.start())
+    node.run(node.front.link.wait(5))
+    token = {"Authorization": "Bearer w"}
+
+    def status(source: str, to: str = "b") -> int:
+        return ask(node, "/-/v1/copy/b/k", "POST", calls.CopyCall(source, "a", to, "k"), **token)[0]
+
+    assert [status("b"), status("strict"), status("b", "strict")] == [200, 403, 400]
+    assert [call for verb, call in node.engine.calls if verb == "copy"] == [calls.CopyCall("b", "a", "b", "k")]
 
 
 def test_a_page_of_another_site_gets_nothing_by_pointing_its_name_here(node: Node) -> None:

@@ -118,7 +118,8 @@ def test_a_file_that_ends_early_is_never_filled_up(node: Node, secure: Callable[
 
 def test_a_refused_body_is_answered_before_the_end(node: Node, secure: Callable[..., Client]) -> None:
     with secure() as client:
-        client.send(b"PUT /-/v1/buckets/abc HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n" + b"x" * 100_000)
+        head = b"PUT /-/v1/buckets/abc HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
+        client.send(head + b"x" * 100_000)
         assert client.answer().status == 413
         assert client.rest() == b""
 

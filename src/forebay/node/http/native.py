@@ -158,6 +158,20 @@ class Native:
 
         exchange.spawn(answer())
 
+    def _object_copy(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        call: calls.CopyCall = _decode_body(request, calls.CopyCall)
+        if (call.bucket, call.key) != (taken["bucket"], taken["key"]):
+            raise Invalid("the path names another object than the body: make them the same")
+        for bucket, key in ((call.source_bucket, call.source_key), (call.bucket, call.key)):
+            self._reads.bucket(bucket)
+            check_key(key)
+        self._auth.require_read(self._auth.bearer(request), self._reads.bucket(call.source_bucket))
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await self._call("copy", call)))
+
+        exchange.spawn(answer())
+
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         exchange.respond(200, TEXT, b"ok\n")

@@ -79,6 +79,11 @@ ROUTES: tuple[Route, ...] = (
         answer=calls.Nothing,
     ),
     Route(
+        "object_copy", "POST", "/-/v1/copy/{bucket}/{key}",
+        "Make the object a copy of the one that the body names; conditions hold.", "write",
+        body=calls.CopyCall, answer=calls.Written,
+    ),
+    Route(
         "stat", "GET", "/-/v1/stat/{bucket}/{key}", "What the node knows of it.", "read", _REVALIDATE,
         answer=calls.ObjectState,
     ),
