@@ -395,10 +395,10 @@ class Volume:
         """What is left free for the index."""
         return min(limits.RESERVE_BYTES_MAX, self._statvfs()[0] // 100)
 
-    def free_bytes(self, *, now_s: float | None = None) -> int:
-        """What may be written beyond the reserve, as of the last fifth of a second."""
-        now_s = clock.monotonic_s() if now_s is None else now_s
-        if now_s - self._free[0] > 0.2:
+    def free_bytes(self, *, fresh: bool = False) -> int:
+        """What may be written beyond the reserve, as of the last fifth of a second, or (`fresh`) of now."""
+        now_s = clock.monotonic_s()
+        if fresh or now_s - self._free[0] > 0.2:
             total_bytes, free_bytes = self._statvfs()
             self._free = (now_s, free_bytes - min(limits.RESERVE_BYTES_MAX, total_bytes // 100))
         return self._free[1]

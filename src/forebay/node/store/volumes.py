@@ -138,24 +138,19 @@ class VolumeSet:
             )
         return volume
 
-    def room_bytes(self, volume: Volume) -> int:
-        """What writers may still put there: what is free, and what can be evicted since the backend has it.
-        `Unavailable` when the disk errs."""
-        used_bytes = volume.usage.bytes + volume.change.bytes
-        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
-        try:
-            room_bytes = volume.free_bytes() + used_bytes - owned_bytes
-        except OSError as error:
-            raise volume.trouble(error, "asking for free space") from error
-        if self._capacity_bytes is not None:
-            room_bytes = min(room_bytes, self._share(volume) - owned_bytes)
-        return room_bytes
-
     def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0) -> None:
         """`Unavailable` (`InsufficientStorage`) if a write of that size has no room, even when all that can be evicted
         were; `here_bytes` of it are on the disk already."""
-        if self.room_bytes(volume) < size_bytes - here_bytes:
+        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
+        try:
+            free_bytes = volume.free_bytes(fresh=True)
+        except OSError as error:
+            raise volume.trouble(error, "asking for free space") from error
+        evictable_bytes = volume.usage.bytes + volume.change.bytes - owned_bytes
+        if free_bytes + evictable_bytes < size_bytes - here_bytes:
             raise no_room(volume, f"{size_bytes} bytes do not fit")
+        if self._capacity_bytes is not None and self._share(volume) < owned_bytes + size_bytes:
+            raise no_room(volume, f"{size_bytes} bytes are more than the capacity leaves")
 
     def _share(self, volume: Volume) -> int:
         """The part of `capacity_bytes` that falls to this volume."""
