@@ -25,6 +25,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tls-key", help="its private key as PEM; default: in the same file")
     parser.add_argument("--domain", help="suffix of virtual-host bucket names")
     parser.add_argument("--no-auto-buckets", action="store_const", const=False, dest="auto_buckets")
+    parser.add_argument(
+        "--flush-timeout", type=float, help="seconds that a stop may take to flush; 0 leaves it for the next start"
+    )
     parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
     flags = vars(parser.parse_args(arguments))
     try:

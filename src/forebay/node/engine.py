@@ -16,6 +16,7 @@ the engine is left: no task, thread, descriptor or socket file.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -242,8 +243,9 @@ class Engine:
         finally:
             os.umask(before)
 
-    async def stop(self, *, clean: bool = True) -> None:
-        """Let go of everything. `clean` puts all on the disks, so that the next start trusts the index."""
+    async def stop(self, *, clean: bool = True, flush: bool = False) -> None:
+        """Let go of everything. `clean` puts all on the disks, so that the next start trusts the index; `flush` first
+        brings to the backends what only this node has, within the settings' bound."""
         self._stopping = True
         for task in self._background:
             task.cancel()
@@ -254,7 +256,11 @@ class Engine:
         await self.streams.aclose()
         await self.uploads.aclose()
         await self.writes.aclose()
-        await self.flusher.aclose(flush=False)
+        owed = await self.flusher.aclose(
+            flush=flush, patience_s=self.settings.flush_timeout_s, skip=self.settings.no_flush_file.exists
+        )
+        if owed.objects:
+            self.settings.owed_file.write_text(json.dumps({"objects": owed.objects, "bytes": owed.bytes}))
         await self.writes.commits.aclose()
         await self.cold.aclose()
         self.fronts.close()
@@ -377,7 +383,14 @@ async def run_until_stopped(
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    child.watch_parent(loop, stopping.set)
+    orphaned = False
+
+    def parent_gone() -> None:
+        nonlocal orphaned  # nobody keeps the next node out of the directory: end at once
+        orphaned = True
+        stopping.set()
+
+    child.watch_parent(loop, parent_gone)
     engine = Engine(settings)
     await engine.start()
     front = None
@@ -394,7 +407,7 @@ async def run_until_stopped(
     finally:
         if front is not None:
             await front.stop()
-        await engine.stop()
+        await engine.stop(flush=not orphaned)
     return 0
 
 

@@ -47,7 +47,6 @@ PARTS_AT_ONCE = 8  # of one upload: one connection seldom fills a link
 ROUNDS_MAX = 4  # an object that changes at the backend each time it is looked at: come back later
 COPIES_MAX = 100  # names tried for the copy of one conflict
 TOLD_MAX = 8
-LINGER_S = 5.0
 BEGINNING = "?"  # in place of an upload's id: it was to be begun, and may have been
 
 
@@ -97,7 +96,8 @@ class _Whose(Enum):
 
 
 class Place(NamedTuple):
-    """Where errands of one bucket go, and what they share. `sends` bounds bodies under way."""
+    """Where errands of one bucket go, and what they share. `sends` bounds bodies under way; `linger` closes a file
+    later, when no thread can be sending from it any more."""
 
     bucket: Bucket
     backend: Backend
@@ -106,6 +106,7 @@ class Place(NamedTuple):
     sends: asyncio.Semaphore
     node_id: str
     told: set[str]  # what the log has said about this backend
+    linger: Callable[[int], None]
 
 
 def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
@@ -217,7 +218,7 @@ class Errand:
         if fd >= 0 and now:
             os.close(fd)
         elif fd >= 0:
-            asyncio.get_running_loop().call_later(LINGER_S, os.close, fd)
+            self._place.linger(fd)
 
     async def _know_digest(self) -> None:
         if self.note.digest:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -51,6 +52,7 @@ SENDS_MAX = 16  # bodies under way at once per bucket: enough for 20 ms at 200 M
 TRIES = 3  # failures of a key after which who waits for it is told
 TELL_S = 5.0  # between lines on the progress of the last flush
 CAPACITY_KEPT_S = 5.0
+LINGER_S = 5.0
 LOOK_S = 0.2  # how often the last flush looks whether it shall stop
 PATIENCE_MAX_S = 60.0
 ASKED_AT_ONCE = 2 * limits.FLUSHES_MAX  # keys that one order to flush asks for: enough that none of the starts is idle
@@ -189,6 +191,7 @@ class Flusher:
         self._closed = False
         self._quarter = (0.0, 0)  # until when it holds, bytes
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lingering: dict[int, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
         """Take up what was owed when the node stopped."""
@@ -398,7 +401,16 @@ class Flusher:
             served = await self._buckets.get(name)
             if flight.unwanted:
                 raise Superseded
-            place = Place(served.bucket, served.backend, self._store, self._workers, of.sends, self._node_id, of.told)
+            place = Place(
+                served.bucket,
+                served.backend,
+                self._store,
+                self._workers,
+                of.sends,
+                self._node_id,
+                of.told,
+                self._linger,
+            )
             errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key))
             try:
                 outcome = await errand.run()
@@ -490,6 +502,15 @@ class Flusher:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("a note could not be brought up to date: %s", error)  # what is here knows better, until the end
 
+    def _linger(self, fd: int) -> None:
+        """Close a file that a thread may still send from, when it has noticed that it shall not."""
+
+        def close() -> None:
+            del self._lingering[fd]
+            os.close(fd)
+
+        self._lingering[fd] = asyncio.get_running_loop().call_later(LINGER_S, close)
+
     # --- flushing on demand ------------------------------------------------------------------------------------------
     def owing(self, bucket: str, prefix: str = "", keys: Iterable[str] = ()) -> list[tuple[str, int, int]]:
         """(key, seq, bytes) of what is owed now: all under `prefix`, or of exactly `keys` when given."""
@@ -577,16 +598,19 @@ class Flusher:
     # --- the end -----------------------------------------------------------------------------------------------------
     async def aclose(
         self, *, flush: bool, patience_s: float = PATIENCE_MAX_S, skip: Callable[[], bool] = lambda: False
-    ) -> None:
+    ) -> Totals:
         """Stop. With `flush`, first bring to the backends what is owed, for at most `patience_s` and until `skip` says
-        so or nothing more goes; what remains stays owed, as durable as it was."""
-        if flush and not skip():
+        so or nothing more goes; what remains, which is told, stays owed and as durable as it was."""
+        if flush and patience_s > 0 and not skip():
             await self._flush_all(patience_s, skip)
         self._closed = True
-        remains = sum(len(of.debts) for of in self._of.values())
-        if remains:
+        each = [self.totals(name) for name in self._of]
+        remains = Totals(sum(one.bytes for one in each), sum(one.objects for one in each))
+        if remains.objects:
             log.warning(
-                "%d objects and deletes are not in their backends yet: the next start goes on with them", remains
+                "%d objects and deletes, %d bytes, are not in their backends yet: the next start goes on with them",
+                remains.objects,
+                remains.bytes,
             )
         tasks = [flight.task for of in self._of.values() for flight in of.flights.values() if flight.task is not None]
         for of in self._of.values():
@@ -602,6 +626,11 @@ class Flusher:
         for task in (*tasks, *self._tasks):
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+        for fd, timer in self._lingering.items():
+            timer.cancel()
+            os.close(fd)
+        self._lingering.clear()
+        return remains
 
     async def _flush_all(self, patience_s: float, skip: Callable[[], bool]) -> None:
         names = [name for name, of in self._of.items() if of.debts]

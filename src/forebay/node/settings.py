@@ -26,6 +26,7 @@ from forebay.core.errors import Invalid, NotFound
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
+FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|KIB|MB|MIB|GB|GIB|TB|TIB|K|M|G|T)?", re.IGNORECASE)
@@ -73,7 +74,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     suffix of virtual-host bucket names. `auto_buckets`: an unknown bucket is looked for at s3:// with the environment's
     credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr. `identity_key` is the file that
     opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
-    key, "" when it stands in the same file.
+    key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
+    only the node has; 0 leaves it for the next start.
     """
 
     dir: str
@@ -89,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity_key: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    flush_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -101,6 +104,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid(f"--capacity {self.capacity_bytes} is less than two blocks: give at least 8MiB")
         if self.scrub_bytes_s < 0:
             raise Invalid("scrub_bytes_s is negative: 0 switches scrubbing off")
+        if not 0 <= self.flush_timeout_s <= FLUSH_TIMEOUT_MAX_S:
+            raise Invalid(f"--flush-timeout {self.flush_timeout_s:g} is outside 0 (do not flush) to a week, in seconds")
         host, _ = parse_listen(self.listen)
         if not self.identities and not is_loopback(host):
             raise Invalid(
@@ -154,6 +159,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.run_dir / "node.json"
 
     @property
+    def no_flush_file(self) -> Path:
+        """While it is there, a node that stops does not wait for its flush (`forebay down --no-flush`)."""
+        return self.run_dir / "no-flush"
+
+    @property
+    def owed_file(self) -> Path:
+        """What the last stop left unflushed: JSON with `objects` and `bytes`; not there when that was nothing."""
+        return self.run_dir / "owed.json"
+
+    @property
     def log_file(self) -> Path:
         return Path(self.dir) / "log" / "node.log"
 
@@ -171,7 +186,7 @@ def from_json(line: bytes) -> Settings:
     return msgspec.json.decode(line, type=Settings)
 
 
-_FILE_NAMES = {"capacity": "capacity_bytes"}  # what people write -> the field
+_FILE_NAMES = {"capacity": "capacity_bytes", "flush_timeout": "flush_timeout_s"}  # what people write -> the field
 
 
 def load(config: str | Path | None = None, **flags: Any) -> Settings:

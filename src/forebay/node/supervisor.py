@@ -102,8 +102,11 @@ def hold_port(settings: Settings) -> tuple[socket.socket, Settings]:
 class Child:
     """One process of the node, started again when it dies."""
 
-    def __init__(self, name: str, command: list[str], settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self, name: str, command: list[str], settings: Settings, clock: Clock, stop_timeout_s: float = STOP_TIMEOUT_S
+    ) -> None:
         self.name = name
+        self._stop_timeout_s = stop_timeout_s
         self.process: asyncio.subprocess.Process | None = None
         self.refused = False
         self.starts = 0
@@ -147,19 +150,19 @@ class Child:
         return await self.process.wait()
 
     async def stop(self) -> None:
-        """Ask it to end, and kill it if it does not within STOP_TIMEOUT_S."""
+        """Ask it to end, and kill it if it does not in time."""
         self._stopping = True
         process = self.process
         if process is None or process.returncode is not None:
             return
         try:
             process.terminate()
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(self._stop_timeout_s):
                 await process.wait()
         except ProcessLookupError:
             pass
         except TimeoutError:
-            log.error("%s did not end within %.0f s: killing it", self.name, STOP_TIMEOUT_S)
+            log.error("%s did not end within %.0f s: killing it", self.name, self._stop_timeout_s)
             process.kill()
             await process.wait()
 
@@ -184,7 +187,8 @@ class Supervisor:
         fronts = self.settings.fronts_resolved
         self.settings = msgspec.structs.replace(self.settings, fronts=fronts)
         python = [sys.executable, "-m"]
-        self.children = [Child("engine", [*python, "forebay.node.engine"], self.settings, clock)]
+        patience_s = STOP_TIMEOUT_S + settings.flush_timeout_s
+        self.children = [Child("engine", [*python, "forebay.node.engine"], self.settings, clock, patience_s)]
         for number in range(fronts):
             command = [*python, "forebay.node.front", str(number)]
             self.children.append(Child(f"front {number}", command, self.settings, clock))
@@ -192,7 +196,8 @@ class Supervisor:
     async def run(self, stopping: asyncio.Event) -> int:
         """Run the node until `stopping` is set; the exit status."""
         self.settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.settings.node_file.unlink(missing_ok=True)
+        for stale in (self.settings.node_file, self.settings.no_flush_file, self.settings.owed_file):
+            stale.unlink(missing_ok=True)
         tasks = [asyncio.create_task(child.run()) for child in self.children]
         ready = asyncio.create_task(self._tell_when_ready())
         stopped = asyncio.create_task(stopping.wait())
@@ -211,6 +216,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(ready, stopped, *tasks, return_exceptions=True)
+            self.settings.no_flush_file.unlink(missing_ok=True)
             self._holder.close()
             self._lock.release()
 
