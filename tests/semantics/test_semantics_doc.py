@@ -14,14 +14,15 @@ import pytest
 from tests.s3.fake_front import MODIFIED_S, Front, Object
 from tests.s3.real_node import RealNode
 
-from forebay.core.types import parse_freshness
+from forebay.core.types import LOCAL_URL, parse_freshness
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Example(NamedTuple):
-    """One `http` block. `target` and header values may hold `{name}`; `body` is None where none is shown."""
+    """One `http` block. `target` and header values may hold `{name}`; `body` is None where none is shown, `sent` where
+    the request has none."""
 
     line: int
     method: str
@@ -30,6 +31,7 @@ class Example(NamedTuple):
     status: int
     expected: dict[str, str]
     body: str | None
+    sent: bytes | None
 
 
 def _blocks(kind: str) -> Iterator[tuple[int, str]]:
@@ -48,6 +50,8 @@ def _examples() -> list[Example]:
     for line, text in _blocks("http"):
         asked, answered, *body = text.rstrip("\n").split("\n\n", 2)
         (request, *asked_lines), (status, *answered_lines) = asked.splitlines(), answered.splitlines()
+        sent = [line.removeprefix("> ") for line in asked_lines if line.startswith("> ")]
+        asked_lines = [line for line in asked_lines if not line.startswith("> ")]
         method, target = request.split(" ", 1)
         found.append(
             Example(
@@ -58,6 +62,7 @@ def _examples() -> list[Example]:
                 int(status),
                 _headers(answered_lines),
                 body[0] if body else None,
+                "\n".join(sent).encode() if sent else None,
             )
         )
     return found
@@ -73,7 +78,7 @@ def _objects() -> dict[str, bytes]:
     return objects
 
 
-Ask = Callable[[str, str, dict[str, str]], tuple[int, dict[str, str], bytes]]
+Ask = Callable[[str, str, dict[str, str], bytes | None], tuple[int, dict[str, str], bytes]]
 
 
 def _fill(directory: Path) -> None:
@@ -87,10 +92,10 @@ def _fill(directory: Path) -> None:
 @pytest.fixture(scope="session")
 def handler() -> Ask:
     """The S3 handler alone."""
-    front = Front(corpus={key: Object(content) for key, content in _objects().items()})
+    front = Front(corpus={key: Object(content) for key, content in _objects().items()}, drafts={})
 
-    def ask(method: str, target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        answer = front.ask(method, target, headers)
+    def ask(method: str, target: str, headers: dict[str, str], body: bytes | None) -> tuple[int, dict[str, str], bytes]:
+        answer = front.ask(method, target, headers, body)
         return answer.status, {"content-length": str(len(answer.body)), **answer.headers}, answer.body
 
     return ask
@@ -103,6 +108,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
     _fill(bucket)
     with RealNode(tmp_path_factory.mktemp("node"), "--fronts", "1") as running:
         running.add_bucket("corpus", bucket.as_uri())
+        running.add_bucket("drafts", LOCAL_URL, write="local")
         yield running
 
 
@@ -126,8 +132,9 @@ def _pattern(text: str, known: dict[str, str]) -> str:
 
 
 def _check(example: Example, ask: Ask, known: dict[str, str]) -> None:
-    headers = {name.lower(): re.sub(r"\{(\w+)\}", lambda m: known[m[1]], v) for name, v in example.headers.items()}
-    status, answered, body = ask(example.method, example.target, headers)
+    values = known | {"too-long": "x" * 2048}
+    headers = {name.lower(): re.sub(r"\{([\w-]+)\}", lambda m: values[m[1]], v) for name, v in example.headers.items()}
+    status, answered, body = ask(example.method, example.target, headers, example.sent)
     where = f"docs/semantics.md:{example.line}: {example.method} {example.target}"
     assert status == example.status, f"{where}: {status} {body!r}"
     local: dict[str, str] = {}
