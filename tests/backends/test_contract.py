@@ -276,6 +276,34 @@ def _folded(key: str, prefix: str, delimiter: str) -> str:
 
 
 @on_every_listing_backend
+def test_a_key_that_others_lie_below_hides_none_of_them(place: Place) -> None:
+    if place.kind == "file":
+        return  # where no file can have the name of a directory
+    keys = ["a", "foo", "foo/1", "foo/1/x", "foo/2", "foo/3", "g/1", "zoo", "zoo/1"]
+    for key in keys:
+        place.put(key, b"")
+
+    async def story() -> None:
+        backend = place.open()
+        for limit in (1, 2, 3, 1000):
+            assert await list_all(backend, limit=limit) == (keys, [])
+            found, prefixes = await list_all(backend, delimiter="/", limit=limit)
+            assert (found, prefixes) == (["a", "foo", "zoo"], ["foo/", "g/", "zoo/"]), limit
+            assert await list_all(backend, prefix="foo", limit=limit) == (keys[1:6], [])
+            assert await list_all(backend, prefix="foo", delimiter="/", limit=limit) == (["foo"], ["foo/"])
+            assert await list_all(backend, prefix="foo/", delimiter="/", limit=limit) == (
+                ["foo/1", "foo/2", "foo/3"],
+                ["foo/1/"],
+            )
+        assert await list_all(backend, after="foo") == (keys[2:], [])
+        assert await list_all(backend, after="foo", delimiter="/") == (["zoo"], ["foo/", "g/", "zoo/"])
+        assert await list_all(backend, prefix="foo/", after="foo") == (keys[2:6], [])
+        await backend.aclose()
+
+    run(story())
+
+
+@on_every_listing_backend
 def test_a_large_folder_costs_a_listing_by_delimiter_no_more_than_a_small_one(place: Place) -> None:
     for number in range(300):
         place.put(f"big/{number:04}", b"")

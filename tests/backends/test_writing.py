@@ -340,9 +340,7 @@ def test_an_upload_takes_parts_in_any_order_and_replaces_them(place: Place, asid
         }
         sent[2] = await backend.put_part("dir/data", upload, 2, some(second))
         held = [PartSeen(1, sent[1], len(first)), PartSeen(10_000, sent[10_000], len(last))]
-        if (
-            place.kind != "s3-keys"
-        ):  # SeaweedFS lists what was replaced too: then it is left out
+        if place.kind != "s3-keys":  # SeaweedFS lists what was replaced too: then it is left out
             held.insert(1, PartSeen(2, sent[2], len(second)))
         assert await backend.list_parts("dir/data", upload) == held
         assert await is_absent(backend, "dir/data")

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
-from forebay.backends import errors
+from forebay.backends import errors, s3tags
 from forebay.backends.s3list import parse
 from forebay.backends.s3write import META, STORAGE_CLASS, checked_condition, described, refused
 from forebay.backends.seam import Body, PartSeen, UploadSeen
@@ -98,6 +98,19 @@ class AzureWrites:
             status = now.headers.get("x-ms-copy-status", "failed")
         if status != "success":
             raise Unavailable(f"{self._what(key)}: the copy ended as {status!r}: read the source and put it")
+
+    async def read_tags(self, key: str) -> str:
+        """See `Backend.read_tags`."""
+        answer = await s3tags.ask_tags(self._wire, key, s3tags.AZURE)
+        if answer.status != 200:
+            raise _refused(answer, self._what(key), None)
+        return s3tags.tags_in(answer, self._what(key), s3tags.AZURE)
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        """See `Backend.write_tags`."""
+        answer = await s3tags.tell_tags(self._wire, key, tags, s3tags.AZURE, {})
+        if answer.status != 204:
+            raise _refused(answer, self._what(key), None)
 
     # --- uploads -----------------------------------------------------------------------------------------------------
     async def begin_upload(self, key: str, headers: Headers, tags: str) -> str:

@@ -123,6 +123,10 @@ class Writes(Protocol):
 
     async def copy(self, source_key: str, key: str, source_version: str, headers: Headers | None) -> ObjectInfo: ...
 
+    async def read_tags(self, key: str) -> str: ...
+
+    async def write_tags(self, key: str, tags: str) -> None: ...
+
     async def begin_upload(self, key: str, headers: Headers, tags: str) -> str: ...
 
     async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str: ...
@@ -337,6 +341,12 @@ class Cloud(CloudReads):
     ) -> ObjectInfo:
         source, full = self._full(source_key)[0], self._full(key)[0]
         return self._own(key, await self._writes.copy(source, full, source_version, headers))
+
+    async def read_tags(self, key: str) -> str:
+        return await self._writes.read_tags(self._full(key)[0])
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._writes.write_tags(self._full(key)[0], tags)
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._writes.begin_upload(self._full(key)[0], headers, tags)

@@ -114,6 +114,12 @@ class Counting:
         copied = self._inner.copy(source_key, key, source_version=source_version, headers=headers)
         return await self._count("copy", copied)
 
+    async def read_tags(self, key: str) -> str:
+        return await self._count("read_tags", self._inner.read_tags(key))
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._count("write_tags", self._inner.write_tags(key, tags))
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._count("begin_upload", self._inner.begin_upload(key, headers=headers, tags=tags))
 

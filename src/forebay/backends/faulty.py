@@ -232,6 +232,12 @@ class Faulty:
         info = await self._write(lambda _: self.inner.copy(source_key, key, source_version=bare, headers=headers))
         return msgspec.structs.replace(info, version=self._salted(info.version))
 
+    async def read_tags(self, key: str) -> str:
+        return await self.inner.read_tags(key)
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self.inner.write_tags(key, tags)
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._write(lambda _: self.inner.begin_upload(key, headers=headers, tags=tags))
 

@@ -55,6 +55,12 @@ class LocalBackend:
     ) -> ObjectInfo:
         raise _nowhere()
 
+    async def read_tags(self, key: str) -> str:
+        raise errors.no_such_key(LOCAL_URL + check_key(key))
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        raise _nowhere()
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         raise _nowhere()
 

@@ -54,7 +54,7 @@ class _Upload(NamedTuple):
 class MemoryBackend:
     """See the module. `place` and `remove` are for whoever owns the bucket, not part of the seam.
 
-    Tags are kept in `tags`, where tests can look; the seam has no way to read them.
+    Tags are kept in `tags`.
     """
 
     scheme = "memory"
@@ -141,6 +141,14 @@ class MemoryBackend:
         if source_version and info.version != source_version:
             raise errors.changed(self._name(source_key))
         return self.place(key, data, info.headers if headers is None else headers)
+
+    async def read_tags(self, key: str) -> str:
+        await self.head(key)
+        return self.tags.get(key, "")
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self.head(key)
+        self.tags[key] = tags
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         check_key(key)

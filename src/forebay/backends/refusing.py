@@ -34,6 +34,12 @@ class Refusing:
     ) -> ObjectInfo:
         raise _refused()
 
+    async def read_tags(self, key: str) -> str:
+        return ""
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        raise NotSupported("this backend keeps no tags: leave them out, or use user metadata (x-amz-meta-…)")
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         raise _refused()
 

@@ -187,6 +187,12 @@ class Retrying:
             lambda: self.inner.copy(source_key, key, source_version=source_version, headers=headers)
         )
 
+    async def read_tags(self, key: str) -> str:
+        return await self._again(lambda: self.inner.read_tags(key))
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._again(lambda: self.inner.write_tags(key, tags))
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._again(lambda: self.inner.begin_upload(key, headers=headers, tags=tags))
 

@@ -6,6 +6,8 @@ is dropped, pages longer than asked are cut, and an answer whose keys do not ris
 
 SeaweedFS, which keeps directories, lists `a/b` before `a.txt`, as if '/' were the lowest character. It says who it is,
 so its pages are taken in that order and nothing is left out or repeated, but only each page by itself is in byte order.
+It also takes a key `foo` and the folder `foo/` for one thing and goes on behind both, so what lies below the key that a
+page starts after is asked for by itself.
 S3 Express directory buckets have no order at all and are refused (`NotSupported`): paging would leave objects out.
 """
 
@@ -32,17 +34,27 @@ def list_page(wire: Wire, prefix: str, delimiter: str, start_after: str, limit: 
     token = ""
     while True:
         query = [("list-type", "2"), ("encoding-type", "url"), ("max-keys", str(limit))]
-        for name, value in (("prefix", prefix), ("delimiter", delimiter), ("start-after", start_after)):
+        # A position above the prefix means nothing, but would confuse SeaweedFS.
+        sent_after = "" if prefix != start_after and prefix.startswith(start_after) else start_after
+        for name, value in (("prefix", prefix), ("delimiter", delimiter), ("start-after", sent_after)):
             if value:
                 query.append((name, value))
         if token:
             query.append(("continuation-token", token))
         answer = wire.ask(query)
         root = parse(answer.status, answer.body, wire.url, "ListBucketResult")
-        order = _path_order if answer.headers.get("server", "").startswith("SeaweedFS") else str
+        keeps_folders = answer.headers.get("server", "").startswith("SeaweedFS")
+        order = _path_order if keeps_folders else str
         page = _read_page(root, order, prefix, start_after, wire.url)
+        if keeps_folders and sent_after and not token:
+            page, is_all = _with_what_is_below(wire, page, prefix, delimiter, start_after, limit)
+            if is_all:
+                return page
         if len(page.entries) + len(page.prefixes) > limit:
             return cut(page, limit, order)
+        is_full = len(page.entries) + len(page.prefixes) == limit
+        if keeps_folders and is_full:
+            return page  # what lies below its last key may follow, whatever the answer says
         if (root.findtext("{*}IsTruncated") or "").strip().lower() != "true":
             return ListPage(page.entries, page.prefixes)
         if page.next_after:  # fewer than asked is allowed
@@ -50,6 +62,29 @@ def list_page(wire: Wire, prefix: str, delimiter: str, start_after: str, limit: 
         token = root.findtext("{*}NextContinuationToken") or ""
         if not token:
             raise Unavailable(f"{wire.url}: an empty page says that more follows, but not where: try again")
+
+
+def _with_what_is_below(
+    wire: Wire, page: ListPage, prefix: str, delimiter: str, start_after: str, limit: int
+) -> tuple[ListPage, bool]:
+    """`page` and what SeaweedFS left out of it: the folder of the name that it starts after. True: that fills it."""
+    folder = start_after + "/"
+    if start_after.endswith(HIGHEST) or not folder.startswith(prefix):
+        return page, False
+    if delimiter and delimiter in start_after[len(prefix) :]:
+        return page, False  # the page starts inside a group, which is listed as a whole
+    query = [("list-type", "2"), ("encoding-type", "url"), ("max-keys", str(1 if delimiter else limit))]
+    answer = wire.ask([*query, ("prefix", folder)])
+    root = parse(answer.status, answer.body, wire.url, "ListBucketResult")
+    below = _read_page(root, _path_order, folder, start_after, wire.url)
+    if not below.entries or folder in page.prefixes or any(entry.key.startswith(folder) for entry in page.entries):
+        return page, False
+    last = page.next_after or (folder + HIGHEST if delimiter else below.next_after)
+    if delimiter:
+        return ListPage(page.entries, sorted([folder, *page.prefixes]), last), False
+    if (root.findtext("{*}IsTruncated") or "").strip().lower() == "true":
+        return below, True
+    return ListPage(sorted([*below.entries, *page.entries]), page.prefixes, last), False
 
 
 def parse(status: int, body: bytes, url: str, wanted: str) -> ElementTree.Element:

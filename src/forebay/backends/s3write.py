@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from forebay.backends import errors
+from forebay.backends import errors, s3tags
 from forebay.backends.s3list import parse, parse_time
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.backends.wire import CONTENT_HEADERS, Answer, Wire, bare_etag, is_condition, version_of
@@ -100,6 +100,23 @@ class S3Writes:
         info = await self._look(key)
         etag = bare_etag(root.findtext("{*}ETag") or "")
         return info if info.etag == etag else ObjectInfo(key, info.size_bytes, f'"{etag}"', etag, info.modified_s)
+
+    async def read_tags(self, key: str) -> str:
+        """See `Backend.read_tags`."""
+        if not self._dialect.has_tags:
+            return ""
+        answer = await s3tags.ask_tags(self._wire, key, s3tags.AMAZON)
+        if answer.status != 200:
+            raise refused(answer, self._what(key), None)
+        return s3tags.tags_in(answer, self._what(key), s3tags.AMAZON)
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        """See `Backend.write_tags`."""
+        if not self._dialect.has_tags:
+            raise NotSupported(f"{self._what(key)}: this service has no tags on objects: use user metadata")
+        answer = await s3tags.tell_tags(self._wire, key, tags, s3tags.AMAZON, {})
+        if answer.status not in (200, 204):
+            raise refused(answer, self._what(key), None)
 
     # --- uploads -----------------------------------------------------------------------------------------------------
     async def begin_upload(self, key: str, headers: Headers, tags: str) -> str:

@@ -122,6 +122,15 @@ class Backend(Protocol):
         another version; `NotSupported` where the backend cannot, and the caller must read and put."""
         ...
 
+    async def read_tags(self, key: str) -> str:
+        """The object's tags now, as `core/tags.py` spells them; "" for none, also where there can be none. `NotFound`;
+        `NotSupported` where they cannot be read."""
+        ...
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        """Make these the object's tags, "" for none; it keeps its bytes and its version. Errors as `read_tags`."""
+        ...
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         """The id of a new upload."""
         ...
