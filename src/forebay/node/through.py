@@ -56,7 +56,8 @@ class Through:
         leave: Leave = _at_once,
     ) -> ObjectInfo:
         """Make `body` the object at the backend; what it is there. Errors as `Backend.put`. Cancelling it leaves
-        nothing half done."""
+        nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them."""
+        headers = tuple(each for each in headers if not each[0].startswith("x-amz-checksum-"))
         if body.size_bytes >= limits.MULTIPART_BYTES_MIN and backend.part_bytes_min:
             return await self._upload(backend, key, body, headers, expect, tags, leave)
         try:
