@@ -99,6 +99,12 @@ class _Watched:
     ) -> ObjectInfo:
         return await self._watch(self._inner.copy(source_key, key, source_version=source_version, headers=headers))
 
+    async def read_tags(self, key: str) -> str:
+        return await self._watch(self._inner.read_tags(key))
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._watch(self._inner.write_tags(key, tags))
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._watch(self._inner.begin_upload(key, headers=headers, tags=tags))
 
