@@ -237,17 +237,18 @@ class Errand:
             try:
                 return Delivered((await self._send(self._key, expect)).version, policy)
             except Precondition:
-                seen = await self._seen(self._key)
-                whose = await self._whose(seen)
-                if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
-                    return Delivered(seen.version, policy)
-                if whose is _Whose.STRANGER:
-                    policy = self._place.bucket.conflict
-                    if policy == "theirs":
-                        return Yielded(policy)
-                    if policy == "keep-both":
-                        return await self._keep_aside()
-                expect = seen.version if seen is not None else ""
+                pass
+            seen = await self._seen(self._key)
+            whose = await self._whose(seen)
+            if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
+                return Delivered(seen.version, policy)
+            if whose is _Whose.STRANGER:
+                policy = self._place.bucket.conflict
+                if policy == "theirs":
+                    return Yielded(policy)
+                if policy == "keep-both":
+                    return await self._keep_aside()
+            expect = seen.version if seen is not None else ""
         raise Busy(f"{self._key} changes at the backend faster than it can be written: it is tried again")
 
     async def _keep_aside(self) -> Yielded:
@@ -258,9 +259,10 @@ class Errand:
                 await self._send(name, "")
                 return Yielded("keep-both", name)
             except Precondition:
-                if await self._whose(await self._seen(name)) is _Whose.THIS:
-                    return Yielded("keep-both", name)
-                await self._give_up_upload()
+                pass
+            if await self._whose(await self._seen(name)) is _Whose.THIS:
+                return Yielded("keep-both", name)
+            await self._give_up_upload()
         raise Busy(f"all names for the copy of a conflict on {self._key} are taken: remove old *.conflict-* objects")
 
     async def _send(self, key: str, expect: str | None) -> ObjectInfo:
