@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.tags import check_tags, format_tags, parse_tags
+from forebay.core.tags import check_tags, format_tags, parse_tags, tags_among, with_tags, without_tags
 
 
 def test_tags_come_as_a_query_string():
@@ -43,6 +43,17 @@ def test_what_s3_would_not_keep_is_refused(text, words):
 def test_the_limits_themselves_are_allowed():
     most = [("k" * limits.TAG_KEY_CHARS_MAX, "v" * limits.TAG_VALUE_CHARS_MAX)]
     assert check_tags(most + [(f"k{n}", "ü") for n in range(limits.TAGS_MAX - 1)])
+
+
+def test_tags_stand_among_stored_headers():
+    headers = (("content-type", "a/b"), ("x-amz-meta-a", "b"))
+    tagged = with_tags(headers, "k=v&l=")
+    assert tagged == (*headers, ("x-amz-tagging", "k=v&l="), ("x-amz-tagging-count", "2"))
+    assert tags_among(tagged) == "k=v&l="
+    assert with_tags(tagged, "m=n") == (*headers, ("x-amz-tagging", "m=n"), ("x-amz-tagging-count", "1"))
+    assert with_tags(tagged, "") == without_tags(tagged) == headers
+    assert tags_among(headers) == ""
+    assert tags_among((("x-amz-tagging-count", "2"),)) is None, "only the backend knows them"
 
 
 def test_what_is_not_utf8_is_refused():

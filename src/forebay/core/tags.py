@@ -5,6 +5,9 @@ Theory. Tags are a set of pairs that S3 keeps beside an object. They arrive as a
 query string, among the object's stored headers, in one canonical spelling. Tags are metadata for people and billing, so
 their characters are those that every store takes: letters, digits and spaces of any script, and `+ - = . _ : / @`.
 
+Among the stored headers stand the tags and their number, which S3 says with every read. Towards a backend they are no
+headers but an argument of their own: `without_tags` takes them out.
+
 Invariant. `format_tags(parse_tags(text))` is the same for every spelling of the same tags in the same order.
 """
 
@@ -17,6 +20,7 @@ from urllib.parse import quote, unquote_plus
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
+from forebay.core.types import Headers
 
 HEADER: Final = "x-amz-tagging"
 COUNT_HEADER: Final = "x-amz-tagging-count"
@@ -76,3 +80,22 @@ def parse_tags(text: str) -> Tags:
 def format_tags(tags: Sequence[tuple[str, str]]) -> str:
     """The query string of `tags`; "" for none."""
     return "&".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in tags)
+
+
+def with_tags(headers: Headers, tags: str) -> Headers:
+    """Stored headers of an object that has these tags, and no others."""
+    kept = without_tags(headers)
+    return (*kept, (HEADER, tags), (COUNT_HEADER, str(len(parse_tags(tags))))) if tags else kept
+
+
+def without_tags(headers: Headers) -> Headers:
+    """Stored headers but for what tells of tags."""
+    return tuple(each for each in headers if each[0] not in (HEADER, COUNT_HEADER))
+
+
+def tags_among(headers: Headers) -> str | None:
+    """The tags that stored headers tell, "" for none; None where they tell the number alone."""
+    found = dict(headers)
+    if HEADER in found:
+        return found[HEADER]
+    return "" if found.get(COUNT_HEADER, "0") == "0" else None
