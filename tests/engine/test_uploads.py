@@ -30,7 +30,7 @@ from forebay.core.calls import (
     UploadState,
     Written,
 )
-from forebay.core.errors import ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.errors import Busy, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.types import Bucket, ObjectInfo
 from forebay.core.wire import VolumeAt
 from forebay.meta.sqlite import SqliteMeta
@@ -69,6 +69,18 @@ class Writing:
     @asynccontextmanager
     async def entered(self, bucket: str) -> AsyncIterator[Any]:
         yield await self.place.get(bucket)
+
+    def lock(self, bucket: str, key: str) -> Any:
+        return asyncio.Lock()
+
+    async def check(self, served: Any, key: str, *conditions: str | None) -> ObjectInfo | None:
+        return await served.backend.head(key) if key in self.place.objects else None
+
+    async def settle_owed(self, bucket: Bucket, key: str) -> None:
+        pass
+
+    async def drop(self, bucket: str, key: str) -> None:
+        self.place.objects.pop(key, None)
 
     async def _put_there(self, backend: Any, key: str, body: Body, **more: Any) -> ObjectInfo:
         self.whole_puts += 1
@@ -129,7 +141,7 @@ class Place:
         await self.book.load()
 
     async def close(self) -> None:
-        await self.book.aclose()
+        await self.book.aclose(0.05)
         await self.meta.aclose()
         self.workers.shutdown()
 
@@ -572,6 +584,55 @@ def test_through_an_upload_that_the_backend_lost_is_put_whole(play: Any) -> None
         assert place.writing.whole_puts == 1
 
     play(story, write="through")
+
+
+def test_through_an_object_that_no_disk_takes_is_made_at_the_backend(play: Any) -> None:
+    async def story(place: Place) -> None:
+        upload = await place.create()
+        one, two = await place.send(upload, 1, PART), await place.send(upload, 2, b"end")
+        place.full = True
+        done = await place.complete(upload, (1, one), (2, two), if_none_match="*")
+        info = await place.backend.head("k")
+        assert (done.written.etag, done.written.size_bytes) == (info.etag, len(PART) + 3)
+        assert place.objects == {}, "and the node keeps nothing of it"
+
+    play(story, write="through")
+
+
+def test_through_a_backend_that_fails_costs_a_part_or_a_complete_and_no_more(play: Any) -> None:
+    async def story(place: Place) -> None:
+        upload = await place.create()
+        put_part, complete = place.backend.put_part, place.backend.complete_upload
+
+        async def down(*_: Any, **more: Any) -> Any:
+            raise Unavailable("down")
+
+        place.backend.put_part = place.backend.complete_upload = down
+        with pytest.raises(Unavailable):
+            await place.send(upload, 1, PART)
+        assert place.files() == []
+        place.backend.put_part = put_part
+        one = await place.send(upload, 1, PART)
+        with pytest.raises(Unavailable):
+            await place.complete(upload, (1, one))
+        assert len(place.files()) == 1
+        place.backend.complete_upload = complete
+        await place.complete(upload, (1, one))
+        assert place.content() == PART
+
+    play(story, write="through")
+
+
+def test_a_bucket_takes_no_more_uploads_than_it_may(play: Any) -> None:
+    async def story(place: Place) -> None:
+        place.book._names["b"] = [("k", str(number)) for number in range(limits.UPLOADS_MAX)]
+        with pytest.raises(Busy) as caught:
+            await place.create()
+        assert code(caught) == "SlowDown"
+        assert caught.value.retry_after_s > 0
+        place.book._names.clear()
+
+    play(story, write="local")
 
 
 def test_an_upload_begun_there_but_not_heard_of_is_aborted(play: Any) -> None:

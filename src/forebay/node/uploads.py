@@ -485,16 +485,18 @@ class UploadBook:
         """Join the parts and write the object."""
         kept, directory = upload.kept, self.directory(upload.kept)
         size_bytes = sum(part.size_bytes for part in chosen)
-        self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
         target = self._index.incoming(call.bucket, call.key)
 
         async def send(expect: str | None) -> ObjectInfo:
             return await self._complete_there(served, upload, chosen, target, expect)
 
         try:
+            self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
             sums = await self._work(files.join, directory, chosen, target)
-        except OSError as error:
-            raise disk_trouble(error, "joining the parts") from error
+        except (OSError, Unavailable) as error:
+            if kept.backend_id and served.bucket.write == "through":
+                return await self._make_there_alone(served, upload, call, chosen)
+            raise disk_trouble(error, "joining the parts") if isinstance(error, OSError) else error from error
         try:
             written: Written = await self._writes.put_file(
                 served,
@@ -515,10 +517,30 @@ class UploadBook:
         await self._work(files.forget, target)  # a small object lives in its record, and what has no room nowhere
         return written
 
+    async def _make_there_alone(
+        self, served: Served, upload: Upload, call: UploadCompleteCall, chosen: list[Part]
+    ) -> Written:
+        """Make the object at the backend where no disk here takes it; the node forgets what it had of the key."""
+        writes, bucket, key = self._writes, call.bucket, call.key
+        async with writes.lock(bucket, key):
+            expect: str | None = None
+            if call.if_match is not None or call.if_none_match is not None:
+                judged = await writes.check(served, key, call.if_match, call.if_none_match)
+                expect = "" if judged is None else judged.version or None
+            await writes.settle_owed(served.bucket, key)
+            try:
+                info = await self._complete_there(served, upload, chosen, "", expect)
+            except BaseException as error:
+                await writes.doubt(served, key, error)
+                raise
+            await writes.drop(bucket, key)
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
     async def _complete_there(
         self, served: Served, upload: Upload, chosen: list[Part], target: str, expect: str | None
     ) -> ObjectInfo:
-        """Make the object at the backend: of the parts that it has, or, where it has not, of the joined file."""
+        """Make the object at the backend: of the parts that it has, or, where it has not, of the joined file `target`
+        (if there is one)."""
         kept, backend = upload.kept, served.backend
         size_bytes = sum(part.size_bytes for part in chosen)
         if kept.backend_id and all(part.size_bytes >= backend.part_bytes_min for part in chosen[:-1]):
@@ -532,6 +554,8 @@ class UploadBook:
                     raise
             if (seen := await self._completed_unheard(backend, kept, chosen)) is not None:
                 return seen
+        if not target:
+            raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
         body = Body(size_bytes, path=target)
         put: ObjectInfo = await self._writes.through.put(
             backend, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags
