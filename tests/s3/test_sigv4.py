@@ -412,7 +412,7 @@ QUERY_FAILURES = [
     (_presigned(X_Amz_Credential="x"), "AuthorizationQueryParametersError"),
     (_presigned() + b"&X-Amz-Expires=1", "AuthorizationQueryParametersError"),
     (_presigned(X_Amz_Security_Token="t"), "InvalidToken"),
-    (b"AWSAccessKeyId=AKIAIOSFODNN7EXAMPLE&Expires=1&Signature=x", "InvalidRequest"),
+    (b"AWSAccessKeyId=AKIAIOSFODNN7EXAMPLE&Expires=1&Signature=x", "AccessDenied"),
 ]
 
 

@@ -20,7 +20,8 @@ memory. So TLS keeps requests from being overheard, and a writer that must not b
 If-None-Match; `docs/security.md` says this to users.
 
 Rejected: botocore's signer run backwards (ten times slower, and it takes its input as objects of its own); caching
-verdicts (a signature is used once); accepting Signature Version 2 (SHA-1, and signs almost nothing).
+verdicts (a signature is used once); accepting Signature Version 2 in headers (it signs almost nothing; presigned URLs
+of it are taken, see `core/sigv2.py`).
 
 Invariants. (1) Signatures are compared in constant time. (2) Only scopes of known key ids are kept, and at most
 `SCOPES_KEPT_MAX`. (3) Nothing but `Denied` and `Invalid` is raised, with an S3 code, whatever the input. (4) A request
@@ -38,6 +39,7 @@ from datetime import date
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
+from forebay.core import sigv2
 from forebay.core.errors import Denied, ForebayError, Invalid
 from forebay.core.signedbody import UNSIGNED, check_payload, check_payload_form, mismatch
 
@@ -303,7 +305,8 @@ class Verifier:
     ) -> Verified:
         given = dict(pairs)
         if b"X-Amz-Algorithm" not in given and (b"AWSAccessKeyId" in given or b"Signature" in given):
-            raise _unsupported()
+            key_id = sigv2.verify_presigned(self._secrets, now_s, method, path, pairs, headers)
+            return Verified(key_id, "", UNSIGNED, True)
         if any(name not in given for name in _QUERY_REQUIRED):
             raise _malformed_query(
                 "query-string authentication requires the X-Amz-Algorithm, X-Amz-Credential, X-Amz-Signature, "
