@@ -28,6 +28,7 @@ from forebay.node.store import Change, Put, Store
 log = logging.getLogger("forebay.writes")
 
 GROUP_MAX = 512  # changes in one sync: 8 MiB of inline bodies at most
+SLOW_S = 5.0  # a sync that takes longer is worth a line in the log
 Published = Callable[[Change, Record | None, Record | None], None]
 
 
@@ -69,7 +70,11 @@ class Commits:
     async def _commit(self, group: list[tuple[Change, asyncio.Future[Record | None]]]) -> None:
         self.groups += 1
         prepared = self._store.prepare([change for change, _ in group])
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.make_durable, prepared)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await loop.run_in_executor(self._thread, self._store.make_durable, prepared)
+        if loop.time() - began_s > SLOW_S:
+            log.warning("%d writes took %.1f s to reach the disks: they are slow", len(group), loop.time() - began_s)
         before = [self._store.lookup(change.bucket, _key(change)) for change, _ in group]
         outcomes = self._store.publish(prepared)
         for (change, _), old, outcome in zip(group, before, outcomes, strict=True):

@@ -43,6 +43,7 @@ from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.httpsem import Conditions
 from forebay.core.record import Record, State, blocks_in
+from forebay.core.tags import with_tags
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, Headers, ObjectInfo, check_key
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
@@ -286,7 +287,9 @@ class Writes:
             judged = await self.check(served, key, if_match, if_none_match)
         local = bucket.write == "local"
         object_id, now_s = self._store.take_id(), self._clock.wall_s()
-        info = ObjectInfo(key, what.size_bytes, own_version(object_id), what.etag, now_s, what.headers)
+        digest = digest_of(what.size_bytes, sums=what.sums, body=what.body)
+        etag = what.etag or f"{digest}-x"
+        info = ObjectInfo(key, what.size_bytes, own_version(object_id), etag, now_s, what.shown)
         note = Note(
             seq=object_id,
             since_s=now_s,
@@ -296,7 +299,7 @@ class Writes:
             tags=what.tags,
             md5=what.md5,
             local=local,
-            digest=digest_of(what.size_bytes, sums=what.sums, body=what.body),
+            digest=digest,
         )
         put = Put(
             bucket.name,
@@ -367,7 +370,7 @@ class Writes:
         except BaseException as error:
             await self.doubt(served, key, error)
             raise
-        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.headers)
+        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.shown)
         put = Put(
             bucket.name,
             info,
@@ -482,6 +485,11 @@ class _What(msgspec.Struct, frozen=True, gc=False):
     md5: str
     tags: str
     body: bytes | None
+
+    @property
+    def shown(self) -> Headers:
+        """What is kept with the record and sent with reads: tags too, which a backend takes by another way."""
+        return with_tags(self.headers, self.tags)
 
 
 def _holds(info: ObjectInfo | None, if_match: str | None, if_none_match: str | None) -> bool:

@@ -1,0 +1,206 @@
+"""Writes and reads of one key at the same time: readers see the old version or the new one, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from forebay.core import calls
+from forebay.core.errors import ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.record import State
+from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
+
+from .conftest import MIB, Rig, pattern, until
+from .writing import delete, flushed, put, written
+
+Rigged = Callable[..., None]
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_a_write_under_a_flight_lets_its_readers_finish_or_fail(rigged: Rigged, mode: str) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, mode)
+        old, new = pattern(24 * MIB, 1), pattern(20 * MIB, 2)
+        rig.remote.place("key", old)
+        slow = rig.front.open("key")
+        slow.takes = False
+        await slow.until(lambda: len(slow.data) >= 12 * MIB)
+        if mode == "back":
+            rig.remote.writable.clear()
+        answer = await put(rig, "key", new)
+        assert await rig.front.get("key") == new, "whoever comes now reads what was written"
+        slow.takes = True
+        rig.front.post_taken(slow)
+        if mode == "back":
+            assert await slow.whole() == old, "the backend has the old version still"
+        else:
+            try:
+                await slow.whole()
+            except Precondition:
+                pass  # what had not been fetched is nowhere any more
+            assert old.startswith(bytes(slow.data))
+        await rig.idle()
+        rig.engine.flush()
+        record = rig.engine.index.lookup("remote", "key")
+        assert record is not None
+        assert (record.version, record.etag) == (answer.version, answer.etag)
+        assert await rig.front.get("key") == new
+        await flushed(rig)
+        assert await rig.front.get("key") == new
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+@pytest.mark.parametrize("size", [9, 9 * MIB])
+def test_what_was_asked_before_a_write_is_not_kept_after_it(rigged: Rigged, mode: str, size: int) -> None:
+    """The backend answered with the old version, slowly; meanwhile the key was written."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, mode, freshness_s=FRESH_IMMUTABLE)
+        old, new = pattern(size, 1), pattern(size, 2)
+        rig.remote.place("key", old)
+        rig.remote.open.clear()
+        early = rig.front.open("key")
+        await until(lambda: rig.remote.count("fetch") == 1)
+        rig.remote.writable.clear() if mode == "back" else None
+        await put(rig, "key", new)
+        late = rig.front.open("key")
+        assert await late.whole() == new, "it did not wait for the old answer"
+        rig.remote.open.set()
+        try:
+            assert await early.whole() in (old, new)
+        except Precondition:
+            assert mode == "through"
+        await rig.idle()
+        rig.engine.flush()
+        assert await rig.front.get("key") == new
+        rig.remote.writable.set()
+        await flushed(rig)
+        assert await rig.front.get("key") == new
+
+    rigged(story)
+
+
+def test_what_was_asked_before_a_delete_does_not_come_back(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        rig.remote.place("key", b"old")
+        rig.remote.open.clear()
+        early = rig.front.open("key")
+        await until(lambda: rig.remote.count("fetch") == 1)
+        rig.remote.writable.clear()
+        await delete(rig, "key")
+        rig.remote.open.set()
+        assert await early.whole() == b"old", "it was opened before"
+        rig.engine.flush()
+        asked = len(rig.remote.asked)
+        for _ in range(2):
+            with pytest.raises(NotFound):
+                await rig.front.get("key")
+            with pytest.raises(NotFound):
+                await rig.front.get("key", revalidate=True)
+            with pytest.raises(NotFound):
+                await rig.front.open("key", head_only=True).whole()
+        assert len(rig.remote.asked) == asked, "nobody asked a backend that does not know yet"
+        await flushed(rig)
+        with pytest.raises(NotFound):
+            await rig.front.get("key")
+
+    rigged(story)
+
+
+def test_owned_is_never_asked_for_and_after_its_flush_it_is_one_version_on(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", freshness_s=0.0)
+        rig.remote.writable.clear()
+        data = pattern(20 * MIB)
+        mine = await put(rig, "key", data)
+        rig.remote.place("key", b"somebody else's")
+        asked = rig.remote.count("check") + rig.remote.count("fetch") + rig.remote.count("head")
+        assert await rig.front.get("key", revalidate=True) == data
+        assert (
+            await rig.front.get("key", RangeSpec(5 * MIB, 6 * MIB), version=mine.version) == data[5 * MIB : 6 * MIB + 1]
+        )
+        assert rig.remote.count("check") + rig.remote.count("fetch") + rig.remote.count("head") == asked
+        rig.remote.objects.remove("key")
+        slow = rig.front.open("key")
+        slow.takes = False
+        await slow.until(lambda: slow.opened is not None)
+        await flushed(rig)
+        slow.takes = True
+        rig.front.post_taken(slow)
+        assert await slow.whole() == data
+        state = await rig.front.call("stat", calls.StatCall("remote", "key"))
+        assert (state.dirty, state.etag) == (False, mine.etag)
+        assert state.version == (await rig.remote.objects.head("key")).version
+        fetched = rig.remote.count("fetch")
+        for version in (mine.version, state.version):
+            part = await rig.front.get("key", RangeSpec(5 * MIB, 6 * MIB), version=version)
+            assert part == data[5 * MIB : 6 * MIB + 1], "a response that began before the flush goes on after it"
+        assert await rig.front.get("key") == data
+        assert rig.remote.count("fetch") == fetched, "what was flushed is cached"
+
+    rigged(story)
+
+
+def test_readers_and_writers_of_one_key_never_mix(rigged: Rigged) -> None:
+    """Each body is of one byte: a mixture would show."""
+
+    async def story(rig: Rig) -> None:
+        for mode in ("through", "back"):
+            await written(rig, mode, freshness_s=0.0)
+            await put(rig, "key", bytes(3 * MIB))
+            done = False
+            seen: set[int] = set()
+
+            async def read() -> None:
+                while not done:  # noqa: B023
+                    try:
+                        data = await rig.front.get("key")
+                    except (Precondition, Unavailable):
+                        continue  # it was replaced while it was read
+                    assert len(data) == 3 * MIB
+                    assert data == data[:1] * (3 * MIB)
+                    seen.add(data[0])  # noqa: B023
+
+            readers = [asyncio.create_task(read()) for _ in range(3)]
+            for number in range(1, 9):
+                await put(rig, "key", bytes([number]) * (3 * MIB))
+                latest = await rig.front.get("key")
+                assert latest[0] == number, "a reader who comes after the answer sees the write"
+            done = True
+            await asyncio.gather(*readers)
+            assert seen
+            await flushed(rig)
+
+    rigged(story)
+
+
+def test_bytes_that_only_we_had_and_a_disk_lost_are_an_error_and_not_somebody_elses(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        rig.remote.writable.clear()
+        data = pattern(6 * MIB)
+        await put(rig, "key", data)
+        rig.remote.place("key", pattern(6 * MIB, 9))
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is not None
+        assert record.state & State.OWNED
+        path = rig.engine.store.data_path(record)
+        with open(path, "r+b") as file:
+            file.seek(5 * MIB)
+            file.write(b"rot")
+        rig.engine.cold.suspect("remote", "key", record.object_id, "a test")
+        await asyncio.sleep(0.05)
+        with pytest.raises(ForebayError) as error:
+            await rig.front.get("key")
+        assert not isinstance(error.value, NotFound), error.value
+        await put(rig, "key", b"again")
+        assert await rig.front.get("key") == b"again"
+        rig.remote.objects.remove("key")
+        await flushed(rig)
+
+    rigged(story)
