@@ -94,7 +94,8 @@ def test_a_node_from_up_to_down(real: Program, tmp_path: Path) -> None:
     assert checks["bucket"]["level"] == "ok"
     assert checks["node"]["level"] == "ok"
     stopped = json.loads(real("down", "--json").stdout)
-    assert stopped == {"dir": str(tmp_path / "node"), "pid": first["pid"], "stopped": True}
+    assert (stopped["dir"], stopped["pid"], stopped["stopped"]) == (str(tmp_path / "node"), first["pid"], True)
+    assert (stopped["owed_objects"], stopped["owed_bytes"]) == (0, 0)
     assert not local_node.alive(int(str(first["pid"])))
     assert real("down").stdout == f"no node runs from {tmp_path / 'node'}\n"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,23 +27,29 @@ def down(
     dir: Dir = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it has stopped.")
-    ] = 30.0,
+    ] = 150.0,
+    flush: Annotated[
+        bool, typer.Option("--flush/--no-flush", help="First bring to the backends what only the node has, or do not.")
+    ] = True,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Stop the node that `up` started.
 
-    Does nothing if none runs. What is cached stays. With --json: {"dir", "pid", "stopped"}.
+    Does nothing if none runs. What is cached stays, and so does what could not be flushed: the next start goes on with
+    it. With --json: {"dir", "pid", "stopped", "owed_objects", "owed_bytes"}.
     """
     at = local_node.directory(dir)
     there = _settled(at)
     if there is None:
         if as_json:
-            show.document({"dir": str(at), "pid": None, "stopped": False})
+            show.document(_document(at, None))
         else:
             print(f"no node runs from {at}")
         return
     try:
+        if not flush:
+            (at / "run" / "no-flush").touch()
         os.kill(there.pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
@@ -49,9 +57,35 @@ def down(
         raise Denied(f"the node of {at} (pid {there.pid}) belongs to another user: stop it as that user") from None
     _wait(at, there.pid, timeout_s)
     if as_json:
-        show.document({"dir": str(at), "pid": there.pid, "stopped": True})
+        show.document(_document(at, there.pid))
     else:
         print(f"the node of {at} has stopped; what it has cached stays")
+        objects, size_bytes = _owed(at)
+        if objects:
+            print(
+                f"{objects} objects and deletes ({show.size(size_bytes)}) are not in their backends yet: they are safe "
+                "in the directory, and the next `forebay up` goes on with them"
+            )
+
+
+def _document(at: Path, pid: int | None) -> dict[str, object]:
+    objects, size_bytes = _owed(at)
+    return {
+        "dir": str(at),
+        "pid": pid,
+        "stopped": pid is not None,
+        "owed_objects": objects,
+        "owed_bytes": size_bytes,
+    }
+
+
+def _owed(at: Path) -> tuple[int, int]:
+    """What the last stop left unflushed: objects and bytes."""
+    try:
+        found = json.loads((at / "run" / "owed.json").read_text("utf-8"))
+        return int(found["objects"]), int(found["bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, 0
 
 
 def _settled(at: os.PathLike[str]) -> local_node.Running | None:
@@ -77,8 +111,8 @@ def _wait(at: os.PathLike[str], pid: int, timeout_s: float) -> None:
             if clock.monotonic_s() > give_up_s:
                 raise Busy(
                     f"the node (pid {pid}) is still stopping after {timeout_s:g} s: it finishes what clients are "
-                    f"reading; wait with `forebay down --timeout 300`, or end it at once with `kill -9 {pid}`, "
-                    "which loses nothing that is clean"
+                    "reading and flushes what is dirty; wait with `forebay down --timeout 300`, leave the flush for "
+                    f"the next start with `forebay down --no-flush`, or end it at once with `kill -9 {pid}`"
                 )
             time.sleep(LOOK_S)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What prefetch, pin, unpin, evict and refresh have in common: a job in the node, and somebody watching it.
+"""What prefetch, pin, unpin, evict, refresh and flush have in common: a job in the node, and somebody watching it.
 
 Theory. The job runs in the node whoever watches, so Ctrl-C ends the watching only, and says so. The exit code tells
 whether all units went well: 0, or 9 when some failed, or 1 when the job as a whole did.
@@ -39,6 +39,7 @@ DONE = {
     "unpin": "unpinned",
     "evict": "evicted",
     "refresh": "checked",
+    "flush": "flushed",
 }
 
 

@@ -44,6 +44,15 @@ AutoBuckets = Annotated[
     typer.Option("--auto-buckets/--no-auto-buckets", help="Look for unknown buckets at s3:// under their own name."),
 ]
 
+FlushTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--flush-timeout",
+        metavar="SECONDS",
+        help="How long a stop may flush; 0 leaves it for the next start. Default: 60.",
+    ),
+]
+
 
 def flags(dir: str | None, volumes: list[str] | None, **others: Any) -> dict[str, Any]:
     """The flags as `settings.load` takes them; None is "not given"."""
@@ -65,6 +74,7 @@ def node(
     tls_key: TlsKey = None,
     domain: Domain = None,
     auto_buckets: AutoBuckets = None,
+    flush_timeout: FlushTimeout = None,
     log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -87,6 +97,7 @@ def node(
         tls_key=tls_key,
         domain=domain,
         auto_buckets=auto_buckets,
+        flush_timeout=flush_timeout,
     )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))

@@ -46,6 +46,7 @@ def up(
     tls_key: node_verb.TlsKey = None,
     domain: node_verb.Domain = None,
     auto_buckets: node_verb.AutoBuckets = None,
+    flush_timeout: node_verb.FlushTimeout = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")
     ] = 60.0,
@@ -70,6 +71,7 @@ def up(
         tls_key=tls_key,
         domain=domain,
         auto_buckets=auto_buckets,
+        flush_timeout=flush_timeout,
     )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
