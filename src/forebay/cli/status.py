@@ -7,7 +7,7 @@ import typer
 from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import verb
-from forebay.core.calls import NodeState
+from forebay.core.calls import BucketState, NodeState
 from forebay.ports import clock
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -75,6 +75,25 @@ def text(state: NodeState, place: str, now_s: float) -> str:
             for bucket in state.buckets
         ]
         parts.append(show.columns(("BUCKET", "CACHED", "QUOTA", "BACKEND", "LAST ANSWER"), rows, right=(1, 2)))
+        parts += _dirty(state.buckets, now_s)
     else:
         parts.append("no buckets yet: add one with `forebay bucket add NAME s3://…`")
     return "\n".join(parts)
+
+
+def _dirty(buckets: list[BucketState], now_s: float) -> list[str]:
+    """What the backends have not yet; nothing where they have all."""
+    rows = [
+        (
+            bucket.name,
+            str(bucket.dirty_objects),
+            show.size(bucket.dirty_bytes),
+            "-" if bucket.dirty_since_s is None else show.duration(max(0.0, now_s - bucket.dirty_since_s)),
+            str(bucket.flushing),
+            str(bucket.conflicts),
+        )
+        for bucket in buckets
+        if bucket.dirty_objects or bucket.conflicts
+    ]
+    head = ("DIRTY IN", "OBJECTS", "BYTES", "OLDEST", "FLUSHING", "CONFLICTS")
+    return ["", show.columns(head, rows, right=(1, 2, 3, 4, 5))] if rows else []
