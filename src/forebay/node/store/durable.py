@@ -8,6 +8,9 @@ A note that was settled (its flush ended) need not be forgotten at once: its rem
 `settle`. Until then the visible index, in the transaction that made the record clean, marks the entry as settled, so
 that only a machine stop in between can make a flush begin again.
 
+A disk takes pages that lie inside a file faster than pages that make it longer, which changes metadata too. So the file
+is kept longer than LMDB needs, filled with zeros, by as much as it holds (`_provide`): LMDB does not mind.
+
 One process opens it, any thread of it may use it: a commit waits under `_commits`, which no look-up takes; look-ups
 and growing the map exclude each other under `_gate`, since LMDB allows no transaction while the map grows.
 
@@ -32,6 +35,9 @@ from forebay.core.record import Record
 from forebay.node.store import keys
 from forebay.node.store.index import as_error, open_env
 from forebay.node.store.notes import Note
+
+PROVIDED_BYTES_MIN = limits.MIB
+PROVIDED_BYTES_MAX = 32 * limits.MIB
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -63,6 +69,7 @@ class Durable:
         self._later: dict[bytes, int] = {}  # settled: to be removed if the note still has this seq
         self._settled: list[bytes] = []
         self._replaced: dict[bytes, Entry] = {}
+        self._file_bytes = 0
         data = os.path.join(path, "data.mdb")
         fresh = not os.path.exists(data)
         if not fresh and os.path.getsize(data) < 8192:
@@ -123,6 +130,7 @@ class Durable:
             later, replaced_later = list(self._later.items()), list(self._replaced.items())
             if not encoded and not later and not replaced_later and not notes:
                 return set()
+            self._provide()
             while True:
                 try:
                     replaced = self._write(encoded, later, replaced_later, notes or {})
@@ -141,6 +149,25 @@ class Durable:
                 if self._replaced.get(entry) is entered:
                     del self._replaced[entry]
             return replaced
+
+    def _provide(self) -> None:
+        """Have pages at the end of the file for this transaction and many more, as far as the disk lets us."""
+        info, path = self._env.info(), os.path.join(self.path, "data.mdb")
+        used_bytes = (info["last_pgno"] + 1) * self._env.stat()["psize"]
+        if used_bytes + PROVIDED_BYTES_MIN // 2 <= self._file_bytes:
+            return
+        step_bytes = min(max(used_bytes, PROVIDED_BYTES_MIN), PROVIDED_BYTES_MAX)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                end = max(used_bytes, os.fstat(fd).st_size)
+                if os.fstatvfs(fd).f_bavail * os.fstatvfs(fd).f_frsize > 64 * step_bytes:
+                    os.pwrite(fd, bytes(step_bytes), end)
+                self._file_bytes = end + step_bytes  # where it was refused, ask again that much later
+            finally:
+                os.close(fd)
+        except OSError:
+            self._file_bytes = used_bytes + step_bytes  # the commit will say what is wrong
 
     def _write(
         self,
