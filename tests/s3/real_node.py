@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -14,16 +15,18 @@ from urllib.parse import quote, urlsplit
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+FLUSH_TIMEOUT_S = 60.0
 
 
 class RealNode:
     """Running between `start` and `stop`. `endpoint` is its URL."""
 
-    def __init__(self, dir: Path, *flags: str, token: str = "") -> None:
+    def __init__(self, dir: Path, *flags: str, token: str = "", trust: Path | None = None) -> None:
         self.dir = dir
         self.endpoint = ""
         self._flags = flags
         self._token = token
+        self._trust = trust  # the certificate of a node that speaks TLS
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -73,7 +76,11 @@ class RealNode:
     ) -> tuple[int, dict[str, str], bytes]:
         """One raw request: status, headers by lower-case name, body."""
         url = urlsplit(self.endpoint)
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
+        if self._trust is None:
+            connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
+        else:
+            trusting = ssl.create_default_context(cafile=str(self._trust))
+            connection = http.client.HTTPSConnection(url.hostname or "", url.port, timeout=60, context=trusting)
         try:
             connection.putrequest(
                 method, target, skip_host=bool(headers and "host" in headers), skip_accept_encoding=True
@@ -89,11 +96,32 @@ class RealNode:
             connection.close()
 
     def add_bucket(
-        self, name: str, url: str, freshness_s: float = 60.0, options: dict[str, str] | None = None, **more: str
+        self,
+        name: str,
+        url: str,
+        freshness_s: float = 60.0,
+        options: dict[str, str] | None = None,
+        write: str = "through",
     ) -> None:
-        settings = {"name": name, "url": url, "freshness_s": freshness_s, "options": options or {}, **more}
+        settings = {"name": name, "url": url, "freshness_s": freshness_s, "options": options or {}, "write": write}
+        status, body = self._native("PUT", f"buckets/{quote(name)}", settings)
+        assert status in (200, 201), body
+
+    def flush(self, bucket: str) -> None:
+        """Return when all that was written to the bucket is in its backend."""
+        status, body = self._native("POST", "flush", {"bucket": bucket})
+        assert status < 300, body
+        deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+        while (state := json.loads(body))["state"] == "running":
+            assert time.monotonic() < deadline_s, state
+            time.sleep(0.05)  # between looks
+            _, body = self._native("GET", f"jobs/{state['job']}")
+        assert (state["state"], state["units_failed"]) == ("done", 0), state
+
+    def _native(self, method: str, path: str, document: object = None) -> tuple[int, bytes]:
         headers = {"content-type": "application/json"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
-        status, _, body = self.ask("PUT", f"/-/v1/buckets/{quote(name)}", headers, json.dumps(settings).encode())
-        assert status in (200, 201), body
+        body = None if document is None else json.dumps(document).encode()
+        status, _, answer = self.ask(method, f"/-/v1/{path}", headers, body)
+        return status, answer

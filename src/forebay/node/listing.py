@@ -66,7 +66,7 @@ class Listings:
         while True:
             page = await self._merged(bucket.name, served.backend, call.prefix, call.delimiter, after, limit)
             if page.entries or page.prefixes or not page.next_after:
-                return page
+                return self._as_read(bucket.name, page) if bucket.write == "back" else page
             after = page.next_after
 
     async def _merged(
@@ -82,6 +82,14 @@ class Listings:
             if group not in ours.thinned or await self._anything(bucket, backend, group, after)
         ]
         return merge_pages(ListPage(theirs.entries, kept, theirs.next_after), ours.page, limit, ours.removed)
+
+    def _as_read(self, bucket: str, page: ListPage) -> ListPage:
+        """The page with the ETags that reads show: what was written back keeps its own here, and clients compare."""
+        for at, entry in enumerate(page.entries):
+            record = self._store.lookup(bucket, entry.key)
+            if record is not None and record.etag != entry.etag and record.version.strip('"') == entry.etag.strip('"'):
+                page.entries[at] = entry._replace(etag=record.etag)
+        return page
 
     async def _anything(self, bucket: str, backend: Backend, prefix: str, after: str) -> bool:
         """Whether a key is left under `prefix` that comes after `after`."""
