@@ -144,6 +144,14 @@ class Remote:
         work = self.objects.copy(source_key, key, source_version=source_version, headers=headers)
         return await self._write("copy", key, 0, None, work)
 
+    async def read_tags(self, key: str) -> str:
+        self._may()
+        self.asked.append(("read_tags", key, 0, 0))
+        return await self.objects.read_tags(key)
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._write("write_tags", key, 0, None, self.objects.write_tags(key, tags))
+
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         return await self._write("begin", key, 0, None, self.objects.begin_upload(key, headers=headers, tags=tags))
 

@@ -76,12 +76,6 @@ def test_tags_of_what_is_not_there(front: BucketFront) -> None:
     assert front.get("/corpus/a/k?tagging&versionId=x").status == 501
 
 
-def test_tags_that_only_the_backend_knows_are_not_an_empty_set(front: BucketFront) -> None:
-    front.reads.buckets["corpus"]["a/k"].headers["x-amz-tagging-count"] = "2"
-    answer = front.get("/corpus/a/k?tagging")
-    assert (answer.status, answer.code) == (501, "NotImplemented")
-
-
 def test_reading_tags_needs_read_and_changing_them_write() -> None:
     front = BucketFront({"reader": "read:corpus", "writer": "write:corpus"}, corpus={"k": Object(b"1")})
     assert front.ask_as("reader", "GET", "/corpus/k?tagging").status == 200

@@ -171,9 +171,20 @@ class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
     tags: str | None = None  # None: the source's
 
 
+class ObjectNamed(msgspec.Struct, frozen=True):
+    bucket: str
+    key: str
+
+
+class TagsSaid(msgspec.Struct, frozen=True):
+    """An object's tags as `core/tags.py` spells them; "" for none."""
+
+    tags: str
+
+
 class TagCall(msgspec.Struct, frozen=True):
-    """Make `tags` (canonical, as `core/tags.py` spells them; "" for none) the object's, which stays as it is else: its
-    bytes, version and ETag. Its tags are read as the stored header `x-amz-tagging` (`stat`)."""
+    """Make `tags` (as `core/tags.py` spells them; "" for none) the object's, which stays as it is else: its bytes,
+    version and ETag."""
 
     bucket: str
     key: str
@@ -409,6 +420,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "delete": (DeleteCall, Nothing),
     "copy": (CopyCall, Written),
     "tag": (TagCall, Nothing),
+    "tags": (ObjectNamed, TagsSaid),
     "upload_create": (UploadCreateCall, UploadState),
     "upload_part": (UploadPartCall, PartState),
     "upload_part_copy": (UploadPartCopyCall, PartState),

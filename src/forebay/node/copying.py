@@ -39,6 +39,7 @@ from forebay.core.errors import (
 )
 from forebay.core.httpsem import Conditions
 from forebay.core.record import Record, State
+from forebay.core.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, RangeSpec, check_key
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
@@ -46,7 +47,7 @@ from forebay.node.read import Ask
 from forebay.node.sink import BlockHashes
 from forebay.node.store import Store, StoreReader
 from forebay.node.uploads import UploadBook
-from forebay.node.writes import Owes, Writes, check_writable, remove_temp
+from forebay.node.writes import Writes, check_writable, remove_temp
 
 TRIES = 4  # a source that changes so often while it is copied is not copied
 _CHUNK = limits.MIB
@@ -159,13 +160,12 @@ class Copies:
         buckets: Buckets,
         cold: ColdReads,
         writes: Writes,
-        owes: Owes,
         workers: Executor,
         uploads: Callable[[], UploadBook],
     ) -> None:
         self._uploads = uploads
         self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
-        self._writes, self._owes, self._workers = writes, owes, workers
+        self._writes, self._workers = writes, workers
 
     async def copy(self, call: CopyCall) -> Written:
         """Copy an object. `NotFound` (`NoSuchKey`) for the source, `Precondition` for what is judged of either."""
@@ -204,8 +204,8 @@ class Copies:
         path = self._path(call.bucket, call.key, info.size_bytes)
         try:
             drawn = await self._draw(source, info, path, md5=served.bucket.options.get("etag") == "md5")
-            owed = self._owes.find(call.source_bucket, call.source_key)
-            return await self._put(call, served, info, drawn, owed.tags if owed is not None else "", etag_kept)
+            tags = tags_among(info.headers) or ""
+            return await self._put(call, served, info, drawn, tags, etag_kept)
         finally:
             if path:
                 remove_temp(path)
@@ -220,7 +220,7 @@ class Copies:
                 drawn.path,
                 info.size_bytes,
                 drawn.sums if drawn.path else (),
-                info.headers if call.headers is None else call.headers,
+                without_tags(info.headers) if call.headers is None else call.headers,
                 etag=drawn.etag,
                 md5=drawn.md5,
                 tags=tags if call.tags is None else call.tags,

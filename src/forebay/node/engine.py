@@ -49,6 +49,7 @@ from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
 from forebay.node.store.volume import boot_id
 from forebay.node.streamed import Streams
+from forebay.node.tags import Tags
 from forebay.node.tally import Tally
 from forebay.node.uploads import UploadBook
 from forebay.node.verbs import Verbs
@@ -191,10 +192,10 @@ class Engine:
             self.buckets,
             self.cold,
             self.writes,
-            self.flusher,
             self._workers,
             lambda: self.uploads,
         )
+        self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
         self.uploads = UploadBook(
             self._meta,
             self.buckets,

@@ -37,6 +37,7 @@ from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreReader, VolumeUsage
 from forebay.node.streamed import Streams
+from forebay.node.tags import Tags
 from forebay.node.tally import Tally
 from forebay.node.uploads import UploadBook
 from forebay.node.vitals import vitals
@@ -70,6 +71,7 @@ class Engine(Protocol):
     listings: Listings
     flusher: Flusher
     uploads: UploadBook
+    tags: Tags
 
     def flush(self) -> None: ...
 
@@ -109,6 +111,8 @@ class Verbs:
             "put_open": engine.streams.open,
             "delete": engine.writes.delete,
             "copy": engine.copies.copy,
+            "tag": engine.tags.tag,
+            "tags": engine.tags.read,
             "upload_create": engine.uploads.create,
             "upload_part": engine.uploads.part,
             "upload_part_copy": engine.copies.copy_part,

@@ -24,9 +24,18 @@ from typing import Final
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.calls import BucketNamed, BucketRulesCall, ListCall, Nothing, ObjectState, StatCall, TagCall
-from forebay.core.errors import Exists, Invalid, NotFound
-from forebay.core.tags import format_tags
+from forebay.core.calls import (
+    BucketNamed,
+    BucketRulesCall,
+    ListCall,
+    Nothing,
+    ObjectNamed,
+    StatCall,
+    TagCall,
+    TagsSaid,
+)
+from forebay.core.errors import Busy, Exists, Invalid, NotFound
+from forebay.core.tags import format_tags, parse_tags
 from forebay.core.types import LOCAL_URL, Bucket, ListPage, check_bucket_name, check_key
 from forebay.node.http import s3_acl, s3_cors, s3_tagging
 from forebay.node.http.auth import Auth, Caller
@@ -164,7 +173,10 @@ class BucketsApi:
                     "them first",
                     code="BucketNotEmpty",
                 )
-        await self._call("bucket_delete", BucketNamed(bucket.name))
+        try:
+            await self._call("bucket_delete", BucketNamed(bucket.name))
+        except Busy as error:  # it owes its backend something, and no retry of an SDK will change that
+            raise Exists(error.message) from None
         exchange.respond(204, self._lines(request))
 
     async def _get_absent(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
@@ -210,8 +222,8 @@ class BucketsApi:
 
     # --- tags --------------------------------------------------------------------------------------------------------
     async def _get_tagging(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        state: ObjectState = await self._call("stat", StatCall(bucket.name, key))
-        self._document(request, exchange, s3_tagging.render_tags(s3_tagging.tags_in(state.headers)))
+        said: TagsSaid = await self._call("tags", ObjectNamed(bucket.name, key))
+        self._document(request, exchange, s3_tagging.render_tags(parse_tags(said.tags)))
 
     async def _put_tagging(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         tags = format_tags(s3_tagging.read_tags(request.body))

@@ -182,8 +182,8 @@ class Header:
         return sums
 
     def rename_to(self, identity: Identity) -> None:
-        """Let the file say that it is `identity`, which differs in version and `owned` only. All or nothing; not
-        synced. `OSError`: the header is as it was."""
+        """Let the file say that it is `identity`, which differs in version, headers and `owned` only. All or nothing;
+        not synced. `OSError`: the header is as it was."""
         data, sums = encode_header(identity), self.sums().tobytes()
         if self.with_xattr:
             os.setxattr(self.path, XATTR, data + sums)

@@ -33,6 +33,7 @@ from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.record import Record, State, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
+from forebay.node.store.heading import Headings
 from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed
 from forebay.node.store.puts import Change, Prepared, Puts
@@ -67,6 +68,7 @@ class Store(VolumeSet):
             flush=self.flush,
             headers=self._reclaimer.lock,
         )
+        self.headings = Headings(self, put=self._put, headers=self._reclaimer.lock)
 
     # --- open and close ---
 
