@@ -289,6 +289,19 @@ def test_a_page_of_another_site_gets_nothing_by_pointing_its_name_here(node: Nod
     assert status("evil.example", "/-/healthz") == 200  # says nothing about anybody's data
 
 
+def test_a_page_of_another_site_changes_nothing_by_sending_requests_here(node: Node) -> None:
+    node.engine.answers.update(ANSWERS)
+    for origin, status in (
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("https://127.0.0.1.evil.example", 403),
+        ("http://localhost:3000", 202),
+        ("http://127.0.0.1:9400", 202),
+    ):
+        assert ask(node, "/-/v1/evict", "POST", calls.JobCall("b"), Origin=origin)[0] == status, origin
+    assert ask(node, "/-/v1/status", Origin="https://evil.example")[0] == 200, "it cannot read the answer"
+
+
 # --- descriptions -----------------------------------------------------------------------------------------------------
 def test_the_description_names_every_route_and_resolves(node: Node) -> None:
     document = ask(node, "/-/openapi.json")[1]

@@ -11,6 +11,7 @@ import botocore.config
 import pytest
 
 from forebay.core.errors import Denied, ForebayError, Invalid
+from forebay.core.s3names import Addressing
 from forebay.core.sigv4 import Verified, Verifier
 
 KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
@@ -18,8 +19,11 @@ PUBLISHED = b"AWSAccessKeyId=AKIAIOSFODNN7EXAMPLE&Signature=NpgCjnDzrM%2BWFzoENX
 PUBLISHED_HOST = {b"host": b"johnsmith.s3.amazonaws.com"}
 
 
+AMAZON = Addressing(["s3.amazonaws.com", "localhost"])
+
+
 def verifier() -> Verifier:
-    return Verifier({KEY_ID: SECRET})
+    return Verifier({KEY_ID: SECRET}, AMAZON.bucket_of_host)
 
 
 def test_the_published_url_verifies_until_it_expires() -> None:
@@ -54,6 +58,19 @@ def test_a_url_that_was_changed_does_not_verify(method: bytes, path: bytes, quer
         verifier().verify(1175139600.0, method, path, query, PUBLISHED_HOST)
     assert isinstance(caught.value, Denied | Invalid)
     assert caught.value.code == code
+
+
+def test_a_url_opens_what_it_was_signed_for_whatever_the_host_says() -> None:
+    """The host is not signed: a URL for `photos/puppy.jpg` in one bucket must not open `puppy.jpg` in `photos`."""
+    for host, path in (
+        (b"johnsmith.elsewhere", b"/photos/puppy.jpg"),  # not a host that names a bucket here: the bucket is `photos`
+        (b"johnsmith.s3.amazonaws.com", b"/johnsmith/photos/puppy.jpg"),  # the key is `johnsmith/photos/puppy.jpg`
+    ):
+        with pytest.raises(Denied) as caught:
+            verifier().verify(1175139600.0, b"GET", path, PUBLISHED, {b"host": host})
+        assert caught.value.code == "SignatureDoesNotMatch"
+    path_style = (b"GET", b"/johnsmith/photos/puppy.jpg", PUBLISHED, {b"host": b"s3.amazonaws.com"})
+    assert verifier().verify(1175139600.0, *path_style) is not None
 
 
 @pytest.mark.parametrize("style", ["path", "virtual"])

@@ -6,8 +6,10 @@ type and MD5, every `x-amz-*` header and when it expires: HMAC-SHA1, whose stren
 not sign the host or other query parameters, so nothing else may be allowed by it: requests that are signed in a header
 must use Version 4.
 
-The path in the signature begins with the bucket even where the request names the bucket by its host; which of the two
-was meant is not known here, so both are tried.
+What is signed begins with the bucket even where the request names the bucket by its host, and the host itself is not
+signed. So the caller says which object the request is *taken* for (`resource`, by the rules that answer it), and only
+that one may have been signed: if both readings were tried, a URL for the key `b/k` of one bucket would open the key `k`
+of the bucket `b` to whoever writes another Host.
 
 Source: "Signing and authenticating REST requests (AWS signature version 2)", Amazon S3 User Guide.
 
@@ -39,11 +41,12 @@ def verify_presigned(
     secrets: Mapping[str, str],
     now_s: float,
     method: bytes,
-    path: bytes,
+    resource: bytes,
     pairs: list[tuple[bytes, bytes]],
     headers: Mapping[bytes, bytes],
 ) -> str:
-    """The key id that signed this URL. `pairs` is the query, percent-decoded; headers as in `sigv4.Verifier.verify`."""
+    """The key id that signed this URL. `resource` is /BUCKET/KEY as it was sent, percent-encoded; `pairs` is the query,
+    percent-decoded; headers as in `sigv4.Verifier.verify`."""
     given = dict(pairs)
     if any(name not in given for name in _REQUIRED) or len(given) != len(pairs):
         raise Invalid(
@@ -63,12 +66,10 @@ def verify_presigned(
         raise Denied(
             "The access key id you provided does not exist here: check it, or have it added", code="InvalidAccessKeyId"
         )
-    host = headers.get(b"host", b"").partition(b".")[0]
-    for resource in (path, b"/" + host + path):
-        text = string_to_sign(method, resource, pairs, headers, expires)
-        expected = base64.b64encode(hmac.digest(secret.encode(), text, "sha1"))
-        if hmac.compare_digest(expected, given[b"Signature"]):
-            return key_id
+    text = string_to_sign(method, resource, pairs, headers, expires)
+    expected = base64.b64encode(hmac.digest(secret.encode(), text, "sha1"))
+    if hmac.compare_digest(expected, given[b"Signature"]):
+        return key_id
     raise Denied(
         "The request signature we calculated does not match the signature you provided: check the secret, the method "
         "and the object's name",

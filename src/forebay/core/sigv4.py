@@ -41,6 +41,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from forebay.core import sigv2
 from forebay.core.errors import Denied, ForebayError, Invalid
+from forebay.core.s3names import Addressing
 from forebay.core.signedbody import UNSIGNED, check_payload, check_payload_form, mismatch
 
 ALGORITHM: Final = b"AWS4-HMAC-SHA256"
@@ -150,10 +151,14 @@ def parse_stamp(text: bytes) -> int | None:
 
 
 class Verifier:
-    """Verifies requests against a table of secrets. One per table: make a new one when the table changes."""
+    """Verifies requests against a table of secrets. One per table: make a new one when the table changes.
+    `bucket_of_host` reads the bucket out of a Host header ("": there is none), as whoever answers the request does."""
 
-    def __init__(self, secrets: Mapping[str, str]) -> None:
+    def __init__(
+        self, secrets: Mapping[str, str], bucket_of_host: Callable[[bytes], str] = Addressing().bucket_of_host
+    ) -> None:
         self._secrets = secrets
+        self._bucket_of_host = bucket_of_host
         self._scopes: dict[bytes, _Scope] = {}
         self._stamp: tuple[bytes | None, int] = (None, 0)  # the last time stamp seen: many requests share a second
 
@@ -305,7 +310,9 @@ class Verifier:
     ) -> Verified:
         given = dict(pairs)
         if b"X-Amz-Algorithm" not in given and (b"AWSAccessKeyId" in given or b"Signature" in given):
-            key_id = sigv2.verify_presigned(self._secrets, now_s, method, path, pairs, headers)
+            bucket = self._bucket_of_host(headers.get(b"host", b""))
+            resource = b"/" + bucket.encode() + path if bucket else path
+            key_id = sigv2.verify_presigned(self._secrets, now_s, method, resource, pairs, headers)
             return Verified(key_id, "", UNSIGNED, True)
         if any(name not in given for name in _QUERY_REQUIRED):
             raise _malformed_query(

@@ -68,7 +68,9 @@ class Front:
         self._timeouts = timeouts
         self._started_s = clock.wall_s()
         self._store = StoreReader([])
-        self._auth = Auth(clock.wall_s)
+        domains = (settings.domain,) if settings.domain else ()
+        self._addressing = Addressing((*BASE_DOMAINS, *domains))
+        self._auth = Auth(clock.wall_s, self._addressing.bucket_of_host)
         self._welcomed: Welcome | None = None
         self.link = Link(
             settings.engine_socket,
@@ -79,8 +81,6 @@ class Front:
             grace_s=grace_s,
         )
         self._reads = Reads(self._store, self.link, self.counts, clock=clock)
-        domains = (settings.domain,) if settings.domain else ()
-        self._addressing = Addressing((*BASE_DOMAINS, *domains))
         self._lane = Lane(
             self._reads,
             self._store,

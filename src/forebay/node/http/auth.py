@@ -10,7 +10,8 @@ same question for every request.
 
 A node without identities trusts whoever reaches it, and a browser on its host reaches it too: a page of any site may
 point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). Such requests carry that name in
-`Host`, so the native API of an open node answers only to names that mean this machine.
+`Host`, so the native API of an open node answers only to names that mean this machine. A page may also send a request
+to our own name, without reading the answer; browsers then name the page in `Origin`, and such requests change nothing.
 
 A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
 
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
 from forebay.core.errors import Denied, NotFound
 from forebay.core.postpolicy import legacy_signer
+from forebay.core.s3names import Addressing
 from forebay.core.sigv4 import Verified, Verifier
 from forebay.core.types import Bucket
 from forebay.node.http.requests import Request
@@ -44,10 +46,15 @@ class Caller(NamedTuple):
 
 
 class Auth:
-    """One per front. `wall_s` gives Unix time."""
+    """One per front. `wall_s` gives Unix time, `bucket_of_host` the bucket that a Host header names, or ""."""
 
-    def __init__(self, wall_s: Callable[[], float] = clock.wall_s) -> None:
+    def __init__(
+        self,
+        wall_s: Callable[[], float] = clock.wall_s,
+        bucket_of_host: Callable[[bytes], str] = Addressing().bucket_of_host,
+    ) -> None:
         self._wall_s = wall_s
+        self._bucket_of_host = bucket_of_host
         self._body = b""
         self._hosts: set[str] = set()
         self.update(b"")
@@ -58,7 +65,7 @@ class Auth:
             return
         self._body = identities
         self._identities = Identities(decode_identities(identities))
-        self._verifier = Verifier(self._identities.secrets)
+        self._verifier = Verifier(self._identities.secrets, self._bucket_of_host)
         self._answers: dict[tuple[str, str, str], bool] = {}
         self.open = not identities  # told of none; an identities file without entries lets nobody in
 
@@ -131,6 +138,8 @@ class Auth:
                     )
                 if len(self._hosts) < _ANSWERS_KEPT_MAX:
                     self._hosts.add(host)
+            if b"origin" in request.headers and request.method not in (b"GET", b"HEAD"):
+                _check_origin(request.header(b"origin"))
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
         known = scheme.lower() == b"bearer"
@@ -178,6 +187,15 @@ class Auth:
                 f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
                 code="AccessDenied",
             )
+
+
+def _check_origin(origin: str) -> None:
+    if not origin.startswith(("http://", "https://")) or not is_this_machine(origin.partition("://")[2]):
+        raise Denied(
+            f"this node has no identities, so pages of other sites may change nothing here, and this is one of "
+            f"{origin[:100]!r}: give the node identities, and send a token",
+            code="AccessDenied",
+        )
 
 
 def is_this_machine(host: str) -> bool:
