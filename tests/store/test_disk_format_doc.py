@@ -10,9 +10,9 @@ import xxhash
 from tests.store import store_objects as objects
 
 from forebay.core import limits
-from forebay.core.record import Record
+from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
-from forebay.node.store import Store, files, ledger, volume
+from forebay.node.store import Note, Put, Store, durable, files, ledger, volume
 
 DOC = Path(__file__).parents[2] / "docs" / "disk-format.md"
 
@@ -28,7 +28,12 @@ def _write_example(path: Path) -> None:
     landing.close()
     store.drop_units([(landing.object_id, 1)])
     store.put_inline(objects.BUCKET, *objects.make("x" * 600, 20), checked_s=1.0)
-    store.flush()
+    result = ObjectInfo("z/run-1.csv", 8, "w1", "etag-w1", 1_700_000_000.0)
+    note = Note(1, 1.0, 8, store.take_id(), "")
+    change = Put(objects.BUCKET, result, note.object_id, State.DIRTY, 1.0, body=b"a,b\n1,2\n", note=note, durable=True)
+    prepared = store.prepare([change])
+    store.make_durable(prepared)
+    store.publish(prepared)
     store.reclaim()
     store.close()
 
@@ -76,3 +81,15 @@ def test_the_hash_functions_are_those_the_page_names() -> None:
     """Published values of xxHash (XXH3, empty input, seed 0): another implementation can be checked by them."""
     assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"
     assert xxhash.xxh3_128_digest(b"").hex() == "99aa06d3014798d86001c324468d497f"
+
+
+def test_the_note_and_the_entry_are_named_field_by_field() -> None:
+    text = re.sub(r"\s+", " ", DOC.read_text())
+    note = re.search(r"The note is a msgpack array: (.*?)\. ", text)
+    assert note is not None
+    plain = re.sub(r" \([^)]*\)", "", note[1])
+    assert plain.split(", ") == list(Note.__struct_fields__)
+    entry = re.search(r"msgpack `Entry`: (note.*?) \|", text)
+    assert entry is not None
+    assert len(re.split(r", (?![^(]*\))", entry[1])) == len(durable.Entry.__struct_fields__)
+    assert f"map of {limits.DURABLE_MAP_BYTES // limits.GIB} GiB, growing" in text
