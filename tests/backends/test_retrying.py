@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from tests.backends.backend_places import list_all, read, run
 
 from forebay.backends.counting import BackendCounters, Counting
-from forebay.backends.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Reset, Truncate
+from forebay.backends.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Lose, Reset, Truncate
 from forebay.backends.memory import MemoryBackend
 from forebay.backends.retrying import Retrying
+from forebay.backends.seam import Body
 from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.retry import RetryPolicy
 from forebay.core.types import RangeSpec
@@ -252,5 +254,131 @@ def test_whatever_goes_wrong_the_bytes_are_right_or_there_is_an_error(
         except (Unavailable, Precondition, Corrupt):
             return
         assert got == DATA[first : last + 1]
+
+    run(story())
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+def some(data: bytes) -> Body:
+    return Body(len(data), data)
+
+
+def test_a_body_that_is_cut_off_is_sent_again_whole(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(DATA)
+    stack = Stack(Reset(1_000_000), Fail(Busy("slow down", retry_after_s=5.0)), Lose())
+
+    async def story() -> None:
+        await stack.top.put("fresh", Body(len(DATA), path=str(tmp_path / "source")))
+        assert await read(stack.top, "fresh") == DATA
+        assert stack.counters.requests["put"] == 4
+        assert stack.slept[1] >= 5
+        assert stack.counters.written_bytes == len(DATA), "what the backend is known to have taken"
+
+    run(story())
+
+
+def test_a_conditional_write_knows_its_own_lost_attempt() -> None:
+    stack = Stack(Lose(), Lose())
+
+    async def story() -> None:
+        put = await stack.top.put("fresh", some(b"ours"), expect="")
+        assert await read(stack.top, "fresh", version=put.version) == b"ours"
+        assert stack.counters.requests["put"] == 2, "the first was lost, the second met its work"
+        stack.faulty.script.append(Lose())
+        again = await stack.top.put("fresh", some(b"once more"), expect=put.version)
+        assert await read(stack.top, "fresh", version=again.version) == b"once more"
+        stack.faulty.script.append(Lose())
+        await stack.top.delete("fresh", expect=again.version)
+        with pytest.raises(NotFound):
+            await stack.top.head("fresh")
+
+    run(story())
+
+
+@pytest.mark.parametrize("theirs", [b"they", b"longer"])
+def test_a_lost_attempt_is_not_taken_for_somebody_elses_write(theirs: bytes) -> None:
+    stack = Stack(Fail(Unavailable("no answer")))
+
+    async def story() -> None:
+        stack.memory.place("key", theirs)
+        with pytest.raises(Precondition):
+            await stack.top.put("key", some(b"ours"), expect="")
+        assert await read(stack.top, "key") == theirs
+        stack.faulty.script.append(Fail(Unavailable("no answer")))
+        with pytest.raises(Precondition):
+            await stack.top.delete("key", expect='"another"')
+        assert await read(stack.top, "key") == theirs
+
+    run(story())
+
+
+def test_a_condition_that_fails_at_once_is_not_looked_into() -> None:
+    stack = Stack()
+
+    async def story() -> None:
+        stack.memory.place("key", b"same")
+        with pytest.raises(Precondition):
+            await stack.top.put("key", some(b"same"), expect="")
+        assert stack.counters.requests == {"put": 1}
+
+    run(story())
+
+
+def test_bytes_that_never_come_end_the_matter() -> None:
+    stack = Stack()
+
+    async def never(upto: int) -> None:
+        raise Unavailable("the client is gone")
+
+    async def story() -> None:
+        for call in (
+            stack.top.put("key", Body(4, b"data", ready=never)),
+            stack.top.put_part("key", await stack.top.begin_upload("key"), 1, Body(4, b"data", ready=never)),
+        ):
+            with pytest.raises(Unavailable, match="client is gone"):
+                await call
+        assert stack.slept == []
+
+    run(story())
+
+
+def test_a_client_that_sends_slowly_does_not_use_up_the_patience(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(DATA)
+    stack = Stack(Lose())
+
+    async def slow(upto: int) -> None:
+        stack.now_s += 1000.0
+
+    async def story() -> None:
+        await stack.top.put("fresh", Body(len(DATA), path=str(tmp_path / "source"), ready=slow))
+        assert stack.counters.requests["put"] == 2
+
+    run(story())
+
+
+def test_a_paced_backend_takes_a_body_as_slowly_as_it_says() -> None:
+    stack = Stack(plan=FaultPlan(rate_bytes_s=1_000_000))
+
+    async def story() -> None:
+        await stack.top.put("fresh", some(DATA))
+        assert stack.now_s == pytest.approx(5.0)
+
+    run(story())
+
+
+def test_a_lasting_outage_ends_a_write_as_what_it_is() -> None:
+    stack = Stack(*[Fail(Unavailable("no answer"))] * 9)
+
+    async def story() -> None:
+        for call in (
+            stack.top.put("key", some(b"x")),
+            stack.top.copy("data", "key"),
+        ):
+            with pytest.raises(Unavailable):
+                await call
+            stack.faulty.script.extend([Fail(Unavailable("no answer"))] * 9)
+        stack.faulty.script.clear()
+        with pytest.raises(NotFound):
+            await stack.top.head("key")
 
     run(story())

@@ -25,6 +25,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from forebay.backends import errors
 from forebay.core.errors import Corrupt, Invalid, Unavailable
@@ -32,7 +33,7 @@ from forebay.core.types import Headers
 
 HEADERS_ATTRIBUTE = "user.forebay.headers"
 PIECE_BYTES = 1 << 20
-TRIES_MAX = 10  # a directory that a delete removes while it is being made
+TRIES_MAX = 20  # a directory that deletes remove while it is being made
 
 _TEMPORARY = ".forebay-put-"
 _numbers = itertools.count()
@@ -41,6 +42,7 @@ _locks = [threading.Lock() for _ in range(64)]
 _NO_ATTRIBUTES = (errno.ENOTSUP, errno.EPERM, errno.ENOSYS)
 _NO_RANGE_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
+ResultT = TypeVar("ResultT")
 VersionOf = Callable[[os.stat_result], str]
 
 
@@ -63,20 +65,23 @@ class NewFile:
             raise self._failed(error) from error
 
     def _open(self) -> None:
-        for attempt in range(TRIES_MAX):
-            os.makedirs(self._folder, exist_ok=True)
-            try:
-                self._fd = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
-                return
-            except OSError as error:
-                if error.errno == errno.ENOENT and attempt + 1 < TRIES_MAX:
-                    continue  # a delete took the empty directory away
-                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                    raise
+        try:
+            self._fd = self._in_folder(lambda: os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
             named = self._fresh_name()
-            self._fd = os.open(named, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+            self._fd = self._in_folder(lambda: os.open(named, flags, 0o666))
             self._named = named
-            return
+
+    def _in_folder(self, act: Callable[[], ResultT]) -> ResultT:
+        """Do what needs the folder, making it as often as a delete takes it away, since it is empty until then."""
+        for _ in range(TRIES_MAX):
+            with contextlib.suppress(FileNotFoundError):
+                os.makedirs(self._folder, exist_ok=True)
+                return act()
+        raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._folder)
 
     def _fresh_name(self) -> str:
         return f"{self._folder}/{_TEMPORARY}{os.getpid()}-{next(_numbers)}"
@@ -141,13 +146,13 @@ class NewFile:
         """Give the file its final name; one that may not be there makes `Precondition`."""
         if exclusively:
             try:
-                self._link(self._path)
+                self._in_folder(lambda: self._link(self._path))
             except FileExistsError:
                 raise errors.exists(self._what) from None
             return
         if not self._named:
             named = self._fresh_name()
-            self._link(named)
+            self._in_folder(lambda: self._link(named))
             self._named = named
         os.replace(self._named, self._path)
         self._named = ""
