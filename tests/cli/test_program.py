@@ -105,6 +105,8 @@ ON_A_NODE = [
     ("unpin", "corpus"),
     ("evict", "corpus"),
     ("refresh", "corpus"),
+    ("flush", "corpus"),
+    ("flush",),
     ("job", "ls"),
     ("job", "watch", "x"),
     ("job", "show", "x"),

@@ -52,6 +52,7 @@ class FakeNode:
         self.headers: dict[tuple[str, str], dict[str, str]] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.refuse_body: ForebayError | None = None  # said instead of `100 Continue`
+        self.on_delete: Callable[[str], ForebayError | None] = lambda _key: None
         self.on_part: Callable[[int], None] = lambda _number: None
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.connections = 0
@@ -139,6 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length", "0"))
         body = self.rfile.read(length) if length else b""
         node = self.node
+        if len(body) < length:  # the client went away: nothing of it counts
+            self.close_connection = True
+            return
         node.seen.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
         if node.answer_raw is not None:
             self.wfile.write(node.answer_raw)
@@ -186,6 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._json(self._write(name, key, body))
             case "objects" if self.command == "DELETE":
                 self._check(name, key)
+                refused = node.on_delete(key)
+                if refused is not None:
+                    raise refused
                 self._bucket(name).pop(key, None)
                 return self._json({})
             case "objects":

@@ -1,0 +1,120 @@
+"""`forebay cp`: from here to the node, from the node to here, or inside the node.
+
+Theory. Which way it goes is written in the arguments: what begins with `s3://` is an object, anything else a local
+path (and `-` standard input or output). The work is `get`'s and `put`'s, so that there is one way to do each; a copy
+inside the node moves no bytes through here. With `-r` the copy is like a sync that deletes nothing: what is there
+already is left out.
+
+Invariant. Two local paths are never copied: that is `cp`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay.cli import address
+from forebay.cli.get import entries, entries_crew, get_all, get_one, nothing_there
+from forebay.cli.jobs import Quiet
+from forebay.cli.many import Crew, Done
+from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.outcome import one_line, verb
+from forebay.cli.progress import Progress
+from forebay.cli.put import Checksum, put_all, put_one
+from forebay.core.errors import Invalid
+from forebay.core.types import ListEntry, check_key
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+SCHEMES = ("s3://", "forebay://")
+
+
+@app.command("cp")
+@verb
+def cp(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/key, or a local path.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="s3://bucket/key, or a local path.")],
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All under the prefix or directory.")] = False,
+    threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="With -r, also copy what is there already.")] = False,
+    checksum: Checksum = False,
+    quiet: Quiet = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Copy objects to files, files to objects, or objects to objects.
+
+    With -r, what is there already is left out, so the same command again does the rest. With --json:
+    {"files", "size_bytes", "fetched_bytes" or "sent_bytes" or "copied_bytes", "skipped", "failed", "seconds",
+    "target"}.
+    """
+    quiet = quiet or as_json
+    up, down = target.startswith(SCHEMES), source.startswith(SCHEMES)
+    if not up and not down:
+        raise Invalid("neither side is an object: write s3://BUCKET/KEY for what is in the node")
+    with open_client(url) as client:
+        if up and down:
+            done = _inside(client, source, target, recursive=recursive, threads=threads, force=force, quiet=quiet)
+        elif up:
+            at = address.parse(target)
+            if recursive:
+                done = put_all(client, source, at, threads=threads, force=force, checksum=checksum, quiet=quiet)
+            else:
+                done = put_one(client, source, at, quiet=quiet)
+        elif recursive:
+            done = get_all(client, address.parse(source), target, threads=threads, force=force, quiet=quiet)
+        else:
+            if target == "-":
+                raise Invalid("to standard output there is `forebay cat`")
+            done = get_one(client, address.parse_object(source), target, quiet=quiet)
+    done.tell(source, as_json=as_json)
+
+
+def _inside(
+    client: Client, source: str, target: str, *, recursive: bool, threads: int, force: bool, quiet: bool
+) -> Done:
+    """Objects to objects."""
+    to = address.parse(target)
+    done = Done(str(to), "copied_bytes")
+    if not recursive:
+        one = address.parse_object(source)
+        key = to.key if to.key and not to.key.endswith("/") else check_key(to.key + one.key.rsplit("/", 1)[-1])
+        if (one.bucket, one.key) == (to.bucket, key):
+            raise Invalid(f"{one} would be copied onto itself: name another target")
+        written = client.copy(one.bucket, one.key, to.bucket, key)
+        done.add(written.size_bytes, written.size_bytes)
+        done.target = str(address.Address(to.bucket, key))
+        return done.end()
+    at = address.parse(source)
+    start = to.key if not to.key or to.key.endswith("/") else to.key + "/"
+    cut = at.key.rfind("/") + 1
+    if to.bucket == at.bucket and start.startswith(at.key):
+        raise Invalid(f"{to} lies under {at}, so copies would be copied again: name another target")
+    there = {} if force else {entry.key: entry for entry in entries(client, address.Address(to.bucket, start))}
+
+    def copy(entry: ListEntry, moved: Callable[[int], None]) -> None:
+        moved(0)
+        key = check_key(start + entry.key[cut:])
+        found = there.get(key)
+        same = found is not None and found.size_bytes == entry.size_bytes and found.modified_s >= entry.modified_s
+        if not same:
+            client.copy(at.bucket, entry.key, to.bucket, key)
+        with crew.lock:
+            if same:
+                done.skip(entry.size_bytes)
+            else:
+                done.add(entry.size_bytes, entry.size_bytes)
+
+    with Progress(one_line(str(at)), quiet=quiet) as progress:
+        crew: Crew[ListEntry] = Crew(copy, **entries_crew(), done=done, progress=progress, threads=threads)
+        if not crew.run(
+            entries(client, at),
+            lambda: f"{done.files} objects are copied to {to}; run the same command again for the rest",
+        ):
+            raise nothing_there(at)
+    return done
