@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from forebay.cli.view import look
 from forebay.core import calls
 from forebay.core.errors import Denied
 from forebay.core.metrics import BUCKETS, HistogramValue, Snapshot, series
-from forebay.core.types import Bucket
+from forebay.core.types import Bucket, CorsRule
 
 
 # --- bucket ----------------------------------------------------------------------------------------------------------
@@ -40,8 +41,14 @@ def test_a_bucket_is_added_shown_changed_and_removed(program: Program, node: Fak
         "  backend          s3://far/prefix\n"
         "  freshness        300s\n"
         "  write            back\n"
+        "  durability       disk\n"
+        "  dirty at most    a quarter of the capacity\n"
+        "  dirty for        1 h 0 min\n"
+        "  conflict         keep-both\n"
         "  quota            1.5 GiB\n"
         "  pinned           -\n"
+        "  acl              private\n"
+        "  cors             -\n"
         "  added            -\n"
         "  option endpoint  http://h:1?a=b\n"
         "  option region    x\n"
@@ -52,6 +59,57 @@ def test_a_bucket_is_added_shown_changed_and_removed(program: Program, node: Fak
     assert node.requests("PUT")[-1] == "/-/v1/buckets/data", "the backend was not asked"
     assert program("bucket", "rm", "data").stdout == "bucket data is forgotten here; its backend is as it was\n"
     assert "data" not in node.settings
+
+
+def test_how_a_bucket_is_written_is_said_when_it_is_added_or_later(
+    program: Program, node: FakeNode, tmp_path: Path
+) -> None:
+    program(
+        "bucket", "add", "ckpt", "s3://far", "--write", "back", "--durability", "memory", "--dirty-bytes-max", "10GiB",
+        "--dirty-age-max", "10m", "--conflict", "ours", "--acl", "public-read", "--option", "region=x",
+    )  # fmt: skip
+    wanted = Bucket(
+        "ckpt", "s3://far", write="back", durability="memory", dirty_bytes_max=10 << 30, dirty_age_max_s=600.0,
+        conflict="ours", acl="public-read", options={"region": "x"},
+    )  # fmt: skip
+    assert node.settings["ckpt"] == wanted
+    said = program("bucket", "set", "ckpt", "--dirty-bytes-max", "none", "--conflict", "theirs").stdout
+    assert "  dirty at most  a quarter of the capacity\n" in said
+    assert node.settings["ckpt"] == msgspec.structs.replace(wanted, dirty_bytes_max=None, conflict="theirs")
+    program("bucket", "set", "ckpt", "--option", "region=", "--option", "endpoint=http://h", "--no-check")
+    assert node.settings["ckpt"].options == {"endpoint": "http://h"}
+    assert node.requests("PUT")[-1] == "/-/v1/buckets/ckpt", "the backend was not asked"
+    rules = tmp_path / "cors.json"
+    rules.write_text(
+        '{"CORSRules": [{"AllowedOrigins": ["https://app.example"], "AllowedMethods": ["GET", "PUT"],'
+        ' "AllowedHeaders": ["*"], "ExposeHeaders": ["ETag"], "MaxAgeSeconds": 60, "ID": "app"}]}'
+    )
+    assert "  cors             1 rule\n" in program("bucket", "set", "ckpt", "--cors", str(rules)).stdout
+    rule = CorsRule(("https://app.example",), ("GET", "PUT"), ("*",), ("ETag",), 60, "app")
+    assert node.settings["ckpt"].cors == (rule,)
+    program("bucket", "set", "ckpt", "--cors", "none")
+    assert node.settings["ckpt"].cors == ()
+    assert json.loads(program("bucket", "set", "ckpt", "--acl", "private", "--json").stdout)["name"] == "ckpt"
+
+
+def test_a_bucket_without_a_backend_is_local(program: Program, node: FakeNode) -> None:
+    assert (
+        program("bucket", "add", "scratch", "local://").stdout
+        == "bucket scratch serves local://\n\n  forebay ls scratch/\n"
+    )
+    assert node.settings["scratch"] == Bucket("scratch", "local://", write="local")
+    said = program("bucket", "show", "scratch").stdout
+    assert "durability" in said
+    assert "dirty" not in said
+    for wrong in (
+        ("add", "x-bucket", "local://", "--write", "back"),
+        ("add", "x-bucket", "s3://x", "--write", "local"),
+        ("set", "scratch", "--write", "through"),
+        ("set", "scratch", "--backend", "s3://x"),
+    ):
+        assert "go together" in program("bucket", *wrong, code=2).stderr
+    program("bucket", "set", "scratch", "--backend", "s3://x", "--write", "back")
+    assert (node.settings["scratch"].url, node.settings["scratch"].write) == ("s3://x", "back")
 
 
 def test_buckets_as_json(program: Program) -> None:
@@ -74,6 +132,13 @@ def test_buckets_as_json(program: Program) -> None:
         (("data", "s3://x", "--write", "up"), "use through, back or local"),
         (("data", "s3://x", "--quota", "lots"), "use a number with"),
         (("data", "s3://x", "--option", "region"), "is not NAME=VALUE"),
+        (("data", "s3://x", "--durability", "paper"), "use disk or memory"),
+        (("data", "s3://x", "--conflict", "none"), "use keep-both, ours or theirs"),
+        (("data", "s3://x", "--acl", "public"), "use private or public-read"),
+        (("data", "s3://x", "--dirty-age-max", "always"), "is no time"),
+        (("data", "s3://x", "--dirty-bytes-max", "lots"), "use a number with"),
+        (("data", "s3://x", "--cors", "/nonexistent.json"), "cannot be read"),
+        (("data", "s3://x", "--cors", "/dev/null"), "does not fit"),
     ],
 )
 def test_a_wrong_bucket_is_refused_with_the_rule(program: Program, args: tuple[str, ...], words: str) -> None:

@@ -1,21 +1,71 @@
-"""`forebay bucket`: the buckets a node serves, and where their bytes come from."""
+"""`forebay bucket`: the buckets a node serves, where their bytes come from, and how they are written.
+
+`add` and `set` take the same options: `add` gives defaults to those left out, `set` leaves them as they are.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Exists, Invalid
-from forebay.core.types import Bucket, WriteMode, check_bucket_name, format_freshness, parse_freshness
+from forebay.core.types import (
+    LOCAL_URL,
+    Bucket,
+    CorsRule,
+    check_bucket_name,
+    format_freshness,
+    parse_freshness,
+)
 
 app = typer.Typer(
     no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None, add_completion=False
 )
 SCHEMES = ("s3", "gs", "az", "http", "https", "file", "memory")
+NONE = "none"  # of --quota, --dirty-bytes-max and --cors: no bound, a quarter of the capacity, no rules
+
+Write = Annotated[
+    str | None,
+    typer.Option("--write", help="through (default), back, or local (with the BACKEND local://)."),
+]
+Freshness = Annotated[
+    str | None, typer.Option("--freshness", help="immutable, always, or a time such as 60s (default), 5m, 2h.")
+]
+Quota = Annotated[str | None, typer.Option("--quota", metavar="SIZE", help="At most this much disk, such as 200GiB.")]
+Durability = Annotated[
+    str | None,
+    typer.Option("--durability", help="What only the node has is on disk (default) or in memory before a write ends."),
+]
+DirtyBytesMax = Annotated[
+    str | None,
+    typer.Option("--dirty-bytes-max", metavar="SIZE", help="At most this much unflushed; else writes wait."),
+]
+DirtyAgeMax = Annotated[
+    str | None,
+    typer.Option(
+        "--dirty-age-max", metavar="TIME", help="Nothing unflushed for longer, such as 10m; else writes wait."
+    ),
+]
+Conflict = Annotated[
+    str | None,
+    typer.Option("--conflict", help="When the backend changed before a flush: keep-both (default), ours or theirs."),
+]
+Acl = Annotated[
+    str | None, typer.Option("--acl", help="private (default), or public-read: reading and listing need no key.")
+]
+Cors = Annotated[
+    str | None, typer.Option("--cors", metavar="FILE", help="CORS rules as `aws s3api put-bucket-cors` takes them.")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="For the backend: endpoint, region, profile … Repeatable."),
+]
 
 
 def parse_option(text: str) -> tuple[str, str]:
@@ -27,12 +77,14 @@ def parse_option(text: str) -> tuple[str, str]:
 
 
 def check_url(url: str) -> str:
-    """A backend URL whose scheme is served, made absolute if it is a file URL; else `Invalid`."""
+    """A backend URL whose scheme is served; else `Invalid`."""
+    if url == LOCAL_URL:
+        return url
     scheme, marks, rest = url.partition("://")
     if not marks or scheme not in SCHEMES:
         raise Invalid(
             f"the backend URL {url!r} is not served: use s3://NAME[/PREFIX], gs://NAME, az://CONTAINER, "
-            "https://HOST/PATH, file:///DIRECTORY or memory://NAME"
+            "https://HOST/PATH, file:///DIRECTORY, memory://NAME, or local:// for none"
         )
     if scheme == "file" and not rest.startswith("/"):
         raise Invalid(f"the backend URL {url!r} names no absolute directory: write it like file:///data/corpus")
@@ -41,41 +93,118 @@ def check_url(url: str) -> str:
     return url
 
 
+class _CorsRule(msgspec.Struct, forbid_unknown_fields=True):
+    AllowedOrigins: list[str]
+    AllowedMethods: list[str]
+    AllowedHeaders: list[str] = []
+    ExposeHeaders: list[str] = []
+    MaxAgeSeconds: int | None = None
+    ID: str = ""
+
+
+class _Cors(msgspec.Struct, forbid_unknown_fields=True):
+    CORSRules: list[_CorsRule]
+
+
+def read_cors(file: str) -> tuple[CorsRule, ...]:
+    """The rules in a JSON file of the shape that Amazon's command line takes."""
+    from forebay.core.cors import check_rules
+
+    try:
+        found = msgspec.json.decode(Path(file).read_bytes(), type=_Cors)
+    except OSError as error:
+        raise Invalid(f"--cors {file} cannot be read ({error.strerror}): name a JSON file, or none") from None
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Invalid(
+            f"--cors {file} does not fit ({error}): it is JSON such as "
+            '{"CORSRules": [{"AllowedOrigins": ["https://app.example"], "AllowedMethods": ["GET"]}]}'
+        ) from None
+    rules = tuple(
+        CorsRule(
+            tuple(rule.AllowedOrigins),
+            tuple(rule.AllowedMethods),
+            tuple(rule.AllowedHeaders),
+            tuple(rule.ExposeHeaders),
+            rule.MaxAgeSeconds,
+            rule.ID,
+        )
+        for rule in found.CORSRules
+    )
+    check_rules(rules)
+    return rules
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise Invalid(f"{option} {value!r} is not known: use {', '.join(allowed[:-1])} or {allowed[-1]}")
+    return value
+
+
+def _age(text: str) -> float:
+    if text in ("immutable", "always"):
+        raise Invalid(f"--dirty-age-max {text!r} is no time: use one like 60s, 10m, 2h, 1d")
+    return parse_freshness(text)
+
+
+def changes(options: list[str] | None, **given: str | None) -> dict[str, Any]:
+    """Fields of `Bucket` from the options that were given (None: it was not)."""
+    readers: dict[str, Any] = {
+        "write": lambda text: _one_of("--write", text, ("through", "back", "local")),
+        "freshness_s": parse_freshness,
+        "quota_bytes": parse_quota,
+        "durability": lambda text: _one_of("--durability", text, ("disk", "memory")),
+        "dirty_bytes_max": parse_quota,
+        "dirty_age_max_s": _age,
+        "conflict": lambda text: _one_of("--conflict", text, ("keep-both", "ours", "theirs")),
+        "acl": lambda text: _one_of("--acl", text, ("private", "public-read")),
+        "cors": lambda text: () if text == NONE else read_cors(text),
+    }
+    found = {name: readers[name](text) for name, text in given.items() if text is not None}
+    if options:
+        found["options"] = dict(parse_option(text) for text in options)
+    return found
+
+
+def parse_quota(text: str) -> int | None:
+    """A size as bytes; None for `none`."""
+    if text == NONE:
+        return None
+    from forebay.node.settings import parse_size
+
+    return parse_size(text)
+
+
 @app.command("add")
 @verb
 def add(
     name: BucketName,
-    address: Annotated[str, typer.Argument(metavar="BACKEND", help="s3://, gs://, az://, https://, file:// …")],
-    write: Annotated[str, typer.Option("--write", help="through, back or local; kept until writing is served.")] = (
-        "through"
-    ),
-    freshness: Annotated[
-        str, typer.Option("--freshness", help="immutable, always, or a time such as 60s, 5m, 2h.")
-    ] = "60s",
-    quota: Annotated[
-        str | None, typer.Option("--quota", metavar="SIZE", help="At most this much disk, such as 200GiB.")
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="For the backend: endpoint, region, profile … Repeatable."),
-    ] = None,
+    address: Annotated[
+        str, typer.Argument(metavar="BACKEND", help="s3://, gs://, az://, https://, file://, local:// …")
+    ],
+    write: Write = None,
+    freshness: Freshness = None,
+    quota: Quota = None,
+    durability: Durability = None,
+    dirty_bytes_max: DirtyBytesMax = None,
+    dirty_age_max: DirtyAgeMax = None,
+    conflict: Conflict = None,
+    acl: Acl = None,
+    cors: Cors = None,
+    option: Options = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Ask the backend first.")] = True,
     replace: Annotated[bool, typer.Option("--replace", help="Change the bucket if it is there.")] = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Serve the objects at BACKEND as the bucket NAME."""
-    if write not in ("through", "back", "local"):
-        raise Invalid(f"--write {write!r} is not known: use through, back or local")
-    bucket = Bucket(
-        check_bucket_name(name),
-        check_url(address),
-        parse_freshness(freshness),
-        cast(WriteMode, write),
-        parse_quota(quota),
-        options=dict(parse_option(text) for text in option or ()),
-    )
+    """Serve the objects at BACKEND as the bucket NAME; local:// for objects that are on this node alone."""
+    fields = changes(
+        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability,
+        dirty_bytes_max=dirty_bytes_max, dirty_age_max_s=dirty_age_max, conflict=conflict, acl=acl, cors=cors,
+    )  # fmt: skip
+    if address == LOCAL_URL:
+        fields.setdefault("write", "local")
+    bucket = _checked(Bucket(check_bucket_name(name), check_url(address), **fields))
     with open_client(url) as client:
         there = {found.name: found for found in client.buckets()}.get(name)
         if there is not None and not replace:
@@ -87,13 +216,56 @@ def add(
         print(f"bucket {kept.name} serves {kept.url}\n\n  forebay ls {kept.name}/")
 
 
-def parse_quota(text: str | None) -> int | None:
-    """--quota as bytes."""
-    if text is None:
-        return None
-    from forebay.node.settings import parse_size
+@app.command("set")
+@verb
+def change(
+    name: BucketName,
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="BACKEND", help="Another backend; what is cached goes.")
+    ] = None,
+    write: Write = None,
+    freshness: Freshness = None,
+    quota: Quota = None,
+    durability: Durability = None,
+    dirty_bytes_max: DirtyBytesMax = None,
+    dirty_age_max: DirtyAgeMax = None,
+    conflict: Conflict = None,
+    acl: Acl = None,
+    cors: Cors = None,
+    option: Options = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Ask the backend first.")] = True,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Change settings of the bucket NAME; those that are not given stay. `--option NAME=` takes one away."""
+    fields = changes(
+        option, write=write, freshness_s=freshness, quota_bytes=quota, durability=durability,
+        dirty_bytes_max=dirty_bytes_max, dirty_age_max_s=dirty_age_max, conflict=conflict, acl=acl, cors=cors,
+    )  # fmt: skip
+    if backend is not None:
+        fields["url"] = check_url(backend)
+    if not fields:
+        raise Invalid("nothing to change is given: see `forebay bucket set --help`")
+    with open_client(url) as client:
+        old = client.bucket(name)
+        if "options" in fields:
+            fields["options"] = {n: v for n, v in (old.options | fields["options"]).items() if v}
+        kept = client.bucket_put(_checked(msgspec.structs.replace(old, **fields)), check=check)
+    if as_json:
+        show.document(kept)
+    else:
+        print(f"bucket {kept.name}\n{show.fields(settings_of(kept))}")
 
-    return parse_size(text)
+
+def _checked(bucket: Bucket) -> Bucket:
+    """The bucket, if its backend and its write mode go together."""
+    if (bucket.url == LOCAL_URL) != (bucket.write == "local"):
+        raise Invalid(
+            f"{LOCAL_URL} and --write local go together: a bucket with a backend is written through or back, one "
+            "without is local"
+        )
+    return bucket
 
 
 @app.command("ls")
@@ -124,16 +296,33 @@ def show_bucket(name: BucketName, url: Url = None, as_json: AsJson = False, debu
     if as_json:
         show.document(bucket)
         return
-    print(f"bucket {bucket.name}")
+    print(f"bucket {bucket.name}\n{show.fields(settings_of(bucket))}")
+
+
+def settings_of(bucket: Bucket) -> list[tuple[str, str]]:
+    """What people want to see of a bucket: what cannot matter in its write mode is left out."""
     pairs = [
         ("backend", bucket.url),
         ("freshness", format_freshness(bucket.freshness_s)),
         ("write", bucket.write),
+    ]
+    if bucket.write != "through":
+        pairs.append(("durability", bucket.durability))
+    if bucket.write == "back":
+        most = bucket.dirty_bytes_max
+        pairs += [
+            ("dirty at most", "a quarter of the capacity" if most is None else show.size(most)),
+            ("dirty for", show.duration(bucket.dirty_age_max_s)),
+            ("conflict", bucket.conflict),
+        ]
+    pairs += [
         ("quota", _quota(bucket)),
         ("pinned", ", ".join(prefix or "(all)" for prefix in bucket.pinned) or "-"),
+        ("acl", bucket.acl),
+        ("cors", f"{len(bucket.cors)} rule{'s' if len(bucket.cors) > 1 else ''}" if bucket.cors else "-"),
         ("added", show.moment(bucket.created_s)),
     ]
-    print(show.fields(pairs + [(f"option {name}", value) for name, value in sorted(bucket.options.items())]))
+    return pairs + [(f"option {name}", value) for name, value in sorted(bucket.options.items())]
 
 
 @app.command("rm")
