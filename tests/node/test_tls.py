@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import random
@@ -9,15 +11,24 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import boto3
+import botocore.config
+import botocore.exceptions
 import pytest
 from cryptography import x509
 from tests.front.fake_engine import WAIT_S, Client, Cold, Node, serve
 from tests.node.certificates import Pair, make
-from tests.node.conftest import until
+from tests.node.conftest import NodeProcess, until
+from typer.testing import CliRunner
 
-from forebay.core.errors import Invalid
+from forebay.cli.main import app
+from forebay.client.sync import connect
+from forebay.core.errors import Denied, Invalid
+from forebay.core.types import Bucket
 from forebay.node.http.server import Timeouts
 from forebay.node.settings import load
 from forebay.node.tls import TlsFiles
@@ -247,3 +258,77 @@ def test_the_settings_of_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     assert load(None, dir=str(tmp_path)).identity_key == str(tmp_path / "forebay-identity-key")
     assert load(None, dir=str(tmp_path), identity_key="/else").identity_key == "/else"
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+@pytest.mark.real
+def test_a_node_with_tls_and_sealed_keys_is_written_and_read_and_its_keys_change(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(*args: str) -> dict[str, str]:
+        done = CliRunner().invoke(app, ["key", *args, "--json"], env={"FOREBAY_DIR": str(tmp_path / "keys")})
+        assert done.exit_code == 0, done.output
+        made: dict[str, str] = json.loads(done.stdout)
+        return made
+
+    (tmp_path / "keys").mkdir()
+    key("seal", str(tmp_path / "sealing.key"))
+    first = key("create", "trainer", "--allow", "admin:*")
+    flags = ["--identities", str(tmp_path / "keys" / "identities.json")]
+    flags += ["--identity-key", str(tmp_path / "sealing.key")]
+    flags += ["--tls-cert", str(pair.cert), "--tls-key", str(pair.key)]
+    node = NodeProcess(tmp_path / "node", *flags)
+    node.start()
+    with ExitStack() as stack:
+        stack.callback(node.stop)
+        assert node.endpoint.startswith("https://")
+        client = stack.enter_context(connect(node.endpoint, token=first["token"], ca=str(pair.cert)))
+        (tmp_path / "lake").mkdir()
+        client.bucket_put(Bucket("lake", f"file://{tmp_path}/lake"))
+        data = random.Random(6).randbytes(9 * MIB)
+        (tmp_path / "data").write_bytes(data)
+        client.put("lake", "a", tmp_path / "data")
+        assert client.get("lake", "a") == data
+        assert (tmp_path / "lake" / "a").read_bytes() == data
+        client.copy("lake", "a", "lake", "b")
+        client.delete("lake", "a")
+        assert [entry.key for page in client.list_pages("lake") for entry in page.entries] == ["b"]
+
+        def s3(made: dict[str, str]) -> Any:
+            opened = boto3.client(
+                "s3",
+                endpoint_url=node.endpoint,
+                verify=str(pair.cert),
+                aws_access_key_id=made["access_key_id"],
+                aws_secret_access_key=made["secret_access_key"],
+                region_name="us-east-1",
+                config=botocore.config.Config(retries={"total_max_attempts": 1}),
+            )
+            stack.callback(opened.close)
+            return opened
+
+        before = s3(first)
+        before.put_object(Bucket="lake", Key="c", Body=data)
+        with before.get_object(Bucket="lake", Key="c")["Body"] as body:
+            assert body.read() == data
+        second = key("rotate", "trainer", "--grace", "0s")
+        after = s3(second)
+        until(lambda: _works(after))
+        assert not _works(before)
+        with pytest.raises(Denied):
+            client.get("lake", "b")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", second["access_key_id"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", second["secret_access_key"])
+        with connect(node.endpoint, token=second["token"], ca=str(pair.cert)) as now:
+            now.put("lake", "parts", io.BytesIO(data * 2))  # in parts, signed
+            assert now.get("lake", "parts") == data * 2
+
+
+def _works(client: Any) -> bool:
+    try:
+        client.head_object(Bucket="lake", Key="b")
+    except botocore.exceptions.ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] != 403:
+            raise
+        return False
+    return True
