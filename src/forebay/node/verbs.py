@@ -152,6 +152,8 @@ class Verbs:
             await self._settled(bucket.name, "change where or how it is written")
             if bucket.write != "local":
                 await self._empty(old, "change the bucket")
+            if (old.url, old.options.get("endpoint")) != (bucket.url, bucket.options.get("endpoint")):
+                await self._engine.uploads.abort_bucket(bucket.name)  # their halves are at the place that is left
             kept = await self._engine.buckets.put(bucket)
             if moved:
                 self._engine.cold.leave(kept.name)
