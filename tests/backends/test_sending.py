@@ -205,6 +205,35 @@ def test_each_refusal_of_a_conditional_put_is_of_its_kind(said: bytes, kind: typ
     run(story())
 
 
+def test_a_service_that_ignores_conditions_is_looked_at_before() -> None:
+    there = {"etag": ""}
+
+    def ignorant(asked: Asked) -> bytes:
+        if asked.method == "HEAD":
+            return answer("200 OK", etag=there["etag"]) if there["etag"] else answer("404 Not Found")
+        assert "if-match" not in asked.headers
+        assert "if-none-match" not in asked.headers
+        there["etag"] = ETAG if asked.method == "PUT" else ""
+        return accept(asked)
+
+    async def story() -> None:
+        with ScriptedServer(ignorant) as server:
+            backend = bare(server, look_before_write="true")
+            with pytest.raises(Precondition):
+                await backend.put("key", some(b"x"), expect=ETAG)
+            await backend.put("key", some(b"x"), expect="")
+            with pytest.raises(Precondition, match="exists already"):
+                await backend.put("key", some(b"x"), expect="")
+            with pytest.raises(Precondition):
+                await backend.delete("key", expect='"other"')
+            await backend.put("key", some(b"y"), expect=ETAG)
+            await backend.delete("key", expect=ETAG)
+            assert [asked.method for asked in server.asked if asked.method != "HEAD"] == ["PUT", "PUT", "DELETE"]
+            await backend.aclose()
+
+    run(story())
+
+
 def test_a_backend_that_says_when_to_come_back_is_obeyed() -> None:
     replies = [answer("503 Slow Down", b"<Code>SlowDown</Code>", retry_after="7"), answer("429 Too Many", b"")]
 

@@ -47,6 +47,7 @@ OPTIONS = {
     "session_token": "token of temporary keys",
     "skip_signature": "true: anonymous requests, for public buckets",
     "request_payer": "true: the requester pays",
+    "look_before_write": "true: look at the object before a conditional write; for services that know no conditions",
 }
 
 

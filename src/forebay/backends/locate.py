@@ -167,7 +167,8 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
         credential_provider=provider,
     )
     wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
-    return Cloud("s3", store, wire, prefix, _pages(wire), S3Writes(wire))
+    writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"))
+    return Cloud("s3", store, wire, prefix, _pages(wire), writes)
 
 
 def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
