@@ -181,6 +181,7 @@ class OwnedAgainstDict(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["clean", "closed", "killed"]))
     def process_stop(self, how: str) -> None:
         self.bench.store.flush()
+        self.bench.store.reclaim()  # else a clean file of before may be found by a machine stop: it is asked about
         if how == "killed":
             kill(self.bench)
         else:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +221,75 @@ def test_the_shell_does_what_the_plan_says(knife: Knife, bench: Bench) -> None:
     assert knife.done[:2] == ["setxattr", "replace"]
     assert knife.done[-2:] == ["durable", "visible"]
     assert set(knife.done[2:-2]) == {"fsync"}
+
+
+WORKER = str(Path(__file__).with_name("store_worker.py"))
+
+
+def test_nothing_acknowledged_is_gone_when_the_writer_is_killed(tmp_path: Path) -> None:
+    """kill -9 at random moments, six times over one volume; every third time the machine stops with it."""
+    chance, volume = random.Random(7), tmp_path / "v0"
+    allowed: dict[str, set[str]] = {f"k{number}": {"never"} for number in range(8)}
+    acked = 0
+    for seed in range(1, 7):
+        command = [sys.executable, WORKER, "own", str(volume), str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(chance.randrange(10, 60))]
+            process.kill()
+            lines += process.stdout.readlines()
+        for line in lines:
+            kind, key, version = (*line.split(), "", "", "")[:3]
+            if kind == "sent":
+                allowed[key].add(version)
+            elif kind == "acked" and version:
+                allowed[key] = {version}
+                acked += 1
+        if seed % 3 == 0:
+            _another_boot(volume)
+        bench = Bench([volume])
+        notes = owning.owed(bench.store)
+        for key, versions in allowed.items():
+            record = bench.store.lookup(BUCKET, key)
+            if record is None and key in notes:
+                assert notes[key].is_delete
+                assert "-" in versions
+                allowed[key] = {"-"}
+            elif record is None:
+                flushed = seed % 3 == 0  # clean bytes in a record go with the index
+                assert "never" in versions or (flushed and versions != {"-"})
+                allowed[key] = {"never"}
+            else:
+                data = owning.read(bench, key)
+                version = next(each for each in versions if objects.make(key, record.size_bytes, each)[1] == data)
+                assert record.version in (version, "backend")
+                assert (key in notes) == bool(record.state & State.DIRTY)
+                allowed[key] = {version}
+        assert "object-lost" not in bench.kinds()
+        for _ in bench.store.sweep():
+            pass
+        bench.store.flush()
+        bench.store.reclaim()
+        records = [bench.store.lookup(BUCKET, key) for key in allowed]
+        names = {f"{record.object_id:016x}" for record in records if record is not None and record.inline is None}
+        assert {path.name for path in owning.files_in(volume)} == names, "no orphan, no temp file"
+        bench.close(clean=False)
+    assert acked > 30
+
+
+def test_groups_from_several_threads_do_not_mix(make_bench: Callable[..., Bench]) -> None:
+    """`make_durable` may run in several threads; the loop's part stays with one."""
+    bench = make_bench("a", "b")
+    writer = Writer(bench)
+    groups = [[writer.put(f"k{group}-{n}", (SMALL, LARGE)[n % 2]) for n in range(6)] for group in range(12)]
+    prepared = [bench.store.prepare(group) for group in groups]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(bench.store.make_durable, prepared):
+            pass
+    for each in prepared:
+        assert all(isinstance(outcome, Record) for outcome in bench.store.publish(each))
+    owning.machine_stop(bench)
+    assert len(owning.owed(bench.store)) == 72
+    for group in groups:
+        for change in group:
+            assert owning.read(bench, change.info.key) == objects.make(change.info.key, change.info.size_bytes, "w1")[1]

@@ -33,7 +33,7 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt
 from forebay.core.record import Record
 from forebay.node.store import keys
-from forebay.node.store.index import as_error, open_env
+from forebay.node.store.index import as_error, check_size, open_env
 from forebay.node.store.notes import Note
 
 PROVIDED_BYTES_MIN = limits.MIB
@@ -54,7 +54,15 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode_entry = msgspec.msgpack.Encoder().encode
-decode_entry = msgspec.msgpack.Decoder(Entry).decode
+_decode = msgspec.msgpack.Decoder(Entry).decode
+
+
+def decode_entry(value: bytes) -> Entry:
+    """The entry; `Corrupt` if it is none."""
+    try:
+        return _decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"a durable index holds an entry that cannot be read ({error}): restart the node") from error
 
 
 class Durable:
@@ -77,7 +85,12 @@ class Durable:
         os.makedirs(path, exist_ok=True)
         try:
             self._env: Any = open_env(path, map_bytes, write=True, sync=True, tables=1)
-            self._table = self._env.open_db(b"owed")
+            try:
+                check_size(self._env, data)
+                self._table = self._env.open_db(b"owed")
+            except BaseException:
+                self._env.close()
+                raise
         except lmdb.Error as error:
             raise as_error(error, path) from error
         if fresh:

@@ -81,6 +81,19 @@ def open_env(path: str, map_bytes: int, *, write: bool, sync: bool, tables: int)
             map_bytes //= 4
 
 
+def check_size(env: Any, data: str) -> None:
+    """A map that reaches past the end of its file kills the process (SIGBUS) at the first look: never allow it.
+
+    LMDB may leave a few allocated pages at the end unwritten; that much is filled up, more means a cut file.
+    """
+    need = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    have = os.path.getsize(data)
+    if have < need - 1024 * 1024:
+        raise Corrupt(f"the index {data} has {have} of {need} bytes")
+    if have < need:
+        os.truncate(data, need)
+
+
 class Index:
     """An open index. Threads: `get` anywhere; everything else where it was opened."""
 
@@ -97,7 +110,7 @@ class Index:
         self.env = self._shared.env
         try:
             if write:
-                self._check_size(data)
+                check_size(self.env, data)
             self.tables = {name: self.env.open_db(name.encode(), create=write) for name in TABLES}
         except lmdb.Error as error:
             self.close()
@@ -109,18 +122,6 @@ class Index:
         self.begin = self.env.begin
         self._pending: dict[str, dict[bytes, bytes | None]] = {name: {} for name in TABLES}
         self.pending = 0
-
-    def _check_size(self, data: str) -> None:
-        """A map that reaches past the end of its file kills the process (SIGBUS) at the first look: never allow it.
-
-        LMDB may leave a few allocated pages at the end unwritten; that much is filled up, more means a cut file.
-        """
-        need = (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
-        have = os.path.getsize(data)
-        if have < need - 1024 * 1024:
-            raise Corrupt(f"the index {data} has {have} of {need} bytes")
-        if have < need:
-            os.truncate(data, need)
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value, pending changes first. `Corrupt` when LMDB finds its file broken."""
