@@ -274,12 +274,30 @@ def test_a_directory_that_cannot_be_written_is_bad(alone: Program) -> None:
 def test_a_real_directory_is_measured(tmp_path: Path) -> None:
     seen = facts.look_at_disk(str(tmp_path / "not" / "there" / "yet"), measure=True)
     assert seen.error == ""
-    assert seen.filesystem
+    rows = [row.split(" ") for row in Path("/proc/self/mounts").read_text().splitlines()]
+    above = {str(tmp_path), *map(str, tmp_path.parents)}
+    assert bool(seen.filesystem) == any(row[1] in above for row in rows), "a chroot's root may be in no table"
     assert seen.total_bytes > seen.free_bytes > 0
     assert seen.sync_s is not None
     assert seen.sync_s > 0
     assert seen.write_bytes_s is not None
     assert seen.write_bytes_s > 0
+
+
+def test_the_mount_table_tells_the_filesystem_or_says_nothing() -> None:
+    table = "/dev/a / ext4 rw 0 0\n/dev/b /data xfs rw 0 0\ntmpfs /data/with\\040blank tmpfs rw 0 0\n"
+    for path, kind in (("/", "ext4"), ("/database", "ext4"), ("/data", "xfs"), ("/data/with blank/x", "tmpfs")):
+        assert facts.filesystem_in(table, path) == kind
+    without_root = "".join(table.splitlines(keepends=True)[1:])
+    assert facts.filesystem_in(without_root, "/database") == ""
+    assert facts.filesystem_in(without_root, "/data/x") == "xfs"
+
+
+def test_a_filesystem_that_no_table_names_is_said_to_be_unknown() -> None:
+    unnamed = msgspec.structs.replace(DISK, filesystem="")
+    (found,) = [one for one in findings.disk(unnamed) if one.check == "filesystem"]
+    assert found.level == "ok"
+    assert "unknown" in found.what
 
 
 def test_the_clock_is_compared_with_any_http_server(node: FakeNode) -> None:

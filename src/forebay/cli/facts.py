@@ -205,14 +205,19 @@ def _punch(fd: int) -> bool:
 
 
 def filesystem_of(path: str) -> str:
-    """The kind of filesystem that `path` is on, as /proc/self/mounts names it; "" where it cannot be told."""
+    """The kind of filesystem that `path` is on, as /proc/self/mounts names it; "" where it cannot be told: there is no
+    such table, or it does not name the root (in a chroot whose root is no mount point)."""
     try:
-        lines = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines()
+        table = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")
     except OSError:
         return ""
+    return filesystem_in(table, os.path.realpath(path))
+
+
+def filesystem_in(table: str, real: str) -> str:
+    """The kind that the mount table gives the path `real`, which holds no links; "" if it says nothing of it."""
     best, kind = "", ""
-    real = os.path.realpath(path)
-    for text in lines:
+    for text in table.splitlines():
         _, mount, found, *_ = text.split(" ")
         mount = mount.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = mount == "/" or real == mount or real.startswith(mount + "/")

@@ -244,7 +244,8 @@ def _filesystem(facts: DiskFacts) -> Iterator[Finding]:
             "use ext4 or XFS; overlayfs and old network filesystems lack them",
         )
     elif kind not in MEMORY_FILESYSTEMS:
-        yield Finding("filesystem", "ok", at, f"{kind} with extended attributes and hole punching")
+        shown = kind if facts.filesystem else "unknown kind (no mount table names it),"
+        yield Finding("filesystem", "ok", at, f"{shown} with extended attributes and hole punching")
 
 
 def _speed(facts: DiskFacts) -> Iterator[Finding]:
