@@ -239,9 +239,16 @@ class ReadSeen:
                 self.data += message.body
         elif isinstance(message, wire.Landed):
             assert self.opened is not None
-            assert self.error is None
+            if self.error is not None:
+                return  # it was on its way
             assert message.start == self.opened.start + len(self.data), "contiguous"
-            piece = message.body if message.body is not None else _read(message)
+            try:
+                piece = message.body if message.body is not None else _read(message)
+            except FileNotFoundError:
+                self.error = Unavailable("the file that the bytes landed in is gone: read again")  # as a front says it
+                self.front.post(wire.CloseRead(self.number))
+                self.changed.set()
+                return
             assert len(piece) == message.end - message.start
             self.data += piece
             if self.takes:
