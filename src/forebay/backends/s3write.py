@@ -95,6 +95,8 @@ class S3Writes:
         if headers is not None:
             sent |= {f"{names}metadata-directive": "REPLACE", **self._stored(headers, "", what)}
         answer = await self._wire.tell("PUT", key, headers=sent)
+        if answer.status == 400 and b"maximum allowable size for a copy source" in answer.body:
+            raise NotSupported(f"{what}: the source is too large for one copy: read it and upload it in parts")
         if answer.status != 200:
             raise refused(answer, self._what(source_key), source_version or None)
         root = self._result(answer, "CopyObjectResult", what)

@@ -59,6 +59,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_backend_errors_total", "counter", "Backend requests that failed, by kind.", ("bucket", "kind")),
         Metric("forebay_backend_retries_total", "counter", "Backend requests made again after a failure.", ("bucket",)),
         Metric("forebay_backend_read_bytes_total", "counter", "Body bytes received from backends.", ("bucket",)),
+        Metric("forebay_backend_written_bytes_total", "counter", "Body bytes that backends took.", ("bucket",)),
         Metric("forebay_backend_first_byte_seconds", "histogram", "Backend request to its first body byte."),
         Metric("forebay_evictions_total", "counter", "Units evicted, by reason.", ("reason",)),
         Metric("forebay_evicted_bytes_total", "counter", "Bytes freed by eviction."),
