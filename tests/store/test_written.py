@@ -222,6 +222,37 @@ def test_local_objects_stay_and_are_not_flushed(writer: Writer) -> None:
     assert bench.store.lookup(BUCKET, "k") is None
 
 
+@pytest.mark.parametrize("version", ["b1", "a-version-" + "x" * 5000])
+def test_headers_in_sidecars_are_synced_and_follow_the_flush(make_bench: Callable[..., Bench], version: str) -> None:
+    bench = make_bench("v0", xattrs=False)
+    record = Writer(bench).write("k")
+    owning.machine_stop(bench)
+    assert owning.read(bench, "k") == _data("k", LARGE)
+    assert bench.store.check_blocks(record, BUCKET, "k", range(4)) == []
+    bench.store.mark_clean(BUCKET, "k", record.object_id, version=version, checked_s=9.0)
+    bench.store.flush()
+    bench.store.settle()
+    owning.machine_stop(bench)
+    again = bench.store.lookup(BUCKET, "k")
+    assert again is not None
+    assert (again.version, again.state) == (version, State.UNVERIFIED)
+    assert bench.store.check_blocks(again, BUCKET, "k", range(4)) == []
+    assert len(owning.files_in(bench.dirs[0])) == 2
+
+
+def test_a_version_too_long_for_the_header_costs_cached_bytes_only(writer: Writer) -> None:
+    bench = writer.bench
+    record = writer.write("k")
+    version = "x" * 70_000
+    bench.store.mark_clean(BUCKET, "k", record.object_id, version=version, checked_s=9.0)
+    bench.store.flush()
+    bench.store.settle()
+    assert owning.read(bench, "k") is not None
+    owning.machine_stop(bench)
+    assert bench.store.lookup(BUCKET, "k") is None
+    assert owning.owed(bench.store) == {}
+
+
 def test_notes_are_replaced_where_they_stand(writer: Writer) -> None:
     bench = writer.bench
     writer.write("disk")

@@ -13,16 +13,24 @@ Who uses what.
   `put_inline`. Changes gather in memory and become visible to readers with `flush()` (group commit): the engine calls
   it every few milliseconds while `store.pending` is not zero, and at once when somebody waits. `Store.lookup` sees
   pending changes.
+* What writers bring (`Put`, `Delete`) goes through `prepare`, `make_durable` and `publish`, many changes at once, at
+  most one of a key at a time; bodies are received into `StoreReader.incoming`. Dirty and local objects, and tombstones,
+  are *owned*: no landing, eviction or `forget` touches them, only further changes, and `mark_clean` when the backend
+  has them. After a start `owed` yields what is to be flushed.
 * Evicting is three steps, so that no reader ever meets a hole: `drop_units` (out of the index), `flush` (committed),
   `reclaim` (unlink, or punch under an exclusive lock). `forget` and replacing go the same way. After a flush,
   `take_dropped` names the objects that fronts are to close (`Dropped`).
 
-Threads. `Landing.write`, `Store.check_blocks`, `Store.reclaim` and `Store.sync` may run in worker threads, since they
-move bytes and release the GIL. Everything else belongs to the thread that opened the store.
+Threads. `Landing.write`, `Store.check_blocks`, `Store.reclaim`, `Store.sync`, `Store.make_durable`, `Store.write_notes`
+and `Store.settle` may run in worker threads, since they move bytes or wait for disks, and release the GIL. Everything
+else belongs to the thread that opened the store.
 
 Failures. A call that meets a full or broken disk marks the volume `full` or `out`, tells `on_event`, and raises
 `Unavailable`: pass the bytes through, and send fronts `volumes()` again when one is out. `full` heals by itself
 (`housekeep`). `flush`, `lookup` and `reclaim` do not raise for a disk: they tell, and go on with the other volumes.
+
+Two indexes. The one that is read holds every record and is not synced. What no stop may lose stands in a synced one as
+well (`durable.py`), from which it is put into view again (`owned.py`).
 
 Invariants. (1) A block is listed present only after it landed whole and its checksum was stored. (2) An object id is
 never used twice. (3) A hole is punched only after its block left the committed index and while no reader holds a lease.
