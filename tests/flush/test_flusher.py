@@ -694,6 +694,22 @@ def test_the_last_flush_ends_when_told_or_when_its_time_is_up_and_nothing_is_los
     story(tell)
 
 
+def test_the_last_flush_does_not_wait_for_backends_that_are_ill(story):
+    async def tell(node: Node) -> None:
+        node.remote.fail.extend(Unavailable("500: try again") for _ in range(1000))
+        for number in range(40):
+            await node.write(f"k{number}", b"x")
+        began_s = node.clock.monotonic_s()
+        ending = asyncio.create_task(node.flusher.aclose(flush=True, patience_s=100_000.0))
+        while not ending.done():
+            node.clock.ahead_s += 1.0
+            await asyncio.sleep(0.02)
+        assert (await ending).objects == 40
+        assert node.clock.monotonic_s() - began_s < 300
+
+    story(tell)
+
+
 def test_at_most_so_many_bodies_are_under_way_at_once(story):
     async def tell(node: Node) -> None:
         node.remote.open.clear()

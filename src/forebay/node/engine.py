@@ -162,6 +162,10 @@ class Engine:
             flush_soon=self.flush_soon,
             deleted=self._deleted,
         )
+        self._assemble_writing()
+        self._assemble_answers()
+
+    def _assemble_writing(self) -> None:
         self.flusher = Flusher(
             self.store,
             self.buckets,
@@ -207,6 +211,8 @@ class Engine:
             self._workers,
             boot_id=boot_id(),
         )
+
+    def _assemble_answers(self) -> None:
         self.listings = Listings(self.store, self.index, self.flusher)
         self.work = JobWork(
             self.buckets,

@@ -200,9 +200,7 @@ class Errand:
                 self._fd = os.open(self._place.books.data_path(record), os.O_RDONLY | os.O_CLOEXEC)
             bad = await self._in_worker(check, record, self._place.bucket.name, self._key, list(blocks))
         except (OSError, ForebayError) as error:
-            if not self._is_current():
-                raise Superseded from None
-            raise Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`") from error
+            raise self._unreadable(error) from error
         if bad and not self._is_current():
             raise Superseded
         if bad:
@@ -211,6 +209,11 @@ class Errand:
                 "write the object again; the disk that holds it is failing"
             )
         return Body(end - start, path=f"/proc/self/fd/{self._fd}", offset=start, md5=md5)
+
+    def _unreadable(self, error: Exception) -> Exception:
+        if not self._is_current():
+            return Superseded()
+        return Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`")
 
     def _let_go(self, *, now: bool) -> None:
         """Close the file; not before a thread that may still send from it has noticed that it shall not."""
@@ -227,7 +230,10 @@ class Errand:
         if record.inline is not None:
             digest = digest_of(record.size_bytes, body=record.inline)
         else:
-            digest = await self._in_worker(_digest_of_file, self._place.books.data_path(record), record.size_bytes)
+            try:
+                digest = await self._in_worker(_digest_of_file, self._place.books.data_path(record), record.size_bytes)
+            except OSError as error:
+                raise self._unreadable(error) from error
         await self._keep(digest=digest)
 
     # --- putting -----------------------------------------------------------------------------------------------------

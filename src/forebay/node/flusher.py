@@ -52,6 +52,7 @@ SENDS_MAX = 16  # bodies under way at once per bucket: enough for 20 ms at 200 M
 TRIES = 3  # failures of a key after which who waits for it is told
 TELL_S = 5.0  # between lines on the progress of the last flush
 CAPACITY_KEPT_S = 5.0
+HOPELESS_S = 15.0  # without any success while every backend is ill: the last flush does not wait for its time
 LINGER_S = 5.0
 LOOK_S = 0.2  # how often the last flush looks whether it shall stop
 PATIENCE_MAX_S = 60.0
@@ -92,6 +93,8 @@ class Counts:
 
 class _Debt:
     """What one key owes. `rewritten_s`: when it was first written again since its errand began."""
+
+    __slots__ = ("owed", "rewritten_s", "waiting")
 
     def __init__(self, owed: Owed) -> None:
         self.owed = owed
@@ -639,7 +642,8 @@ class Flusher:
         total = sum(self.totals(name).bytes for name in names)
         objects = sum(self.totals(name).objects for name in names)
         log.info("flushing %d objects, %d bytes, before stopping", objects, total)
-        began_s = told_s = self._clock.monotonic_s()
+        began_s = told_s = moved_s = self._clock.monotonic_s()
+        left = objects
         pending: set[asyncio.Task[None]] = {asyncio.create_task(self.flush(name)) for name in names}
         while pending:
             done, pending = await asyncio.wait(pending, timeout=LOOK_S)
@@ -647,11 +651,15 @@ class Flusher:
                 if (error := task.exception()) is not None:
                     log.warning("not all is flushed: %s", error)
             now = self._clock.monotonic_s()
+            owing = [(self._of[name].queue, self.totals(name)) for name in names if self._of[name].debts]
+            if (now_left := sum(totals.objects for _, totals in owing)) != left:
+                left, moved_s = now_left, now
             if pending and now - told_s >= TELL_S:
                 told_s = now
-                left = sum(self.totals(name).bytes for name in names)
-                log.info("flushing before stopping: %d of %d bytes left, %.0f s", left, total, now - began_s)
-            if pending and (now - began_s >= patience_s or skip()):
+                left_bytes = sum(totals.bytes for _, totals in owing)
+                log.info("flushing before stopping: %d of %d bytes left, %.0f s", left_bytes, total, now - began_s)
+            is_hopeless = now - moved_s >= HOPELESS_S and all(queue.is_sick for queue, _ in owing)
+            if pending and (now - began_s >= patience_s or is_hopeless or skip()):
                 log.warning("the flush before stopping was cut short after %.0f s", now - began_s)
                 break
         for task in pending:
