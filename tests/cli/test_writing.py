@@ -10,12 +10,15 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 from tests.cli.conftest import Program
 from tests.client.fake_node import MODIFIED_S, FakeNode
 
 from forebay.cli.put import key_for, same_bytes
+from forebay.cli.stat import facts
+from forebay.core.calls import ObjectState
 from forebay.core.errors import Denied, Invalid
 from forebay.core.types import Bucket
 
@@ -203,3 +206,17 @@ def test_a_node_that_is_not_there_is_said_once(alone: Program, folder: Path) -> 
     path = str(folder / "a.bin")
     for args in (("put", "-r", str(folder), "corpus/x"), ("rm", "-r", "corpus/x"), ("put", path, "corpus/x")):
         assert alone(*args, code=6).stderr.count("no node answers") == 1
+
+
+# --- stat ------------------------------------------------------------------------------------------------------------
+def test_stat_says_where_what_was_written_is() -> None:
+    clean = ObjectState("b", "k", 10, "v", "e", 0.0, 10, False, False, 0.0, volume="v0")
+    for state, here, there in (
+        (clean, "complete, clean", "has it"),
+        (msgspec.structs.replace(clean, dirty=True), "complete, dirty", "does not have this version yet"),
+        (msgspec.structs.replace(clean, local=True), "complete, local", "only this node has it"),
+    ):
+        shown = dict(facts(state, 0.0))
+        assert shown["state"] == here
+        assert there in shown["backend"]
+        assert shown["volume"] == "v0"

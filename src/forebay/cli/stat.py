@@ -50,6 +50,7 @@ def facts(state: ObjectState, now_s: float) -> list[tuple[str, str]]:
         ("etag", state.etag or "-"),
         ("version", state.version or "-"),
         ("state", word(state)),
+        ("backend", backend(state)),
         ("cached", f"{show.size(state.cached_bytes)}, {have} of {blocks} blocks"),
         ("volume", state.volume or "-"),
         ("pinned", "yes" if state.pinned else "no"),
@@ -59,12 +60,19 @@ def facts(state: ObjectState, now_s: float) -> list[tuple[str, str]]:
 
 
 def word(state: ObjectState) -> str:
-    """`absent`, `partial` or `complete`, and `dirty` where the backend has it not yet."""
+    """What of it is here (`absent`, `partial`, `complete`), and whether the backend has it too (`clean`), not yet
+    (`dirty`), or never (`local`)."""
     if state.cached_bytes >= state.size_bytes and (state.cached_bytes or state.cached_blocks or state.volume):
         have = "complete"
     else:
         have = "partial" if state.cached_bytes else "absent"
-    return f"{have}, dirty" if state.dirty else have
+    return f"{have}, {'dirty' if state.dirty else 'local' if state.local else 'clean'}"
+
+
+def backend(state: ObjectState) -> str:
+    if state.dirty:
+        return "does not have this version yet (`forebay flush` brings it)"
+    return "none: only this node has it" if state.local else "has it"
 
 
 def fresh(until_s: float, now_s: float) -> str:

@@ -73,6 +73,7 @@ class ObjectState(msgspec.Struct, frozen=True):
     volume: str = ""  # the volume's id; "" where nothing of it is on a disk
     blocks: int = 0
     cached_blocks: int = 0
+    local: bool = False  # in a bucket without a backend: only this node has it
 
 
 class CachedEntry(msgspec.Struct, frozen=True, array_like=True):

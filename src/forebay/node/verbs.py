@@ -244,6 +244,7 @@ class Verbs:
             volume=engine.store.volume_of(call.bucket, call.key) if here else "",
             blocks=blocks_in(record.size_bytes),
             cached_blocks=len(present_blocks(here)) if here else 0,
+            local=bool(here and here.state & State.LOCAL),
         )
 
     # --- writing -----------------------------------------------------------------------------------------------------
