@@ -1,0 +1,194 @@
+"""Copies: at the backend where that can be, else through the node; of one version, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core import calls
+from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
+from forebay.core.types import RangeSpec
+
+from .conftest import MIB, Rig, pattern
+from .writing import as_written, flushed, put, temp_files, written
+
+Rigged = Callable[..., None]
+
+
+async def copy(rig: Rig, source: str, target: str, **more: Any) -> calls.Written:
+    """`bucket/key` to `bucket/key`."""
+    return await rig.front.call(  # type: ignore[no-any-return]
+        "copy", calls.CopyCall(*source.split("/", 1), *target.split("/", 1), **more)
+    )
+
+
+async def add(rig: Rig, name: str, mode: str, **more: Any) -> None:
+    await rig.front.call("bucket_put", msgspec.structs.replace(as_written(rig, mode, **more), name=name))
+
+
+def test_within_a_backend_the_backend_copies(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "through")
+        data = pattern(3 * MIB)
+        rig.remote.place("a", data)
+        await put(rig, "b", b"what was there")
+        answer = await copy(rig, "remote/a", "remote/b")
+        assert rig.remote.count("copy") == 1
+        assert rig.remote.count("fetch") == 0, "no byte came here"
+        assert answer.version == (await rig.remote.objects.head("b")).version
+        assert await rig.front.get("b") == data
+        replaced = (("content-type", "text/new"),)
+        await copy(rig, "remote/a", "remote/a", headers=replaced)
+        assert (await rig.remote.objects.head("a")).headers == replaced
+        state = await rig.front.call("stat", calls.StatCall("remote", "a"))
+        assert state.headers["content-type"] == "text/new"
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("mode", ["back", "local", "through"])
+@pytest.mark.parametrize("size", [0, 100, 9 * MIB + 5])
+def test_between_buckets_bytes_pass_through_the_node(rigged: Rigged, mode: str, size: int) -> None:
+    async def story(rig: Rig) -> None:
+        await add(rig, "source", "local")
+        await add(rig, "target", mode)
+        data = pattern(size, 7)
+        headers = (("content-type", "text/plain"), ("x-amz-meta-a", "b"))
+        body: dict[str, Any] = {"body": data} if size <= 16384 else {}
+        if not body:
+            rig.remote.place("big", data)
+            await copy(rig, "remote/big", "source/key", headers=headers)
+        else:
+            await rig.front.call("put", calls.PutCall("source", "key", size, headers=headers, **body))
+        answer = await copy(rig, "source/key", "target/key")
+        assert answer.size_bytes == size
+        assert await rig.front.get("key", bucket="target") == data
+        state = await rig.front.call("stat", calls.StatCall("target", "key"))
+        assert (state.headers["content-type"], state.headers["x-amz-meta-a"]) == ("text/plain", "b")
+        record = rig.engine.store.lookup("target", "key")
+        assert record is not None
+        assert rig.engine.store.check_blocks(record, "target", "key", range(3 if size > MIB else 0)) == []
+        assert temp_files(rig) == []
+        rig.engine.writes.commits.flush()
+        await rig.engine.flusher.flush("target")
+
+    rigged(story)
+
+
+def test_what_only_the_node_has_is_copied_from_there(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        rig.remote.writable.clear()
+        data = pattern(5 * MIB)
+        first = await put(rig, "a", data, tags="t=1")
+        again = await copy(rig, "remote/a", "remote/b")
+        assert (again.etag, again.version == first.version) == (first.etag, False)
+        assert await rig.front.get("b") == data
+        await copy(rig, "remote/a", "remote/a", headers=(("x-amz-meta-new", "1"),))
+        state = await rig.front.call("stat", calls.StatCall("remote", "a"))
+        assert state.headers["x-amz-meta-new"] == "1"
+        assert await rig.front.get("a") == data
+        await flushed(rig)
+        assert rig.remote.objects.tags == {"a": "t=1", "b": "t=1"}
+        assert dict((await rig.remote.objects.head("a")).headers)["x-amz-meta-new"] == "1"
+
+    rigged(story)
+
+
+def test_conditions_on_source_and_target(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "through")
+        with pytest.raises(NotFound):
+            await copy(rig, "remote/none", "remote/b")
+        a = await put(rig, "a", b"a")
+        for refused in (
+            {"source_if_match": "other"},
+            {"source_if_none_match": a.etag},
+            {"source_if_modified_since": "Thu, 01 Jan 2099 00:00:00 GMT"},
+            {"source_if_unmodified_since": "Thu, 01 Jan 1998 00:00:00 GMT"},
+            {"if_match": "other"},
+        ):
+            with pytest.raises((Precondition, NotFound)):
+                await copy(rig, "remote/a", "remote/b", **refused)
+        await copy(rig, "remote/a", "remote/b", if_none_match="*")
+        with pytest.raises(Precondition):
+            await copy(rig, "remote/a", "remote/b", if_none_match="*")
+        with pytest.raises(Invalid, match="itself"):
+            await copy(rig, "remote/a", "remote/a")
+        assert await rig.front.get("b") == b"a"
+
+    rigged(story)
+
+
+def test_a_copy_onto_itself_does_not_bring_old_bytes_back(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "local")
+        await put(rig, "key", pattern(3 * MIB, 0))
+        tasks: list[Any] = []
+        for number in range(1, 7):
+            tasks.append(put(rig, "key", pattern(3 * MIB, number)))
+            tasks.append(copy(rig, "remote/key", "remote/key", headers=(("x-amz-meta-n", str(number)),)))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, calls.Written | Precondition) for result in results), results
+        assert await rig.front.get("key") == pattern(3 * MIB, 6), "no copy is of what was before the last put"
+
+    rigged(story)
+
+
+def test_a_source_that_breaks_off_leaves_nothing(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await add(rig, "target", "local")
+        rig.remote.place("key", pattern(9 * MIB))
+        rig.remote.cut_after = 5 * MIB
+        with pytest.raises(Unavailable):
+            await copy(rig, "remote/key", "target/key")
+        with pytest.raises(NotFound):
+            await rig.front.get("key", bucket="target")
+        assert temp_files(rig) == []
+
+    rigged(story)
+
+
+def test_a_part_made_of_a_range(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await add(rig, "target", "local")
+        data = pattern(12 * MIB)
+        rig.remote.place("key", data)
+        upload = await rig.front.call("upload_create", calls.UploadCreateCall("target", "whole"))
+        spans = [(MIB, 7 * MIB), (0, 100)]
+        parts = []
+        for number, (start, end) in enumerate(spans, 1):
+            call = calls.UploadPartCopyCall(
+                "target", "whole", upload.upload_id, number, "remote", "key", start=start, end=end
+            )
+            part = await rig.front.call("upload_part_copy", call)
+            assert part.etag == hashlib.md5(data[start:end]).hexdigest()
+            parts.append((number, part.etag, {}))
+        with pytest.raises(Invalid):
+            await rig.front.call("upload_part_copy", msgspec.structs.replace(call, end=13 * MIB))
+        complete = calls.UploadCompleteCall("target", "whole", upload.upload_id, parts)
+        await rig.front.call("upload_complete", complete)
+        whole = data[MIB : 7 * MIB] + data[:100]
+        assert await rig.front.get("whole", bucket="target") == whole
+        assert await rig.front.get("whole", RangeSpec(6 * MIB - 5, None), bucket="target") == whole[-105:]
+        assert temp_files(rig) == []
+
+    rigged(story)
+
+
+def test_a_flushed_bucket_copies_at_its_backend_again(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        await put(rig, "a", b"one")
+        await flushed(rig)
+        await copy(rig, "remote/a", "remote/b")
+        assert await rig.front.get("b") == b"one"
+        assert rig.remote.count("copy") == 0, "a bucket written back answers when the node has it"
+        await flushed(rig)
+
+    rigged(story)
