@@ -1,0 +1,168 @@
+"""Writes where room is short: what may be evicted makes room, what may not is refused, and through goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.record import State
+
+from .conftest import MIB, Rig, pattern, until
+from .writing import delete, flushed, put, temp_files, written
+
+Rigged = Callable[..., None]
+CAPACITY = 32 * MIB
+
+
+def used(rig: Rig) -> int:
+    return sum(usage.used_bytes for usage in rig.engine.store.usage())
+
+
+def test_what_can_be_fetched_again_makes_room_for_what_cannot(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", dirty_bytes_max=1 << 40)
+        for number in range(6):
+            rig.remote.place(f"cached-{number}", pattern(5 * MIB, number))
+            await rig.front.get(f"cached-{number}")
+        await rig.idle()
+        rig.remote.writable.clear()
+        bodies = {f"mine-{number}": pattern(9 * MIB, 50 + number) for number in range(3)}
+        for key, body in bodies.items():
+            await put(rig, key, body)
+        await until(lambda: used(rig) <= CAPACITY)
+        for key, body in bodies.items():
+            assert await rig.front.get(key) == body
+            record = rig.engine.store.lookup("remote", key)
+            assert record is not None
+            assert record.state & State.OWNED
+        await flushed(rig)
+
+    rigged(story, capacity_bytes=CAPACITY)
+
+
+def test_dirty_bytes_are_not_evicted_and_flushed_ones_are(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", dirty_bytes_max=1 << 40)
+        rig.remote.writable.clear()
+        for number in range(3):
+            await put(rig, f"mine-{number}", pattern(9 * MIB, number))
+        with pytest.raises(Unavailable) as full:
+            await put(rig, "too-much", pattern(9 * MIB, 9))
+        assert full.value.code == "InsufficientStorage"
+        assert temp_files(rig) == []
+        await flushed(rig)
+        await put(rig, "too-much", pattern(9 * MIB, 9))
+        await flushed(rig)
+        await until(lambda: used(rig) <= CAPACITY)
+        for number in range(3):
+            assert await rig.front.get(f"mine-{number}") == pattern(9 * MIB, number)
+
+    rigged(story, capacity_bytes=CAPACITY)
+
+
+def test_a_local_bucket_that_is_full_says_so(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "local")
+        count = 0
+        full: Unavailable | None = None
+        while full is None and count < 100:
+            try:
+                await put(rig, f"key-{count}", pattern(5 * MIB, count))
+                count += 1
+            except Unavailable as error:
+                full = error
+        assert full is not None
+        assert full.code == "InsufficientStorage"
+        assert count >= 4
+        for number in range(count):
+            assert await rig.front.get(f"key-{number}") == pattern(5 * MIB, number)
+        await delete(rig, "key-0")
+        await delete(rig, "key-1")
+        await put(rig, "key-new", pattern(5 * MIB))
+
+    rigged(story, capacity_bytes=CAPACITY)
+
+
+def test_through_goes_on_where_the_tier_has_no_room(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "through")
+        await put(rig, "key", pattern(5 * MIB, 1))
+        data = pattern(40 * MIB, 2)
+        answer = await put(rig, "key", data)
+        assert answer.version == (await rig.remote.objects.head("key")).version
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is None or record.version == answer.version, "never what was there before"
+        assert await rig.front.get("key") == data
+        assert temp_files(rig) == []
+
+    rigged(story, capacity_bytes=CAPACITY)
+
+
+def test_a_volume_that_goes_out_takes_no_write_and_through_goes_on(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "through")
+        await put(rig, "key", b"one")
+        volume = next(iter(rig.engine.store.usable()))
+        volume.trouble(OSError(5, "Input/output error"), "a test")
+        await asyncio.sleep(0.01)
+        await put(rig, "key", b"two")
+        assert await rig.front.get("key") == b"two"
+        assert rig.remote.objects._find("key")[1] == b"two"
+        await written(rig, "back")
+        with pytest.raises(ForebayError):
+            await put(rig, "key", b"three")
+        assert await rig.front.get("key") == b"two"
+
+    rigged(story)
+
+
+def test_who_writes_more_than_is_flushed_waits(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", dirty_bytes_max=8 * MIB)
+        rig.remote.writable.clear()
+        await put(rig, "a", pattern(5 * MIB, 1))
+        waiting = asyncio.create_task(put(rig, "b", pattern(5 * MIB, 2)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "it waits until the backend has more of it"
+        assert await rig.front.get("a") == pattern(5 * MIB, 1)
+        rig.remote.writable.set()
+        await waiting
+        assert await rig.front.get("b") == pattern(5 * MIB, 2)
+        await flushed(rig)
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("mode", ["back", "local", "through"])
+def test_pinned_prefixes_hold_for_what_is_written(rigged: Rigged, mode: str) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, mode, pinned=("keep/",))
+        await put(rig, "keep/key", pattern(5 * MIB))
+        await put(rig, "other", pattern(5 * MIB))
+        await flushed(rig)
+        rig.engine.flush()
+        kept, other = rig.engine.index.lookup("remote", "keep/key"), rig.engine.index.lookup("remote", "other")
+        assert kept is not None
+        assert other is not None
+        assert bool(kept.state & State.PINNED)
+        assert not other.state & State.PINNED
+
+    rigged(story)
+
+
+def test_memory_is_not_synced(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", durability="memory")
+        rig.remote.writable.clear()
+        await put(rig, "key", b"one")
+        owed = [each for each in rig.engine.store.owed() if each.key == "key"]
+        assert [each.durable for each in owed] == [False]
+        await rig.again(clean=False)
+        assert await rig.front.get("key") == b"one", "the process was killed, not the machine"
+        rig.remote.writable.set()
+        await flushed(rig)
+
+    rigged(story)
