@@ -10,6 +10,7 @@ Invariant. Every verb of `core.calls.VERBS` is served.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -91,6 +92,7 @@ class Verbs:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._settings = asyncio.Lock()  # changes that begin from what a bucket is now
         self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "buckets": self._buckets,
             "bucket_put": self._bucket_put,
@@ -161,17 +163,19 @@ class Verbs:
         return hide_secrets(kept)
 
     async def _bucket_create(self, bucket: Bucket) -> Bucket:
-        if self._kept(bucket.name) is not None:
-            raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
-        return await self._bucket_put(bucket)
+        async with self._settings:
+            if self._kept(bucket.name) is not None:
+                raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
+            return await self._bucket_put(bucket)
 
     async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
-        bucket = (await self._engine.buckets.get(call.name)).bucket
-        if call.acl is not None:
-            bucket = msgspec.structs.replace(bucket, acl=call.acl)
-        if call.cors is not None:
-            bucket = msgspec.structs.replace(bucket, cors=call.cors)
-        return hide_secrets(await self._engine.buckets.put(bucket, probe=False))
+        async with self._settings:
+            bucket = (await self._engine.buckets.get(call.name)).bucket
+            if call.acl is not None:
+                bucket = msgspec.structs.replace(bucket, acl=call.acl)
+            if call.cors is not None:
+                bucket = msgspec.structs.replace(bucket, cors=call.cors)
+            return hide_secrets(await self._engine.buckets.put(bucket, probe=False))
 
     def _kept(self, name: str) -> Bucket | None:
         return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
