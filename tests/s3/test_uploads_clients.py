@@ -126,7 +126,7 @@ def test_conditions_of_complete_are_judged(place: Place, mode: str) -> None:
 
 
 # --- killed in the middle --------------------------------------------------------------------------------------------
-ROUNDS = 3
+ROUNDS = 2
 
 
 def test_nothing_acknowledged_is_lost_when_the_node_is_killed(seaweed: servers.SeaweedFS, tmp_path: Path) -> None:
