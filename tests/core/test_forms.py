@@ -161,3 +161,15 @@ def test_a_header_without_a_boundary_is_refused(header):
     with pytest.raises(Invalid) as caught:
         parse_boundary(header)
     assert caught.value.code == "MalformedPOSTRequest"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(BODY) - 1), st.integers(0, 12), st.binary(max_size=8), st.integers(1, 50))
+def test_a_damaged_form_is_read_or_refused(at, removed, added, step):
+    damaged = BODY[:at] + added + BODY[at + removed :]
+    code = ""
+    try:
+        read(damaged, range(step, len(damaged), step))
+    except Invalid as error:
+        code = error.code
+    assert code in ("", "MalformedPOSTRequest", "InvalidArgument", "MaxPostPreDataLengthExceededError")

@@ -1,12 +1,15 @@
 """What a signed form may send."""
 
 import base64
+import hmac
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.postpolicy import check_form, check_size, fill_in, parse_policy
+from forebay.core.postpolicy import check_form, check_size, fill_in, legacy_signer, parse_policy
 
 EXPIRES = "2030-06-01T12:00:00.000Z"
 EXPIRES_S = 1906545600
@@ -150,3 +153,39 @@ def test_what_is_no_base64_is_refused(text):
     with pytest.raises(ForebayError) as caught:
         parse_policy(text)
     assert caught.value.code == "InvalidPolicyDocument"
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["$key", "eq", "k", EXPIRES, "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["a", "key", "bucket"]), inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_json | st.fixed_dictionaries({"expiration": st.just(EXPIRES), "conditions": st.lists(_json, max_size=3)}))
+def test_any_document_is_a_policy_or_refused(document):
+    code = ""
+    try:
+        allowed = parse_policy(encode(json.dumps(document)))
+        check_form(allowed, 0, "k", {"key": "k"})
+        check_size(allowed, 5, complete=True)
+    except (Invalid, Denied) as error:
+        code = error.code
+    assert code in ("", "InvalidPolicyDocument", "AccessDenied", "EntityTooLarge", "EntityTooSmall")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(["awsaccesskeyid", "policy", "signature"]), st.text(max_size=9)))
+def test_a_form_signed_by_version_2_is_known_by_its_right_signature_alone(fields):
+    right = base64.b64encode(hmac.digest(b"secret", fields.get("policy", "").encode(), "sha1")).decode()
+    try:
+        assert legacy_signer(fields, {"AKID": "secret"}) == ""
+        assert not fields.get("awsaccesskeyid")
+    except (Invalid, Denied):
+        pass
+    whole = {"awsaccesskeyid": "AKID", "policy": fields.get("policy") or "e30=", "signature": right}
+    if fields.get("policy"):
+        assert legacy_signer(whole, {"AKID": "secret"}) == "AKID"

@@ -140,12 +140,13 @@ class BucketsApi:
 
     async def _settings(self, bucket: Bucket) -> Bucket:
         """The bucket as the engine has it now; `NotFound` (`NoSuchBucket`)."""
-        if not bucket.url:
-            await self._call("bucket_check", BucketNamed(bucket.name))  # one that the environment's credentials open
-        for found in await self._call("buckets", Nothing()):
-            if found.name == bucket.name:
-                assert isinstance(found, Bucket)
-                return found
+        for again in (False, True):
+            if again:
+                await self._call("bucket_check", BucketNamed(bucket.name))  # the environment's credentials may open it
+            for found in await self._call("buckets", Nothing()):
+                if found.name == bucket.name:
+                    assert isinstance(found, Bucket)
+                    return found
         raise NotFound(f"there is no bucket {bucket.name!r}: look at the name", code="NoSuchBucket")
 
     def _document(self, request: Request, exchange: Exchange, body: bytes) -> None:
