@@ -1,7 +1,8 @@
 """Forebay: a fast tier of local disks between object storage and GPUs.
 
-`connect()` gives a client of a node; the error kinds are what it raises. See README.md; the design is in docs/design.
-Names are loaded when they are first used, so importing the package opens and costs nothing.
+`connect()` gives a client of a node, `aio.connect()` one for asyncio; the error kinds are what they raise. See
+README.md; the design is in docs/design. Names are loaded when they are first used, so importing the package opens and
+costs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay import aio
     from forebay.client.sync import Client, connect
     from forebay.core.errors import (
         Busy,
@@ -43,6 +45,7 @@ __all__ = [
     "Precondition",
     "Unavailable",
     "__version__",
+    "aio",
     "connect",
 ]
 
@@ -50,5 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+    if name == "aio":
+        return importlib.import_module("forebay.aio")
     room = "forebay.client.sync" if name in ("Client", "connect") else "forebay.core.errors"
     return getattr(importlib.import_module(room), name)

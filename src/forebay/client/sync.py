@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from forebay.client import exposition, flows
-from forebay.client.connection import Connection, Stale, default_trust, parse_url, trust_file
+from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
+from forebay.client.calling import Calling, Fields
+from forebay.client.connection import Connection, Stale
 from forebay.client.download import Downloaded, download
 from forebay.client.http1 import Request, Response
-from forebay.client.signing import keys_of_environment, sign
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
@@ -34,12 +35,9 @@ from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
 if TYPE_CHECKING:
-    import ssl
-
     from forebay.client.connection import Trust
 
 T = TypeVar("T")
-DEFAULT_URL = "http://127.0.0.1:9400"
 
 
 def connect(
@@ -69,18 +67,8 @@ class Client:
         ca: str | None = None,
         trust: Trust | None = None,
     ) -> None:
-        self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
-        token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
-        more = [("User-Agent", "forebay"), ("Accept", "*/*")]
-        if token:
-            more.append(("Authorization", f"Bearer {token}"))
-        self._more = tuple(more)
-        self._s3_more = tuple(more[:2])  # a bearer token is for the native API
-        self._keys = keys_of_environment()
-        authorities = os.environ.get("FOREBAY_CA", "") if ca is None else ca
-        self._trust = trust or (lambda: trust_file(authorities)) if authorities or trust else default_trust
-        self._trusted: Any = None
-        self._patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
+        self._calling = Calling(url, token, patience_s, ca, trust)
+        self.place = self._calling.place
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
         self._closed = False
@@ -127,14 +115,11 @@ class Client:
 
     def send(self, request: Request) -> Response:
         """One request, one answer."""
-        if not request.target.startswith("/-/") and self._keys is not None:
-            request = sign(request, self.place.authority, self._keys)
-        if self.place.base:
-            request = request._replace(target=self.place.base + request.target)
+        request, more = self._calling.dress(request)
         kept = self._take(request)
         if kept is not None:
             try:
-                return self._exchange(kept, request)
+                return self._exchange(kept, request, more)
             except Stale:
                 if not request.safe_to_repeat:
                     raise Unavailable(
@@ -142,24 +127,18 @@ class Client:
                         "took effect (`forebay job ls`), then repeat it"
                     ) from None
         try:
-            return self._exchange(Connection(self.place, self._patience_s, self._context), request)
+            calling = self._calling
+            return self._exchange(Connection(self.place, calling.patience_s, calling.context), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
-    def _exchange(self, connection: Connection, request: Request) -> Response:
-        native = request.target.removeprefix(self.place.base).startswith("/-/")
-        response = connection.exchange(request, self._more if native else self._s3_more)
+    def _exchange(self, connection: Connection, request: Request, more: Fields) -> Response:
+        response = connection.exchange(request, more)
         if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
         return response
-
-    def _context(self) -> ssl.SSLContext:
-        """Made once: reading the certificates that this machine trusts takes 20 ms."""
-        if self._trusted is None:
-            self._trusted = self._trust()
-        return self._trusted  # type: ignore[no-any-return]
 
     def _take(self, request: Request) -> Connection | None:
         if self._closed:
@@ -225,9 +204,7 @@ class Client:
         now, with `only_new` only if there is none; else `Precondition`. `progress` is called with the size of each
         piece sent. `Busy` when the bucket has as many unwritten bytes as it may: try again later.
         """
-        headers = [("Content-Type", content_type)] if content_type else []
-        headers += [(f"x-amz-meta-{name}", value) for name, value in (metadata or {}).items()]
-        return self.run(put_data(bucket, key, data, Plan(tuple(headers), etag, only_new), progress))
+        return self.run(put_data(bucket, key, data, Plan.of(content_type, metadata, etag, only_new), progress))
 
     def delete(self, bucket: str, key: str, *, etag: str = "") -> None:
         """Delete the object; one that is not there is fine. With `etag`, `Precondition` if it is another version."""

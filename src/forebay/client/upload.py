@@ -17,7 +17,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 from urllib.parse import quote
 
@@ -56,6 +56,13 @@ class Plan(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
     if_match: str = ""
     only_new: bool = False
+
+    @classmethod
+    def of(cls, content_type: str, metadata: Mapping[str, str] | None, etag: str, only_new: bool) -> Plan:
+        """The plan that a client's `put` was given."""
+        headers = [("Content-Type", content_type)] if content_type else []
+        headers += [(f"x-amz-meta-{name}", value) for name, value in (metadata or {}).items()]
+        return cls(tuple(headers), etag, only_new)
 
     def all_headers(self) -> tuple[tuple[str, str], ...]:
         conditions = [("If-Match", f'"{self.if_match}"')] if self.if_match else []

@@ -1,0 +1,391 @@
+"""The asyncio client: drives the same flows as `sync.py`, on the running loop.
+
+Theory. A flow says what is asked; here is only how bytes move: asyncio's streams, with `patience_s` on every wait. A
+connection is used by one request at a time and kept for the next; what the blocking driver promises of retries, of
+long bodies that are announced first and of answers that come early, holds here too. Files are read in a thread, a piece
+at a time; a stream that is put is read on the loop, so give it data that is there, or a path.
+
+Rejected: wrapping the blocking client in threads (a thread for each request, and no cancelling); httpx or aiohttp (a
+second set of rules for what an answer means).
+
+Invariants. (1) A connection whose answer was not read to its end, or whose request was cancelled, is closed. (2) A
+client belongs to the loop that it was first used on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import TypeVar
+
+from forebay.client import flows
+from forebay.client.calling import Calling, Fields
+from forebay.client.connection import Collected, Stale
+from forebay.client.http1 import (
+    EXPECT_BYTES_MIN,
+    Chunks,
+    Head,
+    Request,
+    Response,
+    Sink,
+    Source,
+    build_request,
+    parse_head,
+)
+from forebay.client.sinks import IntoBuffer
+from forebay.client.upload import Data, Plan, put_data
+from forebay.core import limits
+from forebay.core.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
+from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
+from forebay.core.types import Bucket, ListPage, RangeSpec
+
+T = TypeVar("T")
+PIECE_BYTES = 256 * limits.KIB
+_HEAD_END = b"\r\n\r\n"
+
+
+def connect(
+    url: str | None = None, *, token: str | None = None, patience_s: float | None = None, ca: str | None = None
+) -> Client:
+    """A client of the node at `url`; arguments and environment as of `forebay.connect`. Opens nothing yet."""
+    return Client(url, token=token, patience_s=patience_s, ca=ca)
+
+
+class _Connection:
+    """One connection, one request at a time."""
+
+    def __init__(self, calling: Calling, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._calling = calling
+        self._reader, self._writer = reader, writer
+        self.served = 0
+        self.reusable = False
+
+    def close(self) -> None:
+        self.reusable = False
+        self._writer.transport.abort()
+
+    def is_quiet(self) -> bool:
+        """Whether a kept connection looks alive."""
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def exchange(self, request: Request, more: Fields) -> Response:
+        """Send and read the whole answer. `Stale`, or `Unavailable`/`Corrupt` saying what happened."""
+        self.reusable = False
+        try:
+            return await self._exchange(request, more)
+        except TimeoutError:
+            self.close()
+            raise Unavailable(
+                f"the node at {self._calling.place.url} sent nothing for {self._calling.patience_s:g} s: check it with "
+                "`forebay status`, then try again"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def _exchange(self, request: Request, more: Fields) -> Response:
+        head: Head | None = None
+        sent = True
+        try:
+            self._writer.write(build_request(request, self._calling.place.authority, more))
+            if request.body_bytes >= EXPECT_BYTES_MIN:
+                head = await self._head(request.method)
+                sent = head.status == 100
+            if sent and (request.source is not None or request.body_bytes >= EXPECT_BYTES_MIN):
+                head, sent = None, False
+                await self._send(request)
+                sent = True
+        except (ConnectionError, asyncio.IncompleteReadError):
+            if request.body_bytes < EXPECT_BYTES_MIN or head is not None:
+                raise self._gone() from None  # else it may have said why it wants no more
+        while head is None or head.status < 200:
+            try:
+                head = await self._head(request.method)
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                if getattr(error, "partial", b""):
+                    raise Unavailable(
+                        f"the node at {self._calling.place.url} stopped in the middle of an answer: try again"
+                    ) from None
+                raise self._gone() from None
+        response = Response(head.status, head.headers)
+        sink: Sink = Collected(None if head.chunked else head.length)
+        if request.sink is not None and response.ok:
+            sink = request.sink
+            sink.begin(response)
+        size = await self._pour(head, sink)
+        self.served += 1
+        self.reusable = head.keep_alive and sent
+        body = sink.value() if isinstance(sink, Collected) else b""
+        return Response(head.status, head.headers, body, size)
+
+    async def _send(self, request: Request) -> None:
+        source = request.source
+        if source is None:
+            self._writer.write(request.body)
+            await self._within(self._writer.drain())
+            return
+        done = 0
+        while done < source.size_bytes:
+            piece = await asyncio.to_thread(_read, source, done)
+            self._writer.write(piece)
+            await self._within(self._writer.drain())
+            done += len(piece)
+            if source.progress is not None:
+                source.progress(len(piece))
+
+    async def _head(self, method: str) -> Head:
+        try:
+            data = await self._within(self._reader.readuntil(_HEAD_END))
+        except asyncio.LimitOverrunError:
+            raise Corrupt(f"the head of the answer is over {limits.HEADER_BYTES_MAX} bytes: check the URL") from None
+        return parse_head(data[:-2], method)
+
+    async def _pour(self, head: Head, sink: Sink) -> int:
+        chunks = Chunks() if head.chunked else None
+        done = 0
+        while head.length is None or done < head.length:
+            most = PIECE_BYTES if head.length is None else min(PIECE_BYTES, head.length - done)
+            try:
+                data = await self._within(self._reader.read(most))
+            except ConnectionError:
+                data = b""
+            if not data:
+                if head.length is None and chunks is None:
+                    break
+                raise Unavailable(f"the answer was cut after {done} bytes: see the node's log, then try again")
+            data = data if chunks is None else chunks.feed(data)
+            _copy(data, sink)
+            done += len(data)
+            if chunks is not None and chunks.done:
+                break
+        return done
+
+    async def _within(self, wait: Awaitable[T]) -> T:
+        async with asyncio.timeout(self._calling.patience_s):
+            return await wait
+
+    def _gone(self) -> Exception:
+        if self.served:
+            return Stale()
+        return Unavailable(
+            f"the node at {self._calling.place.url} closed the connection without an answer: see its log, or run "
+            "`forebay doctor`"
+        )
+
+
+def _read(source: Source, done: int) -> bytes:
+    piece = os.pread(source.fd, min(PIECE_BYTES, source.size_bytes - done), source.offset + done)
+    if not piece:
+        raise Invalid(
+            f"the file ended after {done} of {source.size_bytes} bytes while it was sent: nothing was written; send it "
+            "again when nobody changes it"
+        )
+    return piece
+
+
+def _copy(data: bytes, sink: Sink) -> None:
+    position = 0
+    while position < len(data):
+        view = sink.buffer()
+        size = min(len(view), len(data) - position)
+        view[:size] = data[position : position + size]
+        view.release()
+        sink.wrote(size)
+        position += size
+
+
+class Client:
+    """A node as coroutines; the methods and promises of `forebay.Client`. Close it, or use it with `async with`."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        patience_s: float | None = None,
+        ca: str | None = None,
+    ) -> None:
+        self._calling = Calling(url, token, patience_s, ca)
+        self._idle: list[_Connection] = []
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return self._calling.place.url
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close kept connections; later calls raise `Closed`. May be called twice."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        await asyncio.sleep(0)  # the loop closes the sockets in its next round
+
+    async def run(self, flow: flows.Flow[T]) -> T:
+        """Drive `flow` to its end; what fails is raised inside the flow, and from here."""
+        try:
+            request = next(flow)
+            while True:
+                try:
+                    response = await self.send(request)
+                except BaseException as error:
+                    request = flow.throw(error)
+                else:
+                    request = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def send(self, request: Request) -> Response:
+        """One request, one answer."""
+        if self._closed:
+            raise Closed("the client is closed: make another with connect()")
+        request, more = self._calling.dress(request)
+        kept = await self._take(request)
+        if kept is not None:
+            try:
+                return await self._exchange(kept, request, more)
+            except Stale:
+                if not request.safe_to_repeat:
+                    raise Unavailable(
+                        f"the node at {self.url} closed the connection before it answered: look whether the request "
+                        "took effect, then repeat it"
+                    ) from None
+        try:
+            return await self._exchange(await self._open(), request, more)
+        except Stale:
+            raise Bug("a fresh connection cannot be stale: please report this") from None
+
+    async def _take(self, request: Request) -> _Connection | None:
+        if self._idle and not request.safe_to_repeat:
+            await asyncio.sleep(0)  # the loop hears of what was closed meanwhile
+        while self._idle:
+            connection = self._idle.pop()
+            if request.safe_to_repeat or connection.is_quiet():
+                return connection
+            connection.close()
+        return None
+
+    async def _exchange(self, connection: _Connection, request: Request, more: Fields) -> Response:
+        response = await connection.exchange(request, more)
+        if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return response
+
+    async def _open(self) -> _Connection:
+        place = self._calling.place
+        context = self._calling.context() if place.scheme == "https" else None
+        try:
+            async with asyncio.timeout(min(self._calling.patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)):
+                reader, writer = await asyncio.open_connection(
+                    place.host, place.port, ssl=context, limit=limits.HEADER_BYTES_MAX
+                )
+        except OSError as error:
+            raise Unavailable(
+                f"no node answers at {place.url} ({error or type(error).__name__}): start one with `forebay up`, or "
+                "name another with the URL or FOREBAY_URL",
+                code="NoNode",
+            ) from None
+        return _Connection(self._calling, reader, writer)
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+    async def get(self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "") -> bytes:
+        """The bytes of the object, or of a range of it. With `etag`, `Precondition` if it is another version now."""
+        return (await self.run(flows.get(bucket, key, range=range, etag=etag)))[1]
+
+    async def get_into(
+        self, bucket: str, key: str, buffer: bytearray | memoryview, *, range: RangeSpec | None = None, etag: str = ""
+    ) -> flows.Got:
+        """The bytes into `buffer`, from its start; `Invalid` if it is too small, with nothing read."""
+        return (await self.run(flows.get(bucket, key, sink=IntoBuffer(buffer), range=range, etag=etag)))[0]
+
+    async def head(self, bucket: str, key: str) -> flows.Got:
+        """What a read would say of the object, without its bytes."""
+        return await self.run(flows.head(bucket, key))
+
+    async def stat(self, bucket: str, key: str, *, revalidate: bool = False) -> ObjectState:
+        """What the node knows of the object; with `revalidate` it asks the backend first."""
+        return await self.run(flows.stat(bucket, key, revalidate=revalidate))
+
+    async def put(
+        self,
+        bucket: str,
+        key: str,
+        data: Data,
+        *,
+        content_type: str = "",
+        metadata: Mapping[str, str] | None = None,
+        etag: str = "",
+        only_new: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Written:
+        """Make `data` the object, whole or not at all; see `forebay.Client.put`."""
+        plan = Plan.of(content_type, metadata, etag, only_new)
+        return await self.run(put_data(bucket, key, data, plan, progress))
+
+    async def delete(self, bucket: str, key: str, *, etag: str = "") -> None:
+        """Delete the object; one that is not there is fine. With `etag`, `Precondition` if it is another version."""
+        await self.run(flows.delete(bucket, key, etag=etag))
+
+    async def copy(
+        self, source_bucket: str, source_key: str, bucket: str, key: str, *, only_new: bool = False
+    ) -> Written:
+        """Copy an object inside the node, headers and all; its bytes do not come here."""
+        condition = "*" if only_new else None
+        return await self.run(flows.copy(CopyCall(source_bucket, source_key, bucket, key, if_none_match=condition)))
+
+    async def list_page(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        limit: int = limits.LIST_KEYS_MAX,
+    ) -> ListPage:
+        """One page of a listing in byte order; go on with `start_after=page.next_after` until that is empty."""
+        return await self.run(flows.list_page(bucket, prefix, delimiter, start_after, limit))
+
+    async def list_pages(self, bucket: str, prefix: str = "", *, delimiter: str = "") -> AsyncIterator[ListPage]:
+        """All pages of a listing, each fetched when it is asked for."""
+        after = ""
+        while True:
+            page = await self.list_page(bucket, prefix, delimiter=delimiter, start_after=after)
+            yield page
+            if not page.next_after:
+                return
+            if page.next_after <= after:
+                raise Bug(f"the listing of {bucket}/{prefix} does not move past {after!r}: please report this")
+            after = page.next_after
+
+    # --- the node ----------------------------------------------------------------------------------------------------
+    async def buckets(self) -> list[Bucket]:
+        """All buckets, by name."""
+        return await self.run(flows.buckets())
+
+    async def start_job(
+        self, verb: JobVerb, bucket: str, prefix: str = "", keys: tuple[str, ...] = (), *, dry_run: bool = False
+    ) -> JobState:
+        """Start a job on all under `prefix`, or on exactly `keys`; it runs on in the node, whoever watches."""
+        if prefix and keys:
+            raise Invalid("a job takes a prefix or keys, not both")
+        return await self.run(flows.start_job(verb, bucket, prefix, keys, dry_run))
+
+    async def job(self, name: str) -> JobState:
+        """How far a job is."""
+        return await self.run(flows.job(name))
+
+    async def status(self) -> NodeState:
+        """The node's processes, volumes and buckets."""
+        return await self.run(flows.status())
