@@ -101,3 +101,13 @@ def test_the_doors_to_clock_and_chance() -> None:
     one, two = chance.Seeded(7), chance.Seeded(7)
     assert [one.random(), one.randbits(64), one.token_hex(4)] == [two.random(), two.randbits(64), two.token_hex(4)]
     assert random.Random(7).random() == chance.Seeded(7).random()
+
+
+def test_how_long_a_stop_may_flush(tmp_path: Path) -> None:
+    assert load(dir=str(tmp_path)).flush_timeout_s == 60
+    config = tmp_path / "node.toml"
+    config.write_text("flush_timeout = 5\n")
+    assert load(config, dir=str(tmp_path)).flush_timeout_s == 5
+    assert load(config, dir=str(tmp_path), flush_timeout=0.0).flush_timeout_s == 0
+    with pytest.raises(Invalid, match="--flush-timeout -1"):
+        load(dir=str(tmp_path), flush_timeout=-1.0)
