@@ -361,7 +361,7 @@ def trust_file(path: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=path)
     except (OSError, ssl.SSLError) as error:
         why = getattr(error, "strerror", None) or error
-        raise Invalid(f"the certificates {path} cannot be used ({why}): check --ca or FOREBAY_CA") from None
+        raise Invalid(f"the certificates {path} cannot be used ({why}): check FOREBAY_CA") from None
 
 
 def _open(place: Place, patience_s: float, trust: Trust) -> socket.socket:
@@ -401,7 +401,7 @@ def _wrap(sock: socket.socket, place: Place, patience_s: float, trust: Trust) ->
     except OSError as error:  # TLS's errors are of this kind
         sock.close()
         raise Unavailable(
-            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate, which --ca or "
+            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate, which "
             "FOREBAY_CA can vouch for",
             code="NoNode",
         ) from error
