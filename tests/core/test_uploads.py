@@ -201,6 +201,22 @@ def test_parts_have_numbers_and_sizes_that_s3_takes():
     assert code(uploads.check_part, 1, limits.PUT_BYTES_MAX + 1) == "EntityTooLarge"
 
 
+# --- reading parts ---------------------------------------------------------------------------------------------------
+@given(st.lists(st.sampled_from([5, 7, 7, 7, 9]), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_where_each_part_lies_is_known_from_the_sizes(sizes):
+    text, start = uploads.sizes_text(sizes), 0
+    for number, size in enumerate(sizes, 1):
+        assert uploads.part_range(text, number) == (start, start + size, len(sizes))
+        start += size
+    assert code(uploads.part_range, text, len(sizes) + 1) == "InvalidPartNumber"
+
+
+def test_sizes_that_would_fill_a_header_are_not_kept():
+    assert uploads.sizes_text([5 * MIB] * 9_999 + [17]) == "5242880*9999,17"
+    assert uploads.sizes_text(list(range(1, 2000))) == ""
+
+
 # --- listing ---------------------------------------------------------------------------------------------------------
 KEYS = st.sampled_from(["a", "a/", "a/b", "a/c", "ab", "b", "ü", "\U0001f600"])
 

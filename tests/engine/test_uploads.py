@@ -257,7 +257,7 @@ def test_parts_become_one_object(play: Any) -> None:
         done = await place.complete(upload, (1, one), (2, two), (3, three))
         assert place.content() == b"1" * (6 * MIB) + b"2" * (5 * MIB + 1) + b"the end"
         assert done.written.etag == uploads.etag_of([one, two, three])
-        assert place.objects["k"].headers == {"content-type": "text/x"}
+        assert place.objects["k"].headers == {"content-type": "text/x", "x-forebay-part-sizes": "6291456,5242881,7"}
         with pytest.raises(NotFound) as caught:
             await place.send(upload, 4, b"too late")
         assert code(caught) == "NoSuchUpload"

@@ -69,6 +69,12 @@ def test_a_large_file_goes_up_in_parts(place: Place, mode: str) -> None:
     pieces = [DATA[at : at + 5 * MIB] for at in range(0, len(DATA), 5 * MIB)]
     assert got["ETag"].strip('"') == uploads.etag_of([hashlib.md5(piece).hexdigest() for piece in pieces])
     assert place.parts_on_disk() == []
+    for number, piece in enumerate(pieces, 1):
+        part = place.s3.get_object(Bucket=f"up-{mode}", Key="large", PartNumber=number)
+        assert part["Body"].read() == piece
+        assert (part["PartsCount"], part["ETag"]) == (len(pieces), got["ETag"])
+    with pytest.raises(ClientError, match="InvalidPartNumber"):
+        place.s3.get_object(Bucket=f"up-{mode}", Key="large", PartNumber=len(pieces) + 1)
     if mode == "through":
         there = place.behind.get_object(Bucket="up-through", Key="large")
         assert there["Body"].read() == DATA

@@ -59,6 +59,9 @@ _COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
     "CRC32C": crt.combine_crc32c,
     "CRC64NVME": crt.combine_crc64nvme,
 }
+SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers; no backend is told
+SIZES_CHARS_MAX: Final = 200
+OWN_HEADERS: Final = ("x-amz-checksum-", "x-forebay-")  # how stored headers begin that stay here
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
 
 
@@ -299,6 +302,38 @@ def _is_digest(algorithm: str, text: str) -> bool:
         return len(base64.b64decode(text, validate=True)) == DIGEST_BYTES.get(algorithm)
     except (binascii.Error, ValueError):
         return False
+
+
+# --- reading parts ---------------------------------------------------------------------------------------------------
+def sizes_text(sizes: Sequence[int]) -> str:
+    """The parts' sizes, to be kept with the object: `5242880*3,17`. "" where that would be too long for a header."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    text = ",".join(f"{size}*{count}" if count > 1 else str(size) for size, count in runs)
+    return text if len(text) <= SIZES_CHARS_MAX else ""
+
+
+def part_range(text: str, number: int) -> tuple[int, int, int]:
+    """Where part `number` (as Complete ordered them, from 1) lies: start, end, and how many parts there are. `Invalid`
+    (`InvalidPartNumber`) where there are not so many."""
+    start = parts = 0
+    found: tuple[int, int] | None = None
+    for run in text.split(","):
+        size, _, count = run.partition("*")
+        size_bytes, many = int(size), int(count or 1)
+        if found is None and number <= parts + many:
+            first = start + (number - parts - 1) * size_bytes
+            found = first, first + size_bytes
+        start, parts = start + many * size_bytes, parts + many
+    if found is None:
+        raise Invalid(
+            f"The requested partnumber is not satisfiable: the object has {parts} parts", code="InvalidPartNumber"
+        )
+    return *found, parts
 
 
 # --- listing ---------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, ForebayError, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.record import Record, blocks_in
 from forebay.core.types import Bucket, Headers, ObjectInfo
+from forebay.core.uploads import OWN_HEADERS
 from forebay.node.store.notes import Note, digest_of
 
 log = logging.getLogger("forebay.flush")
@@ -554,7 +555,7 @@ def _has_headers(seen: ObjectInfo, headers: Headers) -> bool:
 
 def _stored(headers: Headers) -> Headers:
     """Those that the backend keeps: it makes checksums of its own."""
-    return tuple(each for each in headers if not each[0].startswith("x-amz-checksum-"))
+    return tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

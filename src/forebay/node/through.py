@@ -27,6 +27,7 @@ from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, NotFound, Unavailable
 from forebay.core.types import Headers, ObjectInfo
+from forebay.core.uploads import OWN_HEADERS
 
 log = logging.getLogger("forebay.writes")
 
@@ -57,7 +58,7 @@ class Through:
     ) -> ObjectInfo:
         """Make `body` the object at the backend; what it is there. Errors as `Backend.put`. Cancelling it leaves
         nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them."""
-        headers = tuple(each for each in headers if not each[0].startswith("x-amz-checksum-"))
+        headers = tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
         if body.size_bytes >= limits.MULTIPART_BYTES_MIN and backend.part_bytes_min:
             return await self._upload(backend, key, body, headers, expect, tags, leave)
         try:

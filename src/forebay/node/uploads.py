@@ -31,7 +31,7 @@ import functools
 import logging
 import os
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -466,11 +466,12 @@ class UploadBook:
         rules.check_promised(call.checksums, algorithm, kind, value)
         etag, now_s = rules.etag_of([part.md5 for part in chosen]), self._clock.wall_s()
         checksums = {algorithm: value} if value else {}
-        size_bytes = sum(part.size_bytes for part in chosen)
+        sizes = [part.size_bytes for part in chosen]
+        size_bytes = sum(sizes)
         expected = UploadCompleted(Written(etag, "", size_bytes, now_s), checksums, kind if value else "")
         noted = msgspec.structs.replace(kept, done=Done(now_s, etag, expected))
         await self._keep(noted)
-        written = await self._make(served, upload, call, chosen, _stored(kept, value), etag)
+        written = await self._make(served, upload, call, chosen, _stored(kept, value, sizes), etag)
         answer = UploadCompleted(written, checksums, expected.checksum_type)
         done = msgspec.structs.replace(noted, done=Done(now_s, etag, answer, committed=True))
         self._done[kept.upload_id] = done
@@ -730,12 +731,15 @@ def _state(part: Part) -> PartState:
     return PartState(part.number, part.size_bytes, part.md5, part.modified_s, checksums)
 
 
-def _stored(kept: Kept, checksum: str) -> Headers:
-    """The headers that the object will have: the client's, and the checksum as reads show it."""
-    if not checksum:
-        return kept.headers
-    return (
-        *kept.headers,
-        (f"x-amz-checksum-{kept.checksum_algorithm.lower()}", checksum),
-        ("x-amz-checksum-type", kept.checksum_type),
-    )
+def _stored(kept: Kept, checksum: str, sizes: Sequence[int]) -> Headers:
+    """The headers that the object will have: the client's, and what reads show of its parts and checksum."""
+    headers = kept.headers
+    if text := rules.sizes_text(sizes):
+        headers = (*headers, (rules.SIZES_HEADER, text))
+    if checksum:
+        headers = (
+            *headers,
+            (f"x-amz-checksum-{kept.checksum_algorithm.lower()}", checksum),
+            ("x-amz-checksum-type", kept.checksum_type),
+        )
+    return headers

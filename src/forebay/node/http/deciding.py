@@ -16,11 +16,13 @@ from forebay.core.errors import Invalid, NotSupported, Precondition
 from forebay.core.httpsem import CONDITION_NAMES, conditions_of, parse_range, range_applies
 from forebay.core.record import Record
 from forebay.core.types import RangeSpec
+from forebay.core.uploads import SIZES_HEADER, part_range
 from forebay.node.http.reads import Decide, Plan, plan_plain
 from forebay.node.http.requests import Request
 
 DECIDED_BY: Final = frozenset((*CONDITION_NAMES, b"range"))  # a read with none of these has nothing to decide
 _MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
+_SIZES: Final = re.compile(rb"^%b: ([0-9*,]+)\r?$" % SIZES_HEADER.encode(), re.IGNORECASE | re.MULTILINE)
 _KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
 
 
@@ -53,12 +55,13 @@ def decide_by(
                 )
             if verdict == 304:
                 return Plan(304, _only(record.head, _KEPT_BY_304) + extra, 0, 0)
-        wanted = asked
+        wanted, said = asked, extra
         if part is not None:
-            wanted = _range_of_part(part, record)
+            wanted, counted = _range_of_part(part, record)
+            said += counted
         elif asked is not None and not range_applies(if_range, record.etag, record.modified_s):
             wanted = None
-        status, head, start, end = plan_plain(record, wanted, extra)
+        status, head, start, end = plan_plain(record, wanted, said)
         if replaced:
             head = _without(record.head, replaced) + head[len(record.head) :]
         if b"x-amz-checksum-" in head and (status != 200 or not checksums):
@@ -68,13 +71,19 @@ def decide_by(
     return decide
 
 
-def _range_of_part(part: int, record: Record) -> RangeSpec | None:
-    """The whole object as its only part. Sizes of a multipart upload's parts are known to the backend alone."""
+def _range_of_part(part: int, record: Record) -> tuple[RangeSpec | None, bytes]:
+    """The part, and the line that says how many there are. An object that came in one piece is its only part; of one
+    that came in parts the sizes are known where this node put it together, else to the backend alone."""
     if _MULTIPART_ETAG.fullmatch(record.etag):
-        raise NotSupported("parts of a multipart object are not known here: read ranges of it instead")
+        sizes = _SIZES.search(record.head)
+        if sizes is None:
+            raise NotSupported("parts of a multipart object are not known here: read ranges of it instead")
+        start, end, parts = part_range(sizes[1].decode(), part)
+        counted = b"x-amz-mp-parts-count: %d\r\n" % parts
+        return (RangeSpec(start, end - 1) if start < end else None), counted
     if part > 1:
         raise Invalid("The requested partnumber is not satisfiable: the object has one part", code="InvalidPartNumber")
-    return RangeSpec(0, None) if record.size_bytes else None
+    return (RangeSpec(0, None) if record.size_bytes else None), b""
 
 
 def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
