@@ -9,8 +9,8 @@ import pytest
 from forebay.sim.__main__ import main
 from forebay.sim.disk import DiskFull, SimDisk
 from forebay.sim.plants import PLANTS, planted
+from forebay.sim.run import simulate
 from forebay.sim.schedule import Schedule
-from forebay.sim.world import simulate
 
 
 def test_a_seed_run_twice_is_identical_to_the_next_random_number():
@@ -58,6 +58,25 @@ def test_these_seeds_find_nothing(seed):
     assert not outcome.finding, f"{outcome.finding}; replay: python -m forebay.sim --seed {seed}"
 
 
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_these_seeds_find_nothing_among_writers(seed):
+    outcome = simulate(seed, 2500, world="writing")
+    assert not outcome.finding, f"{outcome.finding}; replay: python -m forebay.sim --seed {seed} --world writing"
+
+
+def test_the_writers_world_covers_what_can_happen():
+    lines, outcomes = [], set()
+    for seed in range(8):
+        outcomes |= set(simulate(seed, 2500, echo=lines.append, world="writing").outcomes)
+    happened = {tuple(line[21:].split()[:2]) for line in lines}
+    assert happened >= {
+        ("node", word) for word in ("sync", "flush", "flushed", "conflict", "crash", "start", "full")
+    } | {("writer", word) for word in ("write", "delete", "acked", "failed")}
+    assert outcomes == {"read", "acknowledged", "refused"}
+    groups = [int(line.rpartition("changes=")[2]) for line in lines if " sync " in line]
+    assert max(groups) >= 3, "changes are made durable together"
+
+
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_a_planted_bug_is_found(plant):
     for seed in range(1, 41):
@@ -73,7 +92,8 @@ def test_a_plant_is_gone_after_its_run():
 
 
 def test_every_machine_has_a_plant():
-    assert set(PLANTS) >= {"flight", "commit", "recover", "eviction", "retry", "placement", "ranges"}
+    machines = {"flight", "commit", "recover", "eviction", "retry", "placement", "ranges", "flush"}
+    assert set(PLANTS) >= machines
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -89,7 +109,9 @@ def test_a_finding_prints_the_command_that_replays_it(capsys):
 def test_many_seeds_print_a_line_each(capsys):
     assert main(["--seed", "100", "--seeds", "3", "--ticks", "500"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["100", "101", "102"]
+    assert [line.split()[1:3] for line in lines] == [
+        [seed, world] for seed in ("100", "101", "102") for world in ("reading", "writing")
+    ]
     assert all(" fine " in line for line in lines)
 
 

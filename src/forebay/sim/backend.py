@@ -25,6 +25,7 @@ class Weather:
     refuse: float = 0.0
     busy: float = 0.0
     break_off: float = 0.0
+    lose: float = 0.0  # answers to changes, after they were made
     latency_us: int = 2_000
     chunk_us: int = 300
 
@@ -68,6 +69,7 @@ class SimBackend:
     history: dict[Name, list[Moment]] = field(default_factory=dict)
     requests: int = 0
     succeeded: int = 0
+    changing: dict[int, Callable[[], None]] = field(default_factory=dict)  # on their way, by number
 
     # --- the world outside changes it --------------------------------------------------------------------------------
     def put(self, name: Name, version: str, data: bytes) -> None:
@@ -111,6 +113,62 @@ class SimBackend:
 
         self._request(answer, failed)
 
+    def change(
+        self,
+        name: Name,
+        data: bytes | None,
+        expect: str | None,
+        done: Callable[[str], None],
+        failed: Callable[[ForebayError], None],
+    ) -> None:
+        """Later: put (or, for None, delete) the object if it is at version `expect` (None: any); its version then. The
+        answer may be lost though it was done."""
+
+        number = self.requests
+
+        def answer() -> None:
+            if self.changing.pop(number, None) is None:
+                return  # the asker's machine or process died before
+            now = self._now(name)
+            if expect is not None and now.version != expect:
+                failed(Precondition("the object changed: look at it"))
+                return
+            version = "" if data is None else f"b{len(self.history.get(name, ()))}-{self.schedule.now_us}"
+            if data is not None:
+                self.put(name, version, data)
+            elif now.version:
+                self.delete(name)
+            if self.schedule.happens(self.weather.lose):
+                failed(Unavailable("the answer was lost: try again"))
+            else:
+                done(version)
+
+        def refused(error: ForebayError) -> None:
+            if self.changing.pop(number, None) is not None:
+                failed(error)
+
+        self.changing[number] = answer
+        self._request(answer, refused)
+
+    def hang_up(self) -> None:
+        """Who asked is gone: what was on its way was taken at the last moment, or never will be."""
+        for number, answer in list(self.changing.items()):
+            if self.schedule.happens(0.5):
+                answer()
+            self.changing.pop(number, None)
+
+    def look(self, name: Name, done: Callable[[str, bytes], None], failed: Callable[[ForebayError], None]) -> None:
+        """Later: version and bytes now, or why not."""
+
+        def answer() -> None:
+            now = self._now(name)
+            if now.version:
+                done(now.version, now.data)
+            else:
+                failed(NotFound("there is no such object: check the key", code="NoSuchKey"))
+
+        self._request(answer, failed)
+
     def list_keys(self, bucket: str) -> list[str]:
         """The keys of a bucket, as of now or, as some storages have it, of a while ago."""
         at_us = self.schedule.now_us - (self.schedule.between(0, 200_000) if self.schedule.happens(0.3) else 0)
@@ -135,6 +193,18 @@ class SimBackend:
     def _at(self, name: Name, at_us: int) -> Moment:
         known = [moment for moment in self.history.get(name, ()) if moment.since_us <= at_us]
         return known[-1] if known else Moment(0, "")
+
+    def present(self, name: Name) -> tuple[str, bytes | None]:
+        """Version and bytes now; ("", None) if there is no such object."""
+        now = self._now(name)
+        return now.version, now.data if now.version else None
+
+    def ever_held(self, name: Name, data: bytes) -> bool:
+        return any(moment.version and moment.data == data for moment in self.history.get(name, ()))
+
+    def all_of(self, bucket: str) -> list[tuple[str, bytes]]:
+        """Key and bytes of every object that a bucket has now."""
+        return [(n[1], self._now(n).data) for n in self.history if n[0] == bucket and self._now(n).version]
 
     def bytes_of(self, name: Name, version: str) -> bytes:
         """What this version is, for ever."""

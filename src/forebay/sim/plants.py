@@ -6,11 +6,12 @@ seeds until each is found.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.core import commit, eviction, flight, freshness, placement, recover, retry
+from forebay.core import commit, eviction, flight, flush, freshness, placement, recover, retry
 
 _Patch = tuple[Any, str, Any]
 
@@ -88,16 +89,66 @@ def _freshness() -> list[_Patch]:
     return [(freshness, "is_fresh", lambda checked_s, bound_s, now_s: real(checked_s, bound_s * 60, now_s))]
 
 
+def _write() -> list[_Patch]:
+    """The name of a written file is not synced before its durable record (and the plan checker looks away)."""
+    real = commit.plan_put
+
+    def plan(*args: Any, **kwargs: Any) -> list[commit.Effect]:
+        return [effect for effect in real(*args, **kwargs) if not isinstance(effect, commit.SyncDir)]
+
+    return [(commit, "plan_put", plan), (commit, "check_plan", lambda effects: None)]
+
+
+def _delete() -> list[_Patch]:
+    """A delete is taken for something that need not outlive the machine."""
+    real = commit.plan_delete
+
+    def plan(old: commit.Place, *, tombstone: bool, durable: bool) -> list[commit.Effect]:
+        return [
+            dataclasses.replace(effect, durable=False) if isinstance(effect, commit.PutTombstone) else effect
+            for effect in real(old, tombstone=tombstone, durable=durable)
+        ]
+
+    return [(commit, "plan_delete", plan), (commit, "check_plan", lambda effects: None)]
+
+
+def _owed() -> list[_Patch]:
+    """What is durable is not put into view again where nothing is in its place."""
+    real = recover.judge_owed
+
+    def judge(
+        owed: recover.RecordSeen, now: recover.RecordSeen | None, settled: bool, size_bytes: int | None
+    ) -> list[recover.Action]:
+        return [] if now is None else real(owed, now, settled, size_bytes)
+
+    return [(recover, "judge_owed", judge)]
+
+
+def _flush() -> list[_Patch]:
+    """A flush that ends clears what the key owes, whatever was written meanwhile."""
+    real = flush.Queue._ended
+
+    def ended(self: flush.Queue, event: flush.Ended) -> None:
+        real(self, dataclasses.replace(event, seq=1 << 60))
+
+    return [(flush.Queue, "_ended", ended)]
+
+
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "commit": _commit,
+    "delete": _delete,
     "eviction": _eviction,
     "flight": _flight,
+    "flush": _flush,
     "freshness": _freshness,
+    "owed": _owed,
     "placement": _placement,
     "ranges": _ranges,
     "recover": _recover,
     "retry": _retry,
+    "write": _write,
 }
+WRITING = {"delete", "flush", "owed", "write"}  # those of the writers' world
 
 
 @contextmanager

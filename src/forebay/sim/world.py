@@ -12,7 +12,6 @@ Invariant. Everything random comes from the schedule's dice; nothing depends on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from forebay.core.errors import ForebayError
 from forebay.core.eviction import split_unit, unit_of
@@ -22,27 +21,12 @@ from forebay.sim.backend import Name, SimBackend, Weather
 from forebay.sim.checks import Finding, Judge
 from forebay.sim.disk import SimDisk
 from forebay.sim.node import Read, SimNode, show
-from forebay.sim.plants import planted
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import BLOCK_BYTES, SimStore
 
 FRESHNESS_S = {"fixed": FRESH_IMMUTABLE, "data": 0.06, "live": 0.0, "local": FRESH_IMMUTABLE}
 KEYS = {"fixed": 6, "data": 8, "live": 5, "local": 4}
 DRAIN_EVENTS_MAX = 60_000
-TICKS_DEFAULT = 2500
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a run came to. `finding` is empty when nothing was found."""
-
-    seed: int
-    events: int
-    simulated_s: float
-    outcomes: dict[str, int]
-    fingerprint: str
-    finding: str
-    tail: list[str]
 
 
 class World:
@@ -73,6 +57,10 @@ class World:
         if draw < 0.15:
             return self.schedule.dice.choice((0, 1, 16, 17, 64, 128))
         return self.schedule.between(18, 200) if draw < 0.6 else self.schedule.between(200, 900)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return self.judge.outcomes
 
     # --- the run -----------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -310,34 +298,3 @@ class World:
                 path = self.schedule.dice.choice(clean)
                 self.disk.rot(path)
                 self.schedule.log("misery", "rot", path)
-
-
-def simulate(seed: int, ticks: int, plant: str | None = None, echo: Callable[[str], None] | None = None) -> Outcome:
-    """Run one world; never raises for a finding."""
-    finding = ""
-    with planted(plant):
-        world = World(seed, ticks, echo)
-        try:
-            world.run()
-        except (AssertionError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            finding = f"{type(error).__name__}: {error}" + _where(error)
-    schedule = world.schedule
-    return Outcome(
-        seed,
-        schedule.events,
-        schedule.now_s,
-        world.judge.outcomes,
-        schedule.fingerprint(),
-        finding,
-        list(schedule.tail),
-    )
-
-
-def _where(error: BaseException) -> str:
-    """File and line where it was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return ""
-    return f" ({trace.tb_frame.f_code.co_filename.rpartition('/src/')[2]}:{trace.tb_lineno})"
