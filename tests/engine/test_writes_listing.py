@@ -72,7 +72,7 @@ def expected(model: dict[str, str], prefix: str, delimiter: str) -> list[str]:
 KEYS = st.text("ab/", min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     there=st.sets(KEYS, max_size=25),
     owed=st.dictionaries(KEYS, st.booleans(), max_size=25),
