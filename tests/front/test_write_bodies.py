@@ -18,7 +18,7 @@ from forebay.core.errors import Precondition
 from forebay.core.types import Bucket
 from forebay.node.http.server import Timeouts
 
-BIG = os.urandom(700_000)
+BIG = os.urandom(1_700_000)
 Eventually = Callable[[Callable[[], bool]], None]
 
 
@@ -120,7 +120,7 @@ def test_a_body_longer_than_announced_is_the_next_request(node: Node) -> None:
 def test_a_chunked_body_that_lies_about_its_length_is_cut_off_early(node: Node, eventually: Eventually) -> None:
     fields = ("Content-Encoding: aws-chunked", "x-amz-decoded-content-length: 100000", "Content-Length: 99999999")
     with node.connect() as client:
-        client.send(head("/b/k", *fields) + b"%x\r\n" % 99_999_000 + bytes(200_000))
+        client.send(head("/b/k", *fields) + b"%x\r\n" % 99_999_000 + bytes(1_200_000))
         answer = client.answer("PUT")
         assert (answer.status, b"IncompleteBody" in answer.body) == (400, True)
     eventually(lambda: files(node) == [])

@@ -35,6 +35,12 @@ MODIFIED_S = 784903526.75
 MODIFIED = "Tue, 15 Nov 1994 12:45:26 GMT"
 
 
+OTHER_CALLS = (  # which the fake engine does not know, but S3 makes
+    *("stat", "tag", "upload_create", "upload_part", "upload_complete", "upload_abort", "uploads", "upload_parts"),
+    *("bucket_create", "bucket_rules", "bucket_delete"),
+)
+
+
 @dataclass
 class Object:
     data: bytes
@@ -306,6 +312,7 @@ class Front:
                 try:
                     for at in range(0, len(body), pieces):
                         sink.write(memoryview(body)[at : at + pieces])
+                        sink.wrote()
                 except BaseException:
                     sink.abort()
                     raise

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.s3.fake_front import Front, Object
+from tests.s3.fake_front import OTHER_CALLS, Front, Object
 
 from forebay.core.access import Identity, parse_grants
-from forebay.core.errors import Denied, ForebayError, Invalid
+from forebay.core.errors import Denied, ForebayError, Invalid, NotFound
 from forebay.core.s3names import Addressing, decode_path
 from forebay.core.sigv4 import Verifier, canonical_path, canonical_query, parse_query
 from forebay.core.types import ListEntry, ListPage
@@ -71,6 +71,7 @@ def test_any_request_gets_one_well_formed_answer(
 ) -> None:
     identities = [] if open_to_all else [Identity("i", "AKID", "secret", grants=parse_grants("read:*"))]
     front = Front(*identities, now_s=1369353600.0, corpus={"k": Object(b"data")})
+    front.reads.answers = dict.fromkeys(OTHER_CALLS, NotFound("not here"))
     answer = front.ask(method, target, headers)
     assert 200 <= answer.status < 600
     assert answer.status != 500, answer.body

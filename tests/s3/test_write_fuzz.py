@@ -9,7 +9,7 @@ import zlib
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.s3.fake_front import Front, Object
+from tests.s3.fake_front import OTHER_CALLS, Front, Object
 from tests.s3.test_write_chunked import encode
 
 from forebay.core import limits
@@ -51,10 +51,6 @@ DELETE_PIECES = [
     "</VersionId>", "&amp;", "<ETag>x</ETag>", "&#0;", "&x;", "<!DOCTYPE d>", "<![CDATA[", "]]>", "<?x?>",
     '<Delete xmlns="urn:x">',
 ]
-OTHERS = [
-    "stat", "tag", "upload_create", "upload_part", "upload_complete", "upload_abort", "uploads", "upload_parts",
-    "bucket_create", "bucket_rules", "bucket_delete",
-]
 # fmt: on
 
 
@@ -82,7 +78,7 @@ def test_any_write_is_whole_or_nothing(
     identities = [] if open_to_all else [Identity("i", "AKID", "secret", grants=parse_grants("write:*"))]
     front = Front(*identities, corpus={"k": Object(b"old")})
     front.reads.write = write  # type: ignore[assignment]
-    front.reads.answers = dict.fromkeys(OTHERS, NotFound("not here", code="NoSuchUpload"))
+    front.reads.answers = dict.fromkeys(OTHER_CALLS, NotFound("not here", code="NoSuchUpload"))
     answer = front.ask(method, target, dict(fields), body, pieces)
     assert 200 <= answer.status < 600
     assert answer.status != 500, answer.body

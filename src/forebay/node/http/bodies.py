@@ -1,8 +1,8 @@
 """A body on its way in: to memory if it is small, else to a file on the volume that its key belongs to.
 
 Theory. What has to be known of the bytes is computed as they pass, once: an xxh3-64 for each block (the store's own
-checksums), and what the client promised or asked for. They are read into one buffer that all connections share,
-hashed there while they are in the CPU's cache, and written from there: Python never holds a piece of a
+checksums), and what the client promised or asked for. They are read into a buffer, hashed there while they are in
+the CPU's cache, and written from there (`receiving.py`): Python never holds a piece of a
 large body as an object.
 
 A body is believed only as a whole: it has the announced length, and every checksum that was promised, in the headers or
@@ -137,6 +137,11 @@ class Incoming:
             for piece in self._chunked.feed(view):
                 self._take(piece)
 
+    def wrote(self) -> None:
+        """Tell who follows the file how far it is."""
+        if self.stream is not None and self._fd >= 0:
+            self.stream.grown(self._taken)
+
     def finish(self) -> bytes:
         """The body is whole: judge it. What it returns is the body where it is in memory."""
         try:
@@ -200,8 +205,6 @@ class Incoming:
             body += piece
         else:
             self._store(piece, at)
-            if self.stream is not None:
-                self.stream.grown(self._taken)
 
     def _store(self, piece: memoryview, at: int) -> None:
         """Write `piece` to the file at `at`, and keep the sums of its blocks."""

@@ -35,6 +35,7 @@ from forebay.core.metrics import Histogram
 from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
 from forebay.node.http.lane import TARGET_BYTES as LANE_BYTES
+from forebay.node.http.receiving import PIECE_BYTES, Receiver
 from forebay.node.http.requests import STATUS_LINES, BodySink, BoundedBody, File, Handler, Request, status_of, too_large
 from forebay.node.http.sending import ClientGone, Sender
 
@@ -43,14 +44,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forebay.http")
 
-BODY_READ_BYTES = 256 * 1024  # one read of a large body: as much as is hashed and written while it is in the L2 cache
 READ_BYTES = 64 * 1024  # one read: more than the longest head, so that a whole one is usually parsed in place
 FIELDS_KEPT_BYTES_MAX = 1024  # a longer block of fields is not remembered: 4,096 connections x 32 KiB would be too much
 LINGER_S = 5.0  # how long a client may take to see our end and close
 BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall timeout
 _NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
-_body_buffer = memoryview(bytearray(BODY_READ_BYTES))  # for sinks that store their bytes before they return
 
 assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
@@ -79,7 +78,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_in_loop",
         "_keep",
         "_lane",
-        "_large",
         "_latency",
         "_mute",
         "_on_fault",
@@ -87,6 +85,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_paused",
         "_pending",
         "_phase",
+        "_receiver",
         "_scanned",
         "_server",
         "_since_s",
@@ -122,7 +121,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._handler: Handler = server.default_handler
         self._verb = VERB_OTHER
         self._sink: BodySink | None = None
-        self._large = False  # a body is being received whose sink takes large pieces at once
+        self._receiver: Receiver | None = None  # of a long body
         self._body_left = 0
         self._body_progress = 0
         self._chunked: parsing.Chunked | None = None
@@ -157,11 +156,14 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self.turn_away()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _body_buffer if self._large else _buffer
+        return _buffer if self._receiver is None else self._receiver.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._large:
-            self._take_large(_body_buffer[:nbytes])
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.took(nbytes)
+            self._progress(nbytes)
+            self._pause_if(receiver.full)
             return
         data = bytes(_buffer[:nbytes])
         phase = self._phase
@@ -293,14 +295,18 @@ class Connection(Sender, asyncio.BufferedProtocol):
         else:
             self._body_left = fields.length_bytes
         self._sink = self.request.sink = sink = self._handler.take_body(self.request)
-        self._large = sink.large
         if isinstance(sink, BoundedBody) and self._chunked is None and self._body_left > sink.limit_bytes:
             raise too_large(sink.limit_bytes)
         if fields.expects_continue and not data and self._http11 and not self._put(b"HTTP/1.1 100 Continue\r\n\r\n"):
             # 25 bytes do not fit into an idle client's socket: it is not reading, or gone
             self._close("client")
             return b""
-        return self._take_body(data) if data else b""
+        rest = self._take_body(data) if data else b""
+        if sink.large and self._phase == BODY and self._chunked is None and self._body_left > PIECE_BYTES:
+            self._receiver = Receiver(
+                sink, self._body_left, self._loop, self._server.workers, self._body_moved, self._body_failed
+            )
+        return rest
 
     def _take_body(self, data: bytes) -> bytes:
         """Hand bytes of the body on; what of `data` belongs to the next request."""
@@ -311,15 +317,16 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 pieces, used = self._chunked.feed(data)
                 for piece in pieces:
                     sink.write(piece)
+                    sink.wrote()
                 complete, rest = self._chunked.done, data[used:]
             else:
                 piece, rest = data[: self._body_left], data[self._body_left :]
                 sink.write(piece)
+                sink.wrote()
                 self._body_left -= len(piece)
                 complete = self._body_left == 0
             if complete:
                 self._sink = None
-                self._large = False
                 self.request.body = sink.finish()
         except ForebayError as error:
             self._refuse(error)
@@ -336,22 +343,41 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._body_progress = 0
             self._since_s = self._server.now_s
 
-    def _take_large(self, data: memoryview) -> None:
-        """More of a body whose sink takes large pieces: nothing is copied, except what stands behind the body."""
-        if self._chunked is None and len(data) < self._body_left:
-            sink = self._sink
-            assert sink is not None
+    # a long body: the receiver reads it
+    def _body_moved(self) -> None:
+        """A piece of the body is stored."""
+        receiver, sink = self._receiver, self._sink
+        if receiver is None or sink is None:
+            return
+        if receiver.done:
+            self._receiver = self._sink = None
             try:
-                sink.write(data)
+                self.request.body = sink.finish()
             except ForebayError as error:
                 self._refuse(error)
-                return
-            self._body_left -= len(data)
-            self._progress(len(data))
-            return
-        rest = self._take_body(bytes(data))
-        if rest:
-            self._go_on(rest)
+            else:
+                self._handle()
+        self._pause_if(self._receiver is not None and receiver.full)
+
+    def _body_failed(self, error: Exception) -> None:
+        if isinstance(error, ForebayError):
+            self._refuse(error)
+        else:
+            log.error("a bug while receiving %r", self.request.path, exc_info=error)
+            self._refuse(Bug(f"{type(error).__name__} while receiving: see the node's log, and please report it"))
+
+    def _pause_if(self, wait: bool) -> None:
+        """Stop or go on reading."""
+        if wait and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        elif self._paused and not wait and self._phase != CLOSED:
+            self._paused = False
+            self._resume()
+
+    def _resume(self) -> None:
+        """Reading goes on."""
+        self._transport.resume_reading()
 
     def _go_on(self, rest: bytes) -> None:
         """Bytes behind a body that came in several reads."""
@@ -377,6 +403,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
 
     def _refuse(self, error: ForebayError) -> None:
         """Answer what could not be read to its end; the connection ends with it, since the next request is lost."""
+        if self._phase == CLOSED:
+            return
         self._counts.requests_refused += 1
         self._keep = False
         self._pending.clear()
@@ -393,10 +421,12 @@ class Connection(Sender, asyncio.BufferedProtocol):
 
     def _let_sink_go(self) -> None:
         """The body that is being received will not be completed."""
-        self._large = False
-        if self._sink is not None:
+        if self._receiver is not None:
+            self._receiver.drop()
+            self._receiver = None
+        elif self._sink is not None:
             self._sink.abort()
-            self._sink = None
+        self._sink = None
 
     # --- answers (Exchange) ------------------------------------------------------------------------------------------
     def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
@@ -625,9 +655,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._linger()
             return
         self._phase = IDLE
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
+        self._pause_if(False)
         if self._pending and not self._in_loop:
             data = bytes(self._pending)
             self._pending.clear()
@@ -640,9 +668,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             return
         self._phase = LINGER
         self._pending.clear()
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
+        self._pause_if(False)
         try:
             self._socket.shutdown(1)
         except OSError:
@@ -703,6 +729,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._phase == IDLE:
             if waited_s >= timeouts.idle_s:
                 self._close("idle")
+        elif self._phase == BODY and self._receiver is not None and self._receiver.busy:
+            self._since_s = now_s  # it is the disk that is slow
         elif self._phase in (HEAD, BODY):
             if waited_s >= (timeouts.header_s if self._phase == HEAD else timeouts.stall_s):
                 self._counts.cuts["header-timeout" if self._phase == HEAD else "stall"] += 1

@@ -143,14 +143,18 @@ class Exchange(Protocol):
 
 
 class BodySink(Protocol):
-    """Where the body of one request goes while it arrives. `large`: it may be long, so it is read and handed over in
-    large pieces, as views of a buffer."""
+    """Where the body of one request goes while it arrives. `large`: it is stored elsewhere than in memory, which may
+    take a while: if it is long, another thread calls `write`. Two methods are never called at the same time."""
 
     large: bool
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Take the next bytes, which are the caller's again when this returns. Raising refuses the rest: the error is
         answered and the connection closed."""
+        ...
+
+    def wrote(self) -> None:
+        """What the last `write` took is stored; called by the loop's own thread."""
         ...
 
     def finish(self) -> bytes:
@@ -178,6 +182,9 @@ class BoundedBody:
             self._parts.clear()
             raise too_large(self.limit_bytes)
         self._parts.append(bytes(chunk))
+
+    def wrote(self) -> None:
+        pass
 
     def finish(self) -> bytes:
         return b"".join(self._parts)

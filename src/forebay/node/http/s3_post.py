@@ -43,7 +43,7 @@ _UNSERVED: Final = ("x-amz-security-token", "x-amz-website-redirect-location")
 class Form:
     """The sink of one form: see the module's header. `begin` gives the place for the file once the fields are known."""
 
-    large = True
+    large = False  # its file begins on the loop
 
     def __init__(self, boundary: bytes, begin: Callable[[Form], Incoming]) -> None:
         self.fields: dict[str, str] = {}
@@ -71,6 +71,10 @@ class Form:
                 self.incoming = self._begin(self)
             else:
                 self._check_size(complete=True)
+
+    def wrote(self) -> None:
+        if self.incoming is not None:
+            self.incoming.wrote()
 
     def finish(self) -> bytes:
         """The form is whole: so is its file."""

@@ -15,6 +15,7 @@ import asyncio
 import email.utils
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.core import limits
@@ -28,6 +29,7 @@ from forebay.ports import clock as clocks
 if TYPE_CHECKING:
     from forebay.node.tls import TlsFiles
 
+WORKERS = 4  # threads that write bodies: a disk is busy with two, and others wait in turn
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
 
 
@@ -64,6 +66,7 @@ class Server:
         self.timeouts = timeouts
         self.connections: set[Connection] = set()
         self.draining = False
+        self.workers = ThreadPoolExecutor(WORKERS, "body")  # they store long bodies
         self.now_s = clock.monotonic_s()
         self.standing = b""
         self.loop: asyncio.AbstractEventLoop
@@ -107,6 +110,7 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self.workers.shutdown(wait=False)
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; False if it is one too many (or we are stopping)."""

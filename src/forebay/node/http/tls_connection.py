@@ -59,9 +59,16 @@ class TlsConnection(Connection):
         if self._phase in (LINGER, CLOSED):
             return
         self._incoming.write(_cipher[:nbytes])
-        if not self._secured and not self._shake_hands():
-            return
-        while self._phase not in (LINGER, CLOSED):
+        if self._secured or self._shake_hands():
+            self._take_plain()
+
+    def _resume(self) -> None:
+        super()._resume()
+        self._loop.call_soon(self._take_plain)  # what was decrypted no further while reading had to wait
+
+    def _take_plain(self) -> None:
+        """Hand on what can be decrypted, as long as it is taken."""
+        while self._phase not in (LINGER, CLOSED) and not self._paused:
             buffer = super().get_buffer(-1)
             size = 0
             ended = False
