@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.s3.test_write_chunked import encode
 from forebay.core import calls, limits, wire
 from forebay.core.errors import Precondition
 from forebay.core.types import Bucket
+from forebay.node.http import bodies
 from forebay.node.http.server import Timeouts
 
 BIG = os.urandom(1_700_000)
@@ -242,3 +245,74 @@ def test_hits_are_answered_while_a_body_arrives(node: Node) -> None:
         writer.send(BIG[-1:])
         assert writer.answer("PUT").status == 200
         assert isinstance(reader, Client)
+
+
+def test_hits_are_answered_while_the_disk_is_stuck(
+    node: Node, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """The writer waits, and its connection is not read meanwhile; nobody else notices."""
+    stuck = threading.Event()
+    waiting = threading.Event()
+    pwrite = os.pwrite
+
+    def slowly(fd: int, data: memoryview, offset: int) -> int:
+        waiting.set()
+        assert stuck.wait(10)
+        return pwrite(fd, data, offset)
+
+    node.put("hit", b"here")
+    monkeypatch.setattr(bodies.os, "pwrite", slowly)
+    data = BIG * 8
+    with node.connect() as writer, node.connect() as reader:
+        sending = threading.Thread(target=lambda: writer.send(head("/b/k", f"Content-Length: {len(data)}") + data))
+        sending.start()
+        assert waiting.wait(10)
+        for _ in range(20):
+            assert reader.ask("/b/hit").body == b"here"
+        stuck.set()
+        assert writer.answer("PUT").status == 200
+        sending.join()
+        assert reader.ask("/b/k").body == data
+
+
+def test_a_disk_that_is_full_midway_is_507_and_leaves_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    pwrite = os.pwrite
+
+    def until_full(fd: int, data: memoryview, offset: int) -> int:
+        if offset + len(data) > 1_000_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(bodies.os, "pwrite", until_full)
+    for api in ("/b/k", "/-/v1/objects/b/k"):
+        with node.connect() as client:
+            client.send(head(api, f"Content-Length: {len(BIG)}") + BIG)
+            answer = client.answer("PUT")
+            assert (answer.status, b"InsufficientStorage" in answer.body) == (507, True)
+        eventually(lambda: files(node) == [])
+    assert node.engine.calls == []
+
+
+def test_a_client_that_vanishes_while_the_disk_is_stuck_leaves_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    stuck = threading.Event()
+    waiting = threading.Event()
+    pwrite = os.pwrite
+
+    def slowly(fd: int, data: memoryview, offset: int) -> int:
+        waiting.set()
+        assert stuck.wait(10)
+        return pwrite(fd, data, offset)
+
+    before = descriptors()
+    monkeypatch.setattr(bodies.os, "pwrite", slowly)
+    with node.connect() as client:
+        client.send(head("/b/k", f"Content-Length: {len(BIG)}") + BIG[:600_000])
+        assert waiting.wait(10)
+    eventually(lambda: not node.front.server.connections)
+    stuck.set()
+    eventually(lambda: files(node) == [])
+    eventually(lambda: descriptors() <= before)

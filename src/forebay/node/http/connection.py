@@ -51,7 +51,7 @@ BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall 
 _NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
 
-assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES
+assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES < PIECE_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
 
 
@@ -301,12 +301,16 @@ class Connection(Sender, asyncio.BufferedProtocol):
             # 25 bytes do not fit into an idle client's socket: it is not reading, or gone
             self._close("client")
             return b""
-        rest = self._take_body(data) if data else b""
-        if sink.large and self._phase == BODY and self._chunked is None and self._body_left > PIECE_BYTES:
-            self._receiver = Receiver(
-                sink, self._body_left, self._loop, self._server.workers, self._body_moved, self._body_failed
-            )
-        return rest
+        if not sink.large or self._chunked is not None or self._body_left <= PIECE_BYTES:
+            return self._take_body(data) if data else b""
+        self._receiver = receiver = Receiver(
+            sink, self._body_left, self._loop, self._server.workers, self._body_moved, self._body_failed
+        )
+        if data:  # what came with the head: less than a piece
+            receiver.buffer()[: len(data)] = data
+            receiver.took(len(data))
+            self._progress(len(data))
+        return b""
 
     def _take_body(self, data: bytes) -> bytes:
         """Hand bytes of the body on; what of `data` belongs to the next request."""
