@@ -7,8 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from forebay.core.limits import BLOCK_BYTES
-from forebay.node.sink import BlockHashes, DiskSink
+from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble
 
 
 class SlowLanding:
@@ -51,5 +53,21 @@ def test_bytes_held_in_memory_are_served_from_there_until_they_are_written(tmp_p
             [(start, stop, path, offset, body)] = sink.segments(0, end)
             assert (start, stop, path, offset, body) == (0, end, landing.path, 0, None)
             assert Path(path).read_bytes()[:end] == first
+
+    asyncio.run(story())
+
+
+def test_a_closed_sink_takes_nothing_and_touches_no_descriptor(tmp_path: Path) -> None:
+    """A flight that is shut may have a write that was about to begin: the descriptor is somebody else's by then."""
+
+    async def story() -> None:
+        with ThreadPoolExecutor(1) as writers:
+            landing = SlowLanding(tmp_path / "data")
+            landing.may_write.set()
+            sink = DiskSink(landing, writers)  # type: ignore[arg-type]
+            sink.close()
+            with pytest.raises(DiskTrouble):
+                await sink.write(0, memoryview(b"late"), BlockHashes(0, BLOCK_BYTES, BLOCK_BYTES))
+            assert Path(landing.path).read_bytes()[:4] == bytes(4)
 
     asyncio.run(story())

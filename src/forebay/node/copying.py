@@ -340,8 +340,12 @@ class Copies:
             while (piece := await out.queue.get()) is not None:
                 if isinstance(piece, ForebayError):
                     raise _SourceChanged(piece) if isinstance(piece, Precondition | NotFound) else piece
+                taking = loop.run_in_executor(self._workers, drawn.take, piece)
                 try:
-                    await loop.run_in_executor(self._workers, drawn.take, piece)
+                    await asyncio.shield(taking)
+                except asyncio.CancelledError:
+                    await asyncio.wait([taking])  # it writes to a descriptor that is closed below
+                    raise
                 except OSError as error:
                     raise Unavailable(
                         f"the copy could not be written ({error.strerror}): see `forebay status`",

@@ -141,7 +141,7 @@ class DiskSink:
 
     async def write(self, position: int, data: memoryview, hashes: BlockHashes) -> list[tuple[int, int]]:
         """Put bytes at their place; the (block, checksum) pairs that became whole."""
-        if self.broken:
+        if self.broken or self._closed:  # closed: the flight was shut in the turn in which this write was to begin
             raise DiskTrouble("the disk stopped taking bytes: passing through")
 
         def work() -> list[tuple[int, int]]:
