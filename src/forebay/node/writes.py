@@ -155,13 +155,14 @@ class Writes:
         try:
             if self._entered[bucket]:
                 self._left[bucket] = left = asyncio.Event()
-                async with asyncio.timeout(QUIET_WAIT_S):
-                    await left.wait()
-            else:
-                del self._entered[bucket]
+                try:
+                    async with asyncio.timeout(QUIET_WAIT_S):
+                        await left.wait()
+                except TimeoutError:
+                    raise Busy(
+                        f"writes to {bucket} are under way: try again when they are done", retry_after_s=5.0
+                    ) from None
             yield
-        except TimeoutError:
-            raise Busy(f"writes to {bucket} are under way: try again when they are done", retry_after_s=5.0) from None
         finally:
             self._left.pop(bucket, None)
             del self._quiet[bucket]
