@@ -26,9 +26,10 @@ def test_a_confirmation_holds_as_long_as_the_bucket_says(setting, checked_ago_s,
     assert is_fresh(NOW - checked_ago_s, parse_freshness(setting), NOW) == fresh
 
 
-def test_a_version_never_confirmed_is_fresh_only_where_nothing_ever_changes():
+def test_a_version_not_confirmed_since_the_machine_stopped_is_fresh_nowhere():
     assert not is_fresh(0.0, 1e12, 10.0)
-    assert is_fresh(0.0, FRESH_IMMUTABLE, NOW)
+    assert not is_fresh(0.0, FRESH_IMMUTABLE, NOW), "it may have been deleted through the node just before"
+    assert is_fresh(1.0, FRESH_IMMUTABLE, NOW)
 
 
 def test_the_end_of_a_confirmation():

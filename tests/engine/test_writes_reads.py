@@ -204,3 +204,25 @@ def test_bytes_that_only_we_had_and_a_disk_lost_are_an_error_and_not_somebody_el
         await flushed(rig)
 
     rigged(story)
+
+
+@pytest.mark.parametrize("size", [9, 9 * MIB])
+def test_a_request_of_an_earlier_flush_that_arrives_late_is_not_a_strangers(rigged: Rigged, size: int) -> None:
+    """Its answer was given up, the flush was repeated, the key was deleted: then the first request comes through."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        await put(rig, "key", pattern(size))
+        await flushed(rig)
+        rig.remote.writable.clear()
+        await delete(rig, "key")
+        rig.remote.place("key", pattern(size))
+        await flushed(rig)
+        state = await rig.front.call("status")
+        assert [bucket.conflicts for bucket in state.buckets] == [0]
+        with pytest.raises(NotFound):
+            await rig.remote.objects.head("key")
+        with pytest.raises(NotFound):
+            await rig.front.get("key")
+
+    rigged(story)

@@ -6,7 +6,10 @@ clocks step: a confirmation from the future is no confirmation, since nothing sa
 
 Rejected: the backend's own Cache-Control (few set it, most set it for browsers).
 
-Invariant. `always` never answers fresh, `immutable` always does.
+What a machine stop brought back (`checked_s` 0) is asked about once, whatever the bucket says: it may have been deleted
+through the node, and the stop may have taken that back.
+
+Invariant. `always` never answers fresh, `immutable` always does once it was confirmed.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ CLOCK_SLACK_S = 1.0  # processes of one host may disagree by a scheduling delay,
 def is_fresh(checked_s: float, freshness_s: float, now_s: float) -> bool:
     """True: serve. False: revalidate first (`OpenRead.revalidate`); the bytes stay valid if the version is unchanged.
 
-    `checked_s` of 0 means never confirmed.
+    `checked_s` of 0 means not confirmed since the machine stopped.
     """
-    if freshness_s >= FRESH_IMMUTABLE:
-        return True
     if checked_s <= 0 or freshness_s <= 0:
         return False
+    if freshness_s >= FRESH_IMMUTABLE:
+        return True
     return -CLOCK_SLACK_S <= now_s - checked_s < freshness_s
 
 

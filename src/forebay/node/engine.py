@@ -337,9 +337,11 @@ class Engine:
 
     # --- in the background -------------------------------------------------------------------------------------------
     async def _housekeep(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(HOUSEKEEP_S)
             try:
+                await loop.run_in_executor(self._workers, self.store.settle)
                 self.store.housekeep()
                 self.flush()
                 self.room.follow_volumes()

@@ -338,11 +338,15 @@ class Writes:
             return succeeding(note, before)
         record = self._store.lookup(bucket.name, key)
         based_on: str | None = None
+        tried: tuple[str, ...] = ()
         if record is not None:
             based_on = record.version or None
+            # Of a flush that is over a request may still be on its way, and make this the object again: it is ours.
+            digest = self._store.digest(bucket.name, key, record)
+            tried = (digest,) if digest else ()
         elif asked:
             based_on = "" if judged is None else judged.version or None
-        return msgspec.structs.replace(note, based_on=based_on)
+        return msgspec.structs.replace(note, based_on=based_on, tried=tried)
 
     # --- written through ---------------------------------------------------------------------------------------------
     async def _put_through(

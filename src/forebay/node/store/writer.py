@@ -30,12 +30,12 @@ import xxhash
 from forebay.core import commit, limits
 from forebay.core.commit import Place
 from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
-from forebay.core.record import Record, State, build_head, decode_record
+from forebay.core.record import Record, State, blocks_in, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
 from forebay.node.store.heading import Headings
 from forebay.node.store.landing import Landing
-from forebay.node.store.notes import Owed
+from forebay.node.store.notes import Owed, digest_of
 from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
 from forebay.node.store.volume import StoreEvent, Unit, Usage, Volume
@@ -461,6 +461,15 @@ class Store(VolumeSet):
     def owed_in(self, bucket: str) -> int:
         """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""
         return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
+
+    def digest(self, bucket: str, key: str, record: Record) -> str:
+        """What tells the object's body from another (`notes.digest_of`); "" unless all of it is here, undoubted."""
+        if record.inline is not None:
+            return digest_of(record.size_bytes, body=record.inline)
+        if not record.complete or record.state & State.UNVERIFIED or record.block_bytes != limits.BLOCK_BYTES:
+            return ""
+        found = ledger.sums_of(self.home(bucket, key), record.object_id, range(blocks_in(record.size_bytes)))
+        return digest_of(record.size_bytes, sums=list(found.values())) if all(found.values()) else ""
 
     def data_path(self, record: Record) -> str:
         """Where the object's bytes are; "" for an inline object. `NotFound` if it is gone."""
