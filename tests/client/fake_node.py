@@ -92,6 +92,7 @@ class FakeNode:
 
 
 class _Server(ThreadingHTTPServer):
+    request_queue_size = 256  # a burst beyond it waits for retransmissions, seconds each
     daemon_threads = True
     node: FakeNode
 

@@ -105,8 +105,8 @@ class Bucket:
 class Link:
     """One client connection and its connection to the server."""
 
-    def __init__(self, client: socket.socket, server: socket.socket, rate_bytes_s: float) -> None:
-        self.client, self.server = client, server
+    def __init__(self, client: socket.socket, server: socket.socket, rate_bytes_s: float, number: int) -> None:
+        self.client, self.server, self.number = client, server, number
         self.pipe_out, self.pipe_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # pipe-user-pages-soft is used up: smaller pipes work too
             fcntl.fcntl(self.pipe_in, F_SETPIPE_SZ, PIPE_BYTES)
@@ -148,6 +148,7 @@ class Proxy:
         self.delayed: set[Link] = set()  # links with something in their delay line
         self.bucket = Bucket(0.0)
         self.requests = Bucket(0.0)
+        self.turns = 0
         self.held_bytes_max = HELD_BYTES_MAX  # of one connection
         self.settings: dict[str, Any] = {
             "rate_bytes_s": 0.0,
@@ -172,11 +173,18 @@ class Proxy:
         while not self.stop:
             for fd, events in self.epoll.poll(self._wait_s()):
                 self._dispatch(fd, events)
-            for link in list(self.delayed):
+            for link in self._in_turn():
                 self._pump_requests(link)
             if not self.delayed:
                 self.requests.rest()
             self._serve(time.monotonic())
+
+    def _in_turn(self) -> list[Link]:
+        """The links with something in their delay line, another one first each time: the first may take all tokens."""
+        links = sorted(self.delayed, key=lambda link: link.number)
+        self.turns += 1
+        first = self.turns % len(links) if links else 0
+        return links[first:] + links[:first]
 
     def _wait_s(self) -> float | None:
         """How long nothing can be done but wait for events; None: for ever."""
@@ -220,8 +228,8 @@ class Proxy:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             server.connect_ex(self.to)
-            link = Link(client, server, self.settings["connection_rate_bytes_s"])
             self.counters["connections"] += 1
+            link = Link(client, server, self.settings["connection_rate_bytes_s"], self.counters["connections"])
             for sock in (client, server):
                 self.links[sock.fileno()] = link
                 self.epoll.register(sock, _EDGE)
