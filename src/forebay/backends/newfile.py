@@ -79,7 +79,12 @@ class NewFile:
         """Do what needs the folder, making it as often as a delete takes it away, since it is empty until then."""
         for _ in range(TRIES_MAX):
             with contextlib.suppress(FileNotFoundError):
-                os.makedirs(self._folder, exist_ok=True)
+                try:
+                    os.makedirs(self._folder, exist_ok=True)
+                except FileExistsError:  # a file has its name; or it was there, and went before that was looked at
+                    if os.path.lexists(self._folder) and not os.path.isdir(self._folder):
+                        raise
+                    continue
                 return act()
         raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._folder)
 

@@ -67,9 +67,13 @@ def _eviction() -> list[_Patch]:
 
 
 def _retry() -> list[_Patch]:
-    """Attempts are not counted."""
+    """Every retry is decided as if it were the first: neither attempts nor the budget are counted."""
     real = retry.delay_before_retry
-    return [(retry, "delay_before_retry", lambda attempt, *rest: real(1, *rest))]
+
+    def delay(attempt: int, error: Any, elapsed_s: float, draw: float, budget: Any) -> float | None:
+        return real(1, error, elapsed_s, draw, retry.RetryBudget())
+
+    return [(retry, "delay_before_retry", delay)]
 
 
 def _placement() -> list[_Patch]:
