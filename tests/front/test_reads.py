@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +135,19 @@ def test_a_miss_is_sent_as_it_lands(node: Node, how: str, eventually: Eventually
     assert values['forebay_reads_total{result="miss"}'] == 3
     assert values['forebay_read_bytes_total{result="miss"}'] == 250_001 + 200_001 + 7
     assert sum(node.snapshot().histograms["forebay_miss_first_byte_seconds"].counts) == 3
+
+
+def test_a_miss_waits_while_holes_are_made_in_the_file_it_lands_in(node: Node, eventually: Eventually) -> None:
+    data = os.urandom(250_001)
+    node.engine.cold["b", "o"] = Cold(data)
+    landing = node.engine.path.parent / "landing-1"
+    with open(landing, "w+b") as file, node.connect() as client:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as `files.punch_blocks` does, for blocks that were evicted before
+        client.send(b"GET /b/o HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually(lambda: landing.stat().st_size == len(data))
+        time.sleep(0.05)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert client.answer().body == data
 
 
 def test_the_first_byte_does_not_wait_for_the_last(node: Node) -> None:

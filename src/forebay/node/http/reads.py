@@ -272,7 +272,8 @@ class Reads:
                 if landed.path != path or path.startswith("/proc/"):  # a number there may name another memory by now
                     if file is not None:
                         file.release()
-                    file, path = self._store.open_landing(landed.path), landed.path
+                    file, path = None, landed.path  # should the wait be cut short, nothing is released twice
+                    file = await self._store.open_landing(path)
                 if file is None:
                     raise Unavailable("the file that the bytes landed in is gone: read again")
                 if position == start:

@@ -19,6 +19,7 @@ Invariants. (1) A `LeasedFile` holds its lease as long as it is open. (2) Files 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -44,6 +45,8 @@ from forebay.ports import clock
 
 _NOTHING = Record(0, 0, "", "", 0.0, 0.0, b"", complete=False)
 _incoming = count(int(clock.wall_s() * 1e6))  # a process id comes again, what a dead one left may still be there
+_LOCKED = -2  # no descriptor: holes are being made in the file
+LANDING_LEASE_WAIT_S = 30.0  # as long as a disk may take to make holes before it counts as stuck
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
@@ -199,16 +202,21 @@ class StoreReader:
         leased = self._files[record.object_id] = LeasedFile(self, fd, record.object_id, again)
         return leased
 
-    def open_landing(self, path: str) -> LeasedFile | None:
+    async def open_landing(self, path: str) -> LeasedFile | None:
         """Lease a file that a `Landed` message names; not cached: `release()` closes it. None if it is gone.
 
-        Its `record` lists nothing: what may be read is what `Landed` said.
+        Its `record` lists nothing: what may be read is what `Landed` said. While holes are made in the file (of blocks
+        that were evicted before; what landed is held for its readers) there is no lease to be had, which is no reason
+        to fail a read that nobody else can serve: waits, at most LANDING_LEASE_WAIT_S.
         """
-        fd = self._open(path)
+        wait_s, until_s = 0.0005, clock.monotonic_s() + LANDING_LEASE_WAIT_S
+        while (fd := self._open(path)) == _LOCKED and clock.monotonic_s() < until_s:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.02)
         return LeasedFile(self, fd, 0, _NOTHING, cached=False) if fd >= 0 else None
 
     def _open(self, path: str) -> int:
-        """A descriptor that holds a shared lease; -1 if there is none to be had."""
+        """A descriptor that holds a shared lease; negative if there is none to be had."""
         try:
             fd = os.open(path, _OPEN_FLAGS)
         except OSError as error:
@@ -221,9 +229,9 @@ class StoreReader:
                 return -1
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            return -1
+            return _LOCKED if isinstance(error, BlockingIOError) else -1
         return fd
 
     def put_back(self, leased: LeasedFile) -> None:
