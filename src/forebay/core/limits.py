@@ -81,6 +81,20 @@ BACKEND_STALL_TIMEOUT_S = 30.0  # no byte for this long: the request is retried 
 CLIENT_CONNECT_TIMEOUT_S = 5.0  # a node is on this host or in this rack: three SYN retransmissions
 CLIENT_STALL_TIMEOUT_S = 180.0  # longer than the node's own patience with its backend, so that the node says why first
 CLIENT_IDLE_CONNECTIONS_MAX = 16  # kept per client for reuse: one per thread that commonly reads at once
+CLIENT_FILES_OPEN_MAX = 256  # descriptors of objects that a client keeps: a quarter of the usual limit of a process
+CLIENT_FILE_IDLE_S = 30.0  # an unused descriptor holds an evicted object's space: not longer than this
+
+# --- batches, shards, hints ------------------------------------------------------------------------------------------
+BATCH_ITEMS_MAX = 16_384  # items of one batch: more gain nothing, and the answer's plan is held in memory
+BATCH_BODY_BYTES_MAX = 4 * MIB  # a batch request: 16,384 items of 250 bytes
+BATCH_BYTES_MAX = 4 * GIB  # an answer: over this a connection is held for minutes, ask in parts
+BATCH_COLD_AHEAD = 32  # cold items of one batch that are asked of the engine at once
+DOOR_FILES_MAX = 64  # descriptors in one message of the door; the kernel takes 253
+MEMBERS_MAX = 4_000_000  # of one shard: an index of about 200 MB in memory while it is built
+MEMBER_INFLATED_BYTES_MAX = 1 * GIB  # a deflated zip member, or a bomb
+MANIFEST_OBJECTS_MAX = 50_000_000  # of one manifest: 3 GB; datasets of more objects are sharded
+HINT_TTL_S = 600.0  # how long hints outlive the last word of their job: a restart should find them
+HINT_ACCESSES_MAX = 4_000_000  # known future of one job: 100 MB in the engine
 
 assert BLOCK_BYTES % (4 * KIB) == 0, "a punched hole must be page aligned"
 assert STRIPE_BYTES % BLOCK_BYTES == 0
@@ -90,4 +104,6 @@ assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
 assert FETCHES_PER_READ_MAX <= FETCHES_MAX
 assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
+assert BATCH_BODY_BYTES_MAX < FRAME_BYTES_MAX
+assert DOOR_FILES_MAX < CLIENT_FILES_OPEN_MAX <= FRONT_FILES_OPEN_MAX
 assert CLIENT_STALL_TIMEOUT_S > BACKEND_ATTEMPTS_MAX * BACKEND_STALL_TIMEOUT_S
