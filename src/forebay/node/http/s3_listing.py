@@ -125,7 +125,7 @@ async def fetch_page(call: Call, bucket: str, asked: ListRequest) -> ListPage:
 
 def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     """The XML of one page, for either version."""
-    name = _url_text if asked.url_encoded else escape
+    name = url_text if asked.url_encoded else escape
     truncated = bool(page.next_after)
     parts = [element("Name", bucket), f"<Prefix>{name(asked.prefix)}</Prefix>"]
     if asked.version == 1:
@@ -158,7 +158,7 @@ def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     return document("ListBucketResult", "".join(parts))
 
 
-def _url_text(text: str) -> str:
+def url_text(text: str) -> str:
     """`text` percent-encoded as S3 does for encoding-type=url; what that leaves needs no escaping."""
     return quote(text, safe="/-_.~*")
 
