@@ -347,7 +347,7 @@ def test_head_bucket_location_and_versioning() -> None:
     assert (location.xml.tag, location.xml.text) == ("LocationConstraint", None)
     versioning = front.get("/corpus?versioning")
     assert (versioning.xml.tag, list(versioning.xml)) == ("VersioningConfiguration", [])
-    for target in ("versions", "analytics", "inventory", "metrics", "intelligent-tiering", "abac"):
+    for target in ("analytics", "inventory", "metrics", "intelligent-tiering", "abac"):
         answer = front.get(f"/corpus?{target}")
         assert (answer.status, answer.code) == (501, "NotImplemented"), target
     assert front.get("/corpus?list-type=3").code == "InvalidArgument"

@@ -15,7 +15,7 @@ request with a body is looked at twice: before the body (`take_body`: may the ca
 there (`handle`); who was let in is remembered with the request, since a signature is verified once.
 
 Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
-on it would act on an invention. Exception: GetBucketVersioning says "never enabled", which is what we serve.
+on it would act on an invention. What is so is said: a bucket here never had versions, a policy, a web site.
 
 Invariants. (1) Every answer has an `x-amz-request-id`. (2) No answer for an object is sent before the caller was found
 to be allowed to read its bucket. (3) A response header taken from the query has passed `header_line`.
@@ -49,6 +49,7 @@ from forebay.node.http.requests import (
 from forebay.node.http.s3_buckets import BucketsApi
 from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
 from forebay.node.http.s3_uploads import UploadsApi
+from forebay.node.http.s3_versions import parse_versions, render_versions
 from forebay.node.http.s3_write import Objects
 from forebay.node.http.s3_xml import CONTENT_TYPE, document
 
@@ -70,7 +71,7 @@ _OVERRIDES: Final = {
     "response-content-disposition": b"Content-Disposition",
     "response-content-encoding": b"Content-Encoding",
 }
-_UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning"}
+_UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning", "versions"}
 
 
 class S3:
@@ -230,6 +231,8 @@ class S3:
             self._answer_if_there(exchange, bucket, b"", document("LocationConstraint", ""))
         elif "versioning" in query:  # an empty element is S3's way to say never enabled
             self._answer_if_there(exchange, bucket, b"", document("VersioningConfiguration", ""))
+        elif "versions" in query:
+            exchange.spawn(self._list_versions(exchange, name, query))
         else:
             exchange.spawn(self._list_objects(exchange, name, s3_listing.parse_list(query)))
 
@@ -247,6 +250,11 @@ class S3:
     async def _list_objects(self, exchange: Exchange, bucket: str, asked: s3_listing.ListRequest) -> None:
         page = await s3_listing.fetch_page(self._call, bucket, asked)
         self._answer_xml(exchange, s3_listing.render_list(bucket, asked, page))
+
+    async def _list_versions(self, exchange: Exchange, bucket: str, query: dict[str, str]) -> None:
+        asked = parse_versions(query)
+        page = await s3_listing.fetch_page(self._call, bucket, asked)
+        self._answer_xml(exchange, render_versions(bucket, asked, page, query.get("version-id-marker", "")))
 
     async def _list_buckets(self, request: Request, exchange: Exchange, identity: Identity) -> None:
         buckets = await self._call("buckets", Nothing())
