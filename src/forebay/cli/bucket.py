@@ -334,4 +334,4 @@ def rm(name: BucketName, url: Url = None, as_json: AsJson = False, debug: Debug 
     if as_json:
         show.document({"name": name, "removed": True})
     else:
-        print(f"bucket {name} is forgotten here; its backend is as it was")
+        print(f"bucket {name} is gone; what it may have had in a backend is there as it was")

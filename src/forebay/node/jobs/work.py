@@ -106,7 +106,9 @@ class JobWork:
             await self._pin_prefixes(served.bucket, call, verb == "pin")
 
         def plan() -> AsyncIterator[JobUnit]:
-            return self._pinning(served.backend, call) if verb == "pin" else self._cached(call)
+            if verb == "pin":
+                return self._pinning(served.backend, call)
+            return self._cached(call, State.PINNED | State.OWNED if verb == "evict" else State.CLEAN)
 
         actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
             "evict": lambda unit: self._evict_unpinned(call.bucket, unit),
@@ -123,18 +125,20 @@ class JobWork:
         self._flush()
 
     # --- plans -------------------------------------------------------------------------------------------------------
-    async def _cached(self, call: JobCall) -> AsyncIterator[JobUnit]:
+    async def _cached(self, call: JobCall, but: State = State.CLEAN) -> AsyncIterator[JobUnit]:
+        """What is here, `but` for records in these states."""
         self._flush()  # the scan sees what is committed
         if call.keys:
             for key in call.keys:
                 record = self._index.lookup(call.bucket, key)
-                if record is not None:
+                if record is not None and not record.state & but:
                     yield JobUnit(key, cached_bytes(record))
             return
         after = ""
         while found := self._index.scan(call.bucket, call.prefix, after, SCAN_LIMIT):
             for key, record in found:
-                yield JobUnit(key, cached_bytes(record))
+                if not record.state & but:
+                    yield JobUnit(key, cached_bytes(record))
             after = found[-1][0]
             await asyncio.sleep(0)
 
