@@ -57,7 +57,10 @@ def test_a_bucket_is_added_shown_changed_and_removed(program: Program, node: Fak
     program("bucket", "add", "data", "s3://x", "--replace", "--no-check")
     assert node.settings["data"].url == "s3://x"
     assert node.requests("PUT")[-1] == "/-/v1/buckets/data", "the backend was not asked"
-    assert program("bucket", "rm", "data").stdout == "bucket data is gone; what it may have had in a backend is there as it was\n"
+    assert (
+        program("bucket", "rm", "data").stdout
+        == "bucket data is gone; what it may have had in a backend is there as it was\n"
+    )
     assert "data" not in node.settings
 
 
