@@ -76,6 +76,10 @@ def text(state: NodeState, place: str, now_s: float) -> str:
         ]
         parts.append(show.columns(("BUCKET", "CACHED", "QUOTA", "BACKEND", "LAST ANSWER"), rows, right=(1, 2)))
         parts += _dirty(state.buckets, now_s)
+        if state.derived_bytes:
+            parts.append(
+                f"{show.size(state.derived_bytes)} of the volumes are indexes of shards, manifests and the like"
+            )
     else:
         parts.append("no buckets yet: add one with `forebay bucket add NAME s3://…`")
     return "\n".join(parts)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from forebay.core import limits
+from forebay.core.derived import KeepCall, Kept
 from forebay.core.errors import Invalid
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
@@ -385,6 +386,7 @@ class NodeState(msgspec.Struct, frozen=True):
     reads: int = 0
     jobs_running: int = 0
     pass_bytes: int = 0
+    derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, manifests and the like, of no bucket
 
 
 class MapNode(msgspec.Struct, frozen=True):
@@ -418,6 +420,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "flush": (JobCall, JobState),  # done when all that was dirty when it began is in the backend
     "put": (PutCall, Written),
     "put_open": (PutOpenCall, PutOpened),
+    "keep": (KeepCall, Kept),  # something derived from an object
     "delete": (DeleteCall, Nothing),
     "copy": (CopyCall, Written),
     "tag": (TagCall, Nothing),

@@ -38,6 +38,7 @@ from forebay.node import child
 from forebay.node.buckets import Buckets, OpenBackend
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
+from forebay.node.derived import Keeping
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Connection, Fronts
 from forebay.node.identities import IdentitiesFile
@@ -199,6 +200,7 @@ class Engine:
             self._workers,
             lambda: self.uploads,
         )
+        self.keeping = Keeping(self.store, self.writes, self.clock.wall_s)
         self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
         self.uploads = UploadBook(
             self._meta,

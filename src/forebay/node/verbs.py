@@ -27,6 +27,7 @@ from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
+from forebay.node.derived import Keeping, derived_bytes
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Fronts
 from forebay.node.jobs.runner import Jobs
@@ -69,6 +70,7 @@ class Engine(Protocol):
     writes: Writes
     streams: Streams
     copies: Copies
+    keeping: Keeping
     listings: Listings
     flusher: Flusher
     uploads: UploadBook
@@ -111,6 +113,7 @@ class Verbs:
             "metrics": self._metrics,
             "put": self._put,
             "put_open": engine.streams.open,
+            "keep": engine.keeping.keep,
             "delete": engine.writes.delete,
             "copy": engine.copies.copy,
             "tag": engine.tags.tag,
@@ -299,6 +302,7 @@ class Verbs:
             reads=engine.cold.reads,
             jobs_running=engine.jobs.running,
             pass_bytes=engine.cold.budget.used_bytes,
+            derived_bytes=derived_bytes(usages),
         )
 
     def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> calls.BucketState:

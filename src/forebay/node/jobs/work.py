@@ -30,6 +30,7 @@ from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_key
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
+from forebay.node.derived import names_in
 from forebay.node.flusher import ASKED_AT_ONCE, Flusher
 from forebay.node.jobs.runner import JobUnit, Work
 from forebay.node.read import Ask, Read
@@ -108,7 +109,7 @@ class JobWork:
         def plan() -> AsyncIterator[JobUnit]:
             if verb == "pin":
                 return self._pinning(served.backend, call)
-            return self._cached(call, State.PINNED | State.OWNED if verb == "evict" else State.CLEAN)
+            return self._evicting(call) if verb == "evict" else self._cached(call)
 
         actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
             "evict": lambda unit: self._evict_unpinned(call.bucket, unit),
@@ -120,6 +121,7 @@ class JobWork:
 
     async def evict_bucket(self, bucket: str) -> None:
         """Drop everything that is cached of a bucket."""
+        await self._evict_derived(JobCall(bucket))
         async for unit in self._cached(JobCall(bucket)):
             await self._evict(bucket, unit)
         self._flush()
@@ -150,6 +152,13 @@ class JobWork:
             record = self._cold.store.lookup(call.bucket, unit.key)
             if record is None or not record.complete:
                 yield unit
+
+    async def _evicting(self, call: JobCall) -> AsyncIterator[JobUnit]:
+        """What is here and may go; what was derived from it goes first, for it is no object of the bucket."""
+        if not call.dry_run:
+            await self._evict_derived(call)
+        async for unit in self._cached(call, State.PINNED | State.OWNED):
+            yield unit
 
     def _flush_owed(self, call: JobCall) -> Work:
         owed = self._flusher.owing(call.bucket, call.prefix, call.keys)
@@ -193,6 +202,14 @@ class JobWork:
         self._room.reclaim()
         await asyncio.sleep(0)
         return freed_bytes
+
+    async def _evict_derived(self, call: JobCall) -> None:
+        self._flush()
+        for place, name in names_in(self._index, call.bucket, call.prefix, call.keys):
+            self._tally.evicted_bytes += self._cold.forget(place, name)
+            await asyncio.sleep(0)
+        self._flush()
+        self._room.reclaim()
 
     async def _refresh(self, bucket: str, unit: JobUnit) -> int:
         served = await self._buckets.get(bucket)

@@ -1,0 +1,73 @@
+"""Names of derived objects, and the call that keeps one.
+
+Theory. What a node computes from an object is stored in a reserved bucket of its kind, under the source's name
+(`node/derived.py` says why). Names of reserved buckets begin with `-`, which no bucket's may. The name of a derived
+object is `BUCKET/=KEY`; where that is longer than a key may be, `BUCKET/#` with the beginning of the key and a hash of
+all of it.
+
+Invariants. (1) Different sources, different names (but for 128-bit collisions). (2) No name is longer than
+KEY_BYTES_MAX. (3) The name of what is derived from any key under a prefix begins with one of `names_under`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from forebay.core import limits
+
+DerivedKind = Literal["members", "manifests", "plain"]
+DERIVED_KINDS: tuple[DerivedKind, ...] = ("members", "manifests", "plain")
+_HASH_CHARS = 32
+
+
+class KeepCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Keep what was computed from `version` of an object. It is `body` (at most INLINE_BYTES_MAX) or the temp file
+    `path`, which is the engine's from here on, with `sums`: the xxh3-64 of each block."""
+
+    kind: DerivedKind
+    bucket: str
+    key: str
+    version: str
+    size_bytes: int
+    path: str = ""
+    body: bytes | None = None
+    sums: list[int] = []
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """False: the object is of another version by now, and nothing was kept."""
+
+    kept: bool
+
+
+def reserved(kind: DerivedKind) -> str:
+    """The bucket that derived objects of this kind are in."""
+    return f"-{kind}"
+
+
+def name_of(bucket: str, key: str) -> str:
+    """The name of what is derived from an object."""
+    name = f"{bucket}/={key}"
+    raw = name.encode()
+    if len(raw) <= limits.KEY_BYTES_MAX:
+        return name
+    return f"{bucket}/#{_cut(key, _stem_bytes(bucket))}{xxhash.xxh3_128_hexdigest(raw)}"
+
+
+def names_under(bucket: str, prefix: str) -> tuple[str, str]:
+    """What the names of all that is derived from keys under `prefix` begin with. Where the prefix itself is longer than
+    the part of a long key that is in its name, names of other keys may begin like that too."""
+    stem = _cut(prefix, _stem_bytes(bucket) - 4)  # a character may be cut from a key where the prefix goes on
+    return f"{bucket}/={prefix}", f"{bucket}/#{stem}"
+
+
+def _stem_bytes(bucket: str) -> int:
+    return limits.KEY_BYTES_MAX - len(bucket) - 2 - _HASH_CHARS
+
+
+def _cut(text: str, size_bytes: int) -> str:
+    """The beginning of `text` that fits."""
+    return text.encode()[:size_bytes].decode("utf-8", "ignore")
