@@ -55,7 +55,7 @@ _SIGNATURE = re.compile(rb"[0-9a-f]{64}").fullmatch
 _STAMP = re.compile(rb"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z").fullmatch
 _AUTHORIZATION = re.compile(
     rb"AWS4-HMAC-SHA256[ ]+Credential=([^\s,]+)[ ]*,[ ]*SignedHeaders=([^\s,]+)[ ]*,[ ]*Signature="
-).fullmatch
+)
 _EXPIRES = re.compile(rb"-?[0-9]{1,18}").fullmatch
 _SPACES = re.compile(rb" +")
 
@@ -263,10 +263,12 @@ class Verifier:
     def _scope_of_header(self, authorization: bytes) -> _Scope:
         """Parse and keep; only called for a prefix not seen before."""
         prefix = authorization[:-64]
-        match = _AUTHORIZATION(prefix)
+        match = _AUTHORIZATION.match(authorization)
         if match is None:
             raise _unparsed(authorization)
         scope = self._scope(match[1], match[2], _malformed_header)
+        if match.end() != len(prefix):
+            raise mismatch()  # no signature has another length
         if len(self._scopes) >= SCOPES_KEPT_MAX:
             self._scopes.clear()
         self._scopes[prefix] = scope
@@ -330,10 +332,11 @@ class Verifier:
         if not _EXPIRES(expires):
             raise _malformed_query("X-Amz-Expires should be a number of seconds")
         expires_s = int(expires)
-        if expires_s < 0:
-            raise _malformed_query("X-Amz-Expires must be non-negative")
-        if expires_s > EXPIRES_S_MAX:
-            raise _malformed_query(f"X-Amz-Expires must be less than a week (in seconds): at most {EXPIRES_S_MAX}")
+        if not 1 <= expires_s <= EXPIRES_S_MAX:
+            raise Denied(
+                f"X-Amz-Expires must be a number of seconds from 1 to {EXPIRES_S_MAX}: sign it again",
+                code="AccessDenied",
+            )
         if b"X-Amz-Security-Token" in given:
             raise _no_session_tokens()
         scope = self._scope(given[b"X-Amz-Credential"], given[b"X-Amz-SignedHeaders"], _malformed_query)
@@ -426,7 +429,9 @@ def _unparsed(authorization: bytes) -> ForebayError:
         return _malformed_header(
             "it must be 'AWS4-HMAC-SHA256 Credential=…, SignedHeaders=…, Signature=<64 hex digits>'"
         )
-    if authorization.startswith((b"AWS ", b"AWS4-")):
+    if not authorization:
+        return Denied("Access denied: the Authorization header is empty, sign the request", code="AccessDenied")
+    if authorization.startswith(b"AWS4-") or (authorization.startswith(b"AWS ") and b":" in authorization):
         return _unsupported()
     return Invalid("Unsupported authorization type: sign with AWS4-HMAC-SHA256", code="InvalidArgument")
 

@@ -90,10 +90,8 @@ def parse_fields(block: bytes) -> Fields:
         fields.keep_alive = False if b"close" in tokens else True if b"keep-alive" in tokens else None
     if b"content-length" in headers or b"transfer-encoding" in headers:
         fields.length_bytes = _framing(headers)
-    if b"expect" in headers:
-        if headers[b"expect"].lower() != b"100-continue":
-            raise Invalid("only 'Expect: 100-continue' is understood: leave the header out", code="ExpectationFailed")
-        fields.expects_continue = True
+    if b"expect" in headers:  # what else may be expected is ignored, as RFC 9110 10.1.1 lets one, and as S3 does
+        fields.expects_continue = headers[b"expect"].lower() == b"100-continue"
     return fields
 
 

@@ -240,7 +240,6 @@ REASONS = {
     413: "Content Too Large",
     414: "URI Too Long",
     416: "Range Not Satisfiable",
-    417: "Expectation Failed",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     501: "Not Implemented",
@@ -261,7 +260,6 @@ STATUS_OF_CODE = {
     "HeadersTooLarge": 431,
     "MissingContentLength": 411,
     "VersionNotSupported": 505,
-    "ExpectationFailed": 417,
     "ConditionalRequestConflict": 409,
     "InsufficientStorage": 507,
 }
