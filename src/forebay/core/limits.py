@@ -90,6 +90,11 @@ BATCH_BODY_BYTES_MAX = 4 * MIB  # a batch request: 16,384 items of 250 bytes
 BATCH_BYTES_MAX = 4 * GIB  # an answer: over this a connection is held for minutes, ask in parts
 BATCH_COLD_AHEAD = 32  # cold items of one batch that are asked of the engine at once
 DOOR_FILES_MAX = 64  # descriptors in one message of the door; the kernel takes 253
+DOOR_ASKS_MAX = 4  # questions at one door connection that are not answered yet: hides the way, bounds the memory
+DOOR_ASK_BYTES_MAX = 128 * KIB  # one message to the door: DOOR_FILES_MAX of the longest keys are 70 KiB
+DOOR_ANSWER_BYTES_MAX = 2 * MIB  # one message from it: DOOR_FILES_MAX inline objects are 1 MiB
+DOOR_CONNECTIONS_MAX = 1024  # per front; a process of a job opens one
+DOOR_GIVEN_MAX = 512  # descriptors that one connection may hold: twice what a client keeps, threads may overlap
 MEMBERS_MAX = 4_000_000  # of one shard: an index of about 200 MB in memory while it is built
 MEMBER_INFLATED_BYTES_MAX = 1 * GIB  # a deflated zip member, or a bomb
 MANIFEST_OBJECTS_MAX = 50_000_000  # of one manifest: 3 GB; datasets of more objects are sharded
@@ -106,4 +111,7 @@ assert FETCHES_PER_READ_MAX <= FETCHES_MAX
 assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
 assert BATCH_BODY_BYTES_MAX < FRAME_BYTES_MAX
 assert DOOR_FILES_MAX < CLIENT_FILES_OPEN_MAX <= FRONT_FILES_OPEN_MAX
+assert DOOR_FILES_MAX * (KEY_BYTES_MAX + BUCKET_NAME_BYTES_MAX + 16) < DOOR_ASK_BYTES_MAX
+assert DOOR_FILES_MAX * 2 * INLINE_BYTES_MAX <= DOOR_ANSWER_BYTES_MAX
+assert CLIENT_FILES_OPEN_MAX * 2 <= DOOR_GIVEN_MAX
 assert CLIENT_STALL_TIMEOUT_S > BACKEND_ATTEMPTS_MAX * BACKEND_STALL_TIMEOUT_S

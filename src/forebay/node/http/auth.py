@@ -142,8 +142,13 @@ class Auth:
                 _check_origin(request.header(b"origin"))
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
-        known = scheme.lower() == b"bearer"
-        identity = self._identities.of_token(token.strip(), self._wall_s()) if known else None
+        return self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
+
+    def holder(self, token: bytes) -> Identity:
+        """Whose bearer token this is, however it came; `ANYONE` without identities, else `Denied` if it is nobody's."""
+        if self.open:
+            return ANYONE
+        identity = self._identities.of_token(token, self._wall_s()) if token else None
         if identity is None:
             raise Denied(
                 "this node has identities: send 'Authorization: Bearer <token>' with a token it knows",

@@ -57,6 +57,13 @@ def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"
     return Plan(206, record.head + line + extra, start, end)
 
 
+def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
+    """Whether what is here of the object may be given out without asking the engine: it is verified, and either the
+    truth (owned) or fresh."""
+    state = record.state
+    return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
+
+
 class Reads:
     """See the module's header. One for each front."""
 
@@ -105,11 +112,7 @@ class Reads:
         """
         name = bucket.name
         record = self._store.lookup(name, key)
-        if (
-            record is not None
-            and not record.state & _UNVERIFIED
-            and (record.state & _OWNED or is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s()))
-        ):
+        if record is not None and may_serve(record, bucket, self._clock.wall_s()):
             plan = plan_plain(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, plan):
                 return

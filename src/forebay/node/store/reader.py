@@ -191,6 +191,15 @@ class StoreReader:
             leased._uses += 1
             leased.record = record
             return leased
+        opened = self.open_apart(bucket, key, record)
+        if opened is None:
+            return None
+        leased = self._files[record.object_id] = LeasedFile(self, opened[0], record.object_id, opened[1])
+        return leased
+
+    def open_apart(self, bucket: str, key: str, record: Record) -> tuple[int, Record] | None:
+        """As `acquire`, but a read-only descriptor with a lease of its own, and the record that was read under it. It
+        is the caller's: to close, or to give to another process, which then holds the lease."""
         view = self._view(bucket, key)
         fd = self._open(view.data + files.file_name(record.object_id)) if view is not None else -1
         if fd < 0:
@@ -199,8 +208,7 @@ class StoreReader:
         if again is None or again.object_id != record.object_id:
             os.close(fd)
             return None
-        leased = self._files[record.object_id] = LeasedFile(self, fd, record.object_id, again)
-        return leased
+        return fd, again
 
     async def open_landing(self, path: str) -> LeasedFile | None:
         """Lease a file that a `Landed` message names; not cached: `release()` closes it. None if it is gone.
