@@ -24,6 +24,7 @@ from forebay.core.calls import (
     TagsSaid,
 )
 from forebay.core.errors import Exists, NotFound
+from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.types import Bucket
 from forebay.node.http.auth import Auth
 from forebay.node.http.intake import Intake
@@ -113,7 +114,7 @@ class BucketFront(Front):
 
     def __init__(self, may: Mapping[str, str] | None = None, **buckets: dict[str, Object]) -> None:
         self.reads = BucketReads(buckets)
-        self.auth = Auth()
+        self.auth = Auth(addressing=Addressing((*BASE_DOMAINS, "s3.example.com")))
         identities = [
             Identity(name, f"AKID{name.upper()}", f"secret of {name}", grants=parse_grants(grants) if grants else ())
             for name, grants in (may or {}).items()

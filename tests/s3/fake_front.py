@@ -23,6 +23,7 @@ from forebay.core.errors import Bug, ForebayError, NotFound, Precondition
 from forebay.core.httpsem import Conditions
 from forebay.core.listing import after_prefix
 from forebay.core.record import Record, build_head
+from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec, WriteMode, check_bucket_name
 from forebay.node.http.auth import Auth
 from forebay.node.http.intake import Intake
@@ -274,7 +275,7 @@ class Front:
 
     def __init__(self, *identities: Identity, now_s: float = MODIFIED_S, **buckets: dict[str, Object]) -> None:
         self.reads = FakeReads(dict(buckets))
-        self.auth = Auth(lambda: now_s)
+        self.auth = Auth(lambda: now_s, Addressing((*BASE_DOMAINS, "s3.example.com")))
         self.auth.update(encode_identities(list(identities)) if identities else b"")
         puts = Puts(self.reads.call, Intake(self.reads.place), self.reads)
         self.handler = S3(self.reads, self.reads.call, self.auth, puts, "node-1", ("s3.example.com",))

@@ -157,6 +157,14 @@ def test_an_answer_that_no_rule_allows_still_depends_on_the_origin(front: Bucket
     assert answer.headers["vary"].startswith("Origin")
 
 
+def test_a_request_that_names_a_method_is_answered_for_that_one(front: BucketFront) -> None:
+    """As S3 does, also where it is no preflight; the answer itself is that of the method which was used."""
+    front.reads.change("corpus", cors=(CorsRule((SITE,), ("GET",)), CorsRule(("https://writer",), ("PUT",))))
+    for origin, method, shown in ((SITE, "PUT", ""), (SITE, "GET", SITE), ("https://writer", "PUT", "https://writer")):
+        answer = front.get("/corpus/k", origin=origin, access_control_request_method=method)
+        assert (answer.status, allowed(answer)) == (200, shown)
+
+
 # --- an open node ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "method, target, body",

@@ -67,6 +67,11 @@ class Addressing:
                 return name[: -len(base) - 1].decode("latin-1")
         return ""
 
+    def has(self, host: bytes) -> bool:
+        """Whether a Host header names one of the base domains, or a bucket under one."""
+        name = _PORT.sub(b"", host.strip()).lower().rstrip(b".")
+        return any(name == base or name.endswith(b"." + base) for base in self._bases)
+
     def split(self, path: bytes, host: bytes) -> tuple[str, str]:
         """(bucket, key) of a request path (still encoded, without its query).
 

@@ -70,7 +70,7 @@ class Front:
         self._store = StoreReader([])
         domains = (settings.domain,) if settings.domain else ()
         self._addressing = Addressing((*BASE_DOMAINS, *domains))
-        self._auth = Auth(clock.wall_s, self._addressing.bucket_of_host)
+        self._auth = Auth(clock.wall_s, self._addressing)
         self._welcomed: Welcome | None = None
         self.link = Link(
             settings.engine_socket,

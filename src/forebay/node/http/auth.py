@@ -9,9 +9,11 @@ Answers to "may they?" are kept per (identity, verb, bucket), because a grant is
 same question for every request.
 
 A node without identities trusts whoever reaches it, and a browser on its host reaches it too: a page of any site may
-point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). Such requests carry that name in
-`Host`, so the native API of an open node answers only to names that mean this machine. A page may also send a request
-to our own name, without reading the answer; browsers then name the page in `Origin`, and such requests change nothing.
+point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). To the browser that is no cross-site
+request, so it sends neither `Origin` nor `Sec-Fetch-Site` that would tell; but `Host` carries the page's name. So an
+open node answers only to names that mean this machine, and to the domain that its operator gave it, under which buckets
+are named. A page may also send a request to our own name, without reading the answer; browsers then name the page in
+`Origin`, or say `Sec-Fetch-Site`, and such requests change nothing.
 
 A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
 
@@ -46,17 +48,17 @@ class Caller(NamedTuple):
 
 
 class Auth:
-    """One per front. `wall_s` gives Unix time, `bucket_of_host` the bucket that a Host header names, or ""."""
+    """One per front. `wall_s` gives Unix time, `addressing` knows the node's names and the bucket that one means."""
 
     def __init__(
         self,
         wall_s: Callable[[], float] = clock.wall_s,
-        bucket_of_host: Callable[[bytes], str] = Addressing().bucket_of_host,
+        addressing: Addressing | None = None,
     ) -> None:
         self._wall_s = wall_s
-        self._bucket_of_host = bucket_of_host
+        self._addressing = addressing if addressing is not None else Addressing()
         self._body = b""
-        self._hosts: set[str] = set()
+        self._hosts: set[bytes] = set()
         self.update(b"")
 
     def update(self, identities: bytes) -> None:
@@ -65,9 +67,25 @@ class Auth:
             return
         self._body = identities
         self._identities = Identities(decode_identities(identities))
-        self._verifier = Verifier(self._identities.secrets, self._bucket_of_host)
+        self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host)
         self._answers: dict[tuple[str, str, str], bool] = {}
         self.open = not identities  # told of none; an identities file without entries lets nobody in
+
+    def check_host(self, request: Request) -> None:
+        """Return if the node has identities, or the request was sent to a name of this machine or of the node's domain;
+        else `Denied`: a page of another site may have sent it."""
+        host = request.headers.get(b"host", b"")
+        if not self.open or host in self._hosts:
+            return
+        if not is_this_machine(host.decode("latin-1")) and not self._addressing.has(host):
+            raise Denied(
+                "this node has no identities, so it answers to localhost, loopback addresses and the name given with "
+                f"--domain only, not to {host[:100].decode('latin-1')!r}: use http://127.0.0.1, or give the node "
+                "identities",
+                code="AccessDenied",
+            )
+        if len(self._hosts) < _ANSWERS_KEPT_MAX:
+            self._hosts.add(host)
 
     def signed(self, request: Request) -> Identity:
         """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did."""
@@ -126,20 +144,11 @@ class Auth:
 
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
-        request was sent to a name that is not this machine's."""
+        request was sent to a name that is not the node's."""
         if self.open:
-            host = request.header(b"host")
-            if host not in self._hosts:
-                if not is_this_machine(host):
-                    raise Denied(
-                        f"this node has no identities, so it answers to localhost and loopback addresses only, not to "
-                        f"{host[:100]!r}: use http://127.0.0.1, or give the node identities",
-                        code="AccessDenied",
-                    )
-                if len(self._hosts) < _ANSWERS_KEPT_MAX:
-                    self._hosts.add(host)
-            if b"origin" in request.headers and request.method not in (b"GET", b"HEAD"):
-                _check_origin(request.header(b"origin"))
+            self.check_host(request)
+            if request.method not in (b"GET", b"HEAD"):
+                _check_page(request)
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
         return self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
@@ -194,11 +203,17 @@ class Auth:
             )
 
 
-def _check_origin(origin: str) -> None:
-    if not origin.startswith(("http://", "https://")) or not is_this_machine(origin.partition("://")[2]):
+def _check_page(request: Request) -> None:
+    """Return if no page of another site sent this request; else `Denied`."""
+    origin = request.header(b"origin")
+    if b"origin" not in request.headers:
+        foreign = request.headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+    else:
+        foreign = not origin.startswith(("http://", "https://")) or not is_this_machine(origin.partition("://")[2])
+    if foreign:
         raise Denied(
             f"this node has no identities, so pages of other sites may change nothing here, and this is one of "
-            f"{origin[:100]!r}: give the node identities, and send a token",
+            f"{origin[:100] or 'another site'!r}: give the node identities, and send a token",
             code="AccessDenied",
         )
 

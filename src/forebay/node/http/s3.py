@@ -103,6 +103,7 @@ class S3:
     def handle(self, request: Request, exchange: Exchange) -> None:
         """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
         headers = request.headers
+        self._auth.check_host(request)
         name, key = self._addressing.split(request.path, headers.get(b"host", b""))
         method = request.method
         if key and (method == b"GET" or method == b"HEAD"):
@@ -133,6 +134,7 @@ class S3:
         if request.method not in (b"PUT", b"POST", b"DELETE"):
             return BoundedBody(limits.JSON_BODY_BYTES_MAX)
         name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
+        self._auth.check_host(request)
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
