@@ -73,4 +73,4 @@ def test_an_allowed_page_writes_wherever_it_comes_from(front: BucketFront) -> No
     headers = {"origin": "https://app.example", "sec-fetch-site": "cross-site"}
     assert front.put("/corpus/k", b"new", headers).status == 200
     method = {**headers, "access-control-request-method": "PUT"}
-    assert said(front.ask("DELETE", "/corpus/k", method)) == (403, "AccessForbidden"), "what is said is not what is done"
+    assert said(front.ask("DELETE", "/corpus/k", method)) == (403, "AccessForbidden"), "not what it says, what it does"
