@@ -14,8 +14,11 @@ complete. (2) `complete` implies `present == b""`. (3) One object id belongs to 
 from __future__ import annotations
 
 import email.utils
+import functools
+import math
 import re
 from enum import IntFlag
+from typing import Final
 
 import msgspec
 
@@ -34,6 +37,10 @@ class State(IntFlag):
     UNVERIFIED = 4  # rebuilt after an unclean machine stop: each block must be verified before its first use
     LOCAL = 8  # of a bucket without a backend: these bytes are the only ones
     OWNED = 9  # dirty or local: the truth however old, and never a victim
+
+
+PINNED: Final = int(State.PINNED)  # as plain numbers, for what runs with every write: `&` of a flag costs 0.5 µs
+OWNED: Final = int(State.OWNED)
 
 
 class Record(msgspec.Struct, array_like=True, gc=False):
@@ -76,6 +83,12 @@ def blocks_in(size_bytes: int, block_bytes: int = limits.BLOCK_BYTES) -> int:
     return -(-size_bytes // block_bytes)
 
 
+@functools.lru_cache(maxsize=1024)
+def _http_date(second_s: int) -> str:
+    """What is written in one second has one date."""
+    return email.utils.formatdate(second_s, usegmt=True)
+
+
 def build_head(info: ObjectInfo) -> bytes:
     """The static header lines of a 200 or 206 for `info`: ETag, Last-Modified, Accept-Ranges and the stored headers.
 
@@ -83,11 +96,13 @@ def build_head(info: ObjectInfo) -> bytes:
     """
     lines = [
         f'ETag: "{info.etag}"' if info.etag else "",
-        f"Last-Modified: {email.utils.formatdate(info.modified_s, usegmt=True)}",
+        f"Last-Modified: {_http_date(math.floor(info.modified_s))}",
         "Accept-Ranges: bytes",
     ]
     names = {name for name, _ in info.headers}
     if "content-type" not in names:
         lines.append("Content-Type: binary/octet-stream")
     lines += [f"{name.title() if not name.startswith('x-amz-') else name}: {value}" for name, value in info.headers]
-    return b"".join(line.encode("utf-8") + b"\r\n" for line in lines if line and not _CONTROL.search(line))
+    if _CONTROL.search("".join(lines)):
+        lines = [line for line in lines if not _CONTROL.search(line)]
+    return "".join([line + "\r\n" for line in lines if line]).encode("utf-8")

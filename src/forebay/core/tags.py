@@ -84,7 +84,7 @@ def format_tags(tags: Sequence[tuple[str, str]]) -> str:
 
 def with_tags(headers: Headers, tags: str) -> Headers:
     """Stored headers of an object that has these tags, and no others."""
-    kept = without_tags(headers)
+    kept = without_tags(headers) if headers else headers
     return (*kept, (HEADER, tags), (COUNT_HEADER, str(len(parse_tags(tags))))) if tags else kept
 
 

@@ -201,18 +201,23 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        buffer = self._buffer
-        buffer += data
-        position = 0
+        kept = self._buffer
+        if kept:
+            kept += data
+        buffer = memoryview(kept or data)
+        size, position = len(buffer), 0
         try:
-            while len(buffer) - position >= 4:
+            while size - position >= 4:
                 (length,) = _length.unpack_from(buffer, position)
                 if length > limits.FRAME_BYTES_MAX:
                     raise Bug(f"a frame of {length} bytes was announced: the two sides disagree on the protocol")
-                if len(buffer) - position - 4 < length:
+                end = position + 4 + length
+                if end > size:
                     break
-                message = _decoder.decode(bytes(buffer[position + 4 : position + 4 + length]))
-                position += 4 + length
+                message = _decoder.decode(buffer[position + 4 : end])
+                position = end
                 yield message
         finally:
-            del buffer[:position]
+            if position or not kept:
+                self._buffer = bytearray(buffer[position:])
+            buffer.release()

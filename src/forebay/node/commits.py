@@ -6,6 +6,9 @@ a thread of its own, so that no slow reader's bytes stand before it), and makes 
 Whoever waits longer than that shares the next turn. What must be true together with the change, such as the note of
 what is owed, is told in the same turn of the loop (`published`), before anybody can look.
 
+Who asks gives a function to call with the outcome (`begin`), since a future and a wake-up for each small write would
+cost more than the write; `commit` is the same for who would rather wait.
+
 A large file is best synced before its change is queued (`Writes` does): then the group does not wait for its bytes.
 
 Rejected: waiting a moment for company (a lone writer would pay, and under load company comes by itself).
@@ -17,93 +20,131 @@ every front. (3) Changes of one key never share a group: their lock sees to it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from forebay.core.errors import Bug, ForebayError
 from forebay.core.record import Record
-from forebay.node.store import Change, Put, Store
+from forebay.node.store import Change, Prepared, Store
 
 log = logging.getLogger("forebay.writes")
 
 GROUP_MAX = 512  # changes in one sync: 8 MiB of inline bodies at most
 SLOW_S = 5.0  # a sync that takes longer is worth a line in the log
 Published = Callable[[Change, Record | None, Record | None], None]
+Done = Callable[[Record | ForebayError | None], None]
+_Asked = tuple[Change, Done]
 
 
 class Commits:
     """See the module's header. `published(change, before, after)` hears of each change on the loop as it becomes true;
-    `flush` makes the index visible."""
+    `flush` makes the index visible. For the loop that first begins something."""
 
     def __init__(self, store: Store, *, published: Published, flush: Callable[[], None]) -> None:
         self.groups = 0  # syncs so far
         self._store = store
         self._published = published
         self.flush = flush
-        self._waiting: list[tuple[Change, asyncio.Future[Record | None]]] = []
-        self._working: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._waiting: list[_Asked] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-commit")
 
     async def commit(self, change: Change) -> Record | None:
         """Make it so; the record (None for a delete). Raises what kept it from being so: nothing changed then."""
         done: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
+        self.begin(change, functools.partial(_resolve, done))
+        return await done
+
+    def begin(self, change: Change, done: Done) -> None:
+        """Make it so, and call `done` with the record (None for a delete), or with what kept it from being so."""
         self._waiting.append((change, done))
-        if self._working is None:
-            self._working = asyncio.create_task(self._work())
-        return await asyncio.shield(done)
+        if self._idle.is_set():
+            self._idle.clear()
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._go_on)  # what else comes in this turn goes with it
 
-    async def _work(self) -> None:
+    def _go_on(self) -> None:
+        """Begin the next group, if there is one."""
+        while self._waiting:
+            group, self._waiting = self._waiting[:GROUP_MAX], self._waiting[GROUP_MAX:]
+            self.groups += 1
+            try:
+                prepared = self._store.prepare([change for change, _ in group])
+                if prepared.touches_disk:
+                    self._thread.submit(self._make_durable, group, prepared, self._loop.time())
+                    return
+            except Exception as error:
+                _broke(group, error)
+            else:
+                self._end(group, prepared)
+        self._idle.set()
+
+    def _make_durable(self, group: list[_Asked], prepared: Prepared, began_s: float) -> None:
+        """In the thread."""
+        failure: Exception | None = None
         try:
-            while self._waiting:
-                group, self._waiting = self._waiting[:GROUP_MAX], self._waiting[GROUP_MAX:]
-                try:
-                    await self._commit(group)
-                except ForebayError as error:
-                    _fail(group, error)
-                except Exception as error:
-                    log.exception("a commit of %d changes broke", len(group))
-                    _fail(group, Bug(f"committing broke: {error!r}: please report it with the node's log"))
-        finally:
-            self._working = None
+            self._store.make_durable(prepared)
+        except Exception as error:
+            failure = error
+        self._loop.call_soon_threadsafe(self._made_durable, group, prepared, began_s, failure)
 
-    async def _commit(self, group: list[tuple[Change, asyncio.Future[Record | None]]]) -> None:
-        self.groups += 1
-        prepared = self._store.prepare([change for change, _ in group])
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        await loop.run_in_executor(self._thread, self._store.make_durable, prepared)
-        if loop.time() - began_s > SLOW_S:
-            log.warning("%d writes took %.1f s to reach the disks: they are slow", len(group), loop.time() - began_s)
-        before = [self._store.lookup(change.bucket, _key(change)) for change, _ in group]
-        outcomes = self._store.publish(prepared)
-        for (change, _), old, outcome in zip(group, before, outcomes, strict=True):
-            if not isinstance(outcome, ForebayError):
-                self._published(change, old, outcome)
-        self.flush()
+    def _made_durable(self, group: list[_Asked], prepared: Prepared, began_s: float, failure: Exception | None) -> None:
+        took_s = self._loop.time() - began_s
+        if took_s > SLOW_S:
+            log.warning("%d writes took %.1f s to reach the disks: they are slow", len(group), took_s)
+        if failure is not None:
+            _broke(group, failure)
+        else:
+            self._end(group, prepared)
+        self._go_on()
+
+    def _end(self, group: list[_Asked], prepared: Prepared) -> None:
+        """Show what was made durable, and tell who asked."""
+        try:
+            outcomes = self._store.publish(prepared)
+            for (change, _), before, outcome in zip(group, prepared.replaced, outcomes, strict=True):
+                if not isinstance(outcome, ForebayError):
+                    self._published(change, before, outcome)
+            self.flush()
+        except Exception as error:
+            _broke(group, error)
+            return
         for (_, done), outcome in zip(group, outcomes, strict=True):
-            if isinstance(outcome, ForebayError):
-                _end(done, outcome)
-            elif not done.done():
-                done.set_result(outcome)
+            _tell(done, outcome)
+
+    async def settled(self) -> None:
+        """Return when nothing is queued."""
+        await self._idle.wait()
 
     async def aclose(self) -> None:
         """Finish what is queued. Twice is fine."""
-        while self._working is not None:
-            await asyncio.wait([self._working])
+        await self.settled()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
 
-def _key(change: Change) -> str:
-    return change.info.key if isinstance(change, Put) else change.key
+def _resolve(done: asyncio.Future[Record | None], outcome: Record | ForebayError | None) -> None:
+    if done.done():
+        return  # who asked is gone
+    if isinstance(outcome, ForebayError):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)
 
 
-def _end(done: asyncio.Future[Record | None], error: ForebayError) -> None:
-    if not done.done():
-        done.set_exception(error)
-        done.exception()  # who asked may be gone
+def _tell(done: Done, outcome: Record | ForebayError | None) -> None:
+    try:
+        done(outcome)
+    except Exception:
+        log.exception("who waited for a commit broke when it was told")
 
 
-def _fail(group: list[tuple[Change, asyncio.Future[Record | None]]], error: ForebayError) -> None:
+def _broke(group: list[_Asked], error: Exception) -> None:
+    if not isinstance(error, ForebayError):
+        log.error("a commit of %d changes broke", len(group), exc_info=error)
+        error = Bug(f"committing broke: {error!r}: please report it with the node's log")
     for _, done in group:
-        _end(done, error)
+        _tell(done, error)

@@ -229,7 +229,12 @@ class Engine:
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         self.verbs = Verbs(self)
         self.fronts = Fronts(
-            self.cold, self.streams, welcome=self.welcome, answer=self.verbs.answer, touched=self._touched
+            self.cold,
+            self.streams,
+            welcome=self.welcome,
+            answer=self.verbs.answer,
+            begin=self.writes.begin,
+            touched=self._touched,
         )
 
     async def _know_myself(self) -> str:

@@ -311,17 +311,11 @@ class Flusher:
 
         Before the key's lock is taken: the flush that makes room may need it.
         """
-        if bucket.write != "back":
+        if bucket.write != "back" or self.admits(bucket, size_bytes):
             return
-        of = self._bucket(bucket.name)
-        dirty_bytes_max = bucket.dirty_bytes_max if bucket.dirty_bytes_max is not None else self._quarter_bytes()
-        self._at_gate(bucket.name, Bounds(dirty_bytes_max, bucket.dirty_age_max_s))
-        self._numbers += 1
-        writer = self._numbers
-        answer = of.writers[writer] = asyncio.get_running_loop().create_future()
-        self._at_gate(bucket.name, Knock(writer, size_bytes, self._clock.monotonic_s() + limits.DIRTY_WAIT_S))
-        if answer.done():
-            return
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        writer = self._knock(bucket, size_bytes, answer)
+        of = self._of[bucket.name]
         of.counts.waits += 1
         try:
             await answer
@@ -329,6 +323,28 @@ class Flusher:
             of.writers.pop(writer, None)
             self._at_gate(bucket.name, Gone(writer))
             raise
+
+    def admits(self, bucket: Bucket, size_bytes: int) -> bool:
+        """As `room` where there is nothing to wait for; else False, and nothing happened."""
+        waiting = self._bucket(bucket.name).gate.waiting
+        if waiting:
+            return False
+        writer = self._knock(bucket, size_bytes)
+        if writer in waiting:
+            self._at_gate(bucket.name, Gone(writer))
+            return False
+        return True
+
+    def _knock(self, bucket: Bucket, size_bytes: int, answer: asyncio.Future[None] | None = None) -> int:
+        """Ask the gate; the writer's number, by which it waits there if it must."""
+        dirty_bytes_max = bucket.dirty_bytes_max if bucket.dirty_bytes_max is not None else self._quarter_bytes()
+        self._at_gate(bucket.name, Bounds(dirty_bytes_max, bucket.dirty_age_max_s))
+        self._numbers += 1
+        if answer is not None:
+            self._of[bucket.name].writers[self._numbers] = answer
+        until_s = self._clock.monotonic_s() + limits.DIRTY_WAIT_S
+        self._at_gate(bucket.name, Knock(self._numbers, size_bytes, until_s))
+        return self._numbers
 
     def _quarter_bytes(self) -> int:
         """A quarter of what the node may hold, looked up every few seconds."""

@@ -111,7 +111,7 @@ class Front:
         self.port = listener.getsockname()[1]
         assert self._welcomed is not None
         domains = (self.settings.domain,) if self.settings.domain else ()
-        puts = Puts(self.link.call, Intake(self._store.incoming), self.link)
+        puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
         native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing)
         self.server = Server(

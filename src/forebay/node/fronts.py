@@ -13,6 +13,7 @@ and the bodies that it was receiving are given up.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, cast
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import msgspec
 
 from forebay.core import limits, wire
-from forebay.core.calls import PutCall, PutOpened, decode_call, encode_answer
+from forebay.core.calls import PutCall, PutOpened, Written, decode_call, encode_answer
 from forebay.core.errors import Bug, ErrorOnWire, ForebayError
 from forebay.core.metrics import Snapshot, decode_snapshot
 from forebay.core.record import Record
@@ -139,7 +140,12 @@ class Connection(asyncio.Protocol):
 
     # --- messages ----------------------------------------------------------------------------------------------------
     def _take(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Consumed):
+        if isinstance(message, wire.Call):
+            if message.verb != "put" or not self._begin_put(message):
+                call = asyncio.create_task(self._call(message))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+        elif isinstance(message, wire.Consumed):
             if read := self._reads.get(message.read):
                 read.took(message.position)
         elif isinstance(message, wire.OpenRead):
@@ -163,10 +169,6 @@ class Connection(asyncio.Protocol):
             if message.put in self._puts:
                 self._puts.discard(message.put)
                 self._fronts.puts.gave_up(message.put)
-        elif isinstance(message, wire.Call):
-            call = asyncio.create_task(self._call(message))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
         elif isinstance(message, wire.Suspect):
             self._fronts.reads.suspect(message.bucket, message.key, message.object_id, message.reason)
         elif isinstance(message, wire.Reported):
@@ -190,6 +192,22 @@ class Connection(asyncio.Protocol):
         if read := self._reads.pop(number, None):
             read.close()
         self.post(wire.Failed(number, error))
+
+    def _begin_put(self, message: wire.Call) -> bool:
+        """Begin a put that waits for nothing but its commit; False, and nothing happened, for any other."""
+        try:
+            arguments: PutCall = decode_call("put", message.body)
+        except ForebayError:
+            return False
+        if arguments.put:
+            return False
+        return self._fronts.begin(arguments, functools.partial(self._put, message.call))
+
+    def _put(self, call: int, outcome: Written | ForebayError) -> None:
+        if isinstance(outcome, ForebayError):
+            self.post(wire.Failed(call, outcome.to_wire()))
+        else:
+            self.post(wire.Answer(call, encode_answer(outcome)))
 
     async def _call(self, message: wire.Call) -> None:
         try:
@@ -216,7 +234,8 @@ class Connection(asyncio.Protocol):
 
 
 class Fronts:
-    """All connections. `welcome` makes the message that greets; `answer` serves a call; `touched` hears of hits."""
+    """All connections. `welcome` makes the message that greets; `answer` serves a call; `begin` begins a put and calls
+    what it was given with the outcome, or says that it cannot; `touched` hears of hits."""
 
     def __init__(
         self,
@@ -225,6 +244,7 @@ class Fronts:
         *,
         welcome: Callable[[], wire.Welcome],
         answer: Callable[[str, Any], Awaitable[Any]],
+        begin: Callable[[PutCall, Callable[[Written | ForebayError], None]], bool],
         touched: Callable[[int, int, int], None],
     ) -> None:
         self.connections: set[Connection] = set()
@@ -232,6 +252,7 @@ class Fronts:
         self.puts = puts
         self.welcome = welcome
         self.answer = answer
+        self.begin = begin
         self.touched = touched
         self._report = 0
         self._reports: dict[int, tuple[asyncio.Event, list[Snapshot], int]] = {}

@@ -8,6 +8,9 @@ which hides an ordinary restart from clients.
 Hits are gathered in a dictionary, so that an object read a thousand times in a fifth of a second is one entry: the
 engine needs to know that it was used, not how often within that time.
 
+What is said in one turn of the loop goes out together, and a call may be answered by a function instead of a future
+(`begin`): both for many small writes, of which each would else cost a system call, a task and a wake-up more.
+
 Rejected: a connection for each read (a descriptor and a handshake for each miss); asking again after the engine died
 (only one layer retries, and that is the engine's).
 
@@ -18,6 +21,7 @@ Invariants. (1) Every read and call that was sent ends: with an answer, with `Fa
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections import deque
@@ -36,6 +40,7 @@ BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 0.25  # a try costs microseconds, and each miss waits for it
 CONNECT_TIMEOUT_S = 5.0  # from connecting to being welcomed
 TOUCH_INTERVAL_S = 0.2
+Answered = Callable[[Any], None]
 BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this long loses reports of hits, not reads
 
 
@@ -107,6 +112,19 @@ class _Wire(asyncio.Protocol):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._frames = wire.Frames()
+        self._outgoing: list[bytes] = []
+
+    def send(self, message: wire.Message) -> None:
+        """At the end of this turn of the loop, together with what else is said in it."""
+        if not self._outgoing:
+            self._link.loop.call_soon(self.flush)
+        self._outgoing.append(wire.encode(message))
+
+    def flush(self) -> None:
+        """Send what was said, now."""
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing:
+            self.transport.write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
@@ -148,7 +166,8 @@ class Link:
         self._wire: _Wire | None = None  # set once welcomed
         self._number = 0
         self._reads: dict[int, Read] = {}
-        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._calls: dict[int, tuple[str, Answered]] = {}
+        self.loop: asyncio.AbstractEventLoop
         self._ready = asyncio.Event()
         self._broken = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
@@ -167,7 +186,8 @@ class Link:
 
     def start(self) -> None:
         """Begin to connect; `wait` says when it is done."""
-        self._connecting = asyncio.get_running_loop().create_task(self._keep_connected())
+        self.loop = asyncio.get_running_loop()
+        self._connecting = self.loop.create_task(self._keep_connected())
         self._flush_later()
 
     async def stop(self) -> None:
@@ -184,6 +204,7 @@ class Link:
         current = self._wire
         if current is not None:
             self.lost(current)
+            current.flush()
             current.transport.close()
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -220,15 +241,26 @@ class Link:
         `Unavailable` if there is no engine, or it goes away (what was asked may have been done all the same)."""
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
         await self.wait()
-        self._number += 1
-        number = self._number
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
+        future: asyncio.Future[Any] = self.loop.create_future()
+        number = self._call(verb, body, functools.partial(_resolve, future))
         try:
-            self.post(wire.Call(number, verb, body))
-            return calls.decode_answer(verb, await future)
+            return await future
         finally:
             self._calls.pop(number, None)
+
+    def begin(self, verb: str, arguments: Any, answered: Answered) -> bool:
+        """As `call`, without waiting: `answered` is called, once and later, with the answer or with the `ForebayError`.
+        False, and nothing happened, while there is no engine."""
+        if self._wire is None:
+            return False
+        self._call(verb, calls.encode_call(verb, arguments), answered)
+        return True
+
+    def _call(self, verb: str, body: bytes, answered: Answered) -> int:
+        self._number += 1
+        self._calls[self._number] = (verb, answered)
+        self.post(wire.Call(self._number, verb, body))
+        return self._number
 
     def grown(self, put: int, upto: int) -> None:
         """The file of the put that `put_open` numbered `put` holds every byte below `upto`."""
@@ -252,21 +284,22 @@ class Link:
     def post(self, message: wire.Message) -> None:
         """Send if connected; what cannot be sent concerns a connection that is gone, and so do those who wait."""
         if self._wire is not None:
-            self._wire.transport.write(wire.encode(message))
+            self._wire.send(message)
 
     # --- the connection ----------------------------------------------------------------------------------------------
     def take(self, source: _Wire, message: wire.Message) -> None:
         """One message from the engine."""
-        if isinstance(message, wire.Opened | wire.Landed):
+        if isinstance(message, wire.Answer):
+            asked = self._calls.pop(message.call, None)
+            if asked is not None:
+                verb, answered = asked
+                _tell(answered, _answer_of(verb, message.body))
+        elif isinstance(message, wire.Opened | wire.Landed):
             read = self._reads.get(message.read)
             if read is not None:
                 read.take(message)
         elif isinstance(message, wire.Failed):
             self._take_failed(message)
-        elif isinstance(message, wire.Answer):
-            future = self._calls.get(message.call)
-            if future is not None and not future.done():
-                future.set_result(message.body)
         elif isinstance(message, wire.Dropped):
             self._dropped(message.object_ids)
         elif isinstance(message, wire.Report):
@@ -281,9 +314,9 @@ class Link:
         read = self._reads.get(message.number)
         if read is not None:
             read.take(error)
-        future = self._calls.get(message.number)
-        if future is not None and not future.done():
-            future.set_exception(error)
+        asked = self._calls.pop(message.number, None)
+        if asked is not None:
+            _tell(asked[1], error)
 
     def _take_welcome(self, source: _Wire, message: wire.Welcome) -> None:
         if message.wire_version != wire.WIRE_VERSION:
@@ -307,10 +340,9 @@ class Link:
         for read in list(self._reads.values()):
             read.take(error)
         self._reads.clear()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-        self._calls.clear()
+        asked, self._calls = self._calls, {}
+        for _, answered in asked.values():
+            _tell(answered, error)
         if not self._stopped:
             log.warning("the engine is gone: hits are served, misses wait for it")
 
@@ -361,6 +393,30 @@ class Link:
     def _flush_later(self) -> None:
         self.flush()
         self._timer = asyncio.get_running_loop().call_later(TOUCH_INTERVAL_S, self._flush_later)
+
+
+def _answer_of(verb: str, body: bytes) -> Any:
+    try:
+        return calls.decode_answer(verb, body)
+    except Exception as error:
+        log.exception("the engine's answer to %s cannot be understood", verb)
+        return Bug(f"the engine's answer to {verb} cannot be understood ({error}): restart the node")
+
+
+def _tell(answered: Answered, answer: Any) -> None:
+    try:
+        answered(answer)
+    except Exception:
+        log.exception("who asked the engine broke at its answer")
+
+
+def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
+    if future.done():
+        return  # who asked is gone
+    if isinstance(answer, ForebayError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 def _gone() -> Unavailable:

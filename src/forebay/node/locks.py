@@ -49,12 +49,18 @@ class KeyLocks:
         """`async with locks.lock(bucket, key):` is alone with the key."""
         return _Held(self, (bucket, key))
 
+    def take_free(self, name: tuple[str, str]) -> bool:
+        """Take the key if nobody has it; whether that was so."""
+        if name in self._waiting:
+            return False
+        self._waiting[name] = deque()
+        return True
+
     async def take(self, name: tuple[str, str]) -> None:
         """Wait for the key. Cancelling the wait takes nothing."""
-        waiting = self._waiting.get(name)
-        if waiting is None:
-            self._waiting[name] = deque()
+        if self.take_free(name):
             return
+        waiting = self._waiting[name]
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting.append(turn)
         try:

@@ -26,7 +26,7 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.eviction import Eviction, split_unit, unit_of
-from forebay.core.record import Record, State
+from forebay.core.record import OWNED, PINNED, Record
 from forebay.core.types import Bucket
 from forebay.node.records import present_blocks
 from forebay.node.store import Store, Unit, VolumeUsage
@@ -34,6 +34,7 @@ from forebay.node.tally import Tally
 
 log = logging.getLogger("forebay.room")
 
+_KEPT = PINNED | OWNED
 SLACK_BYTES = 2 * limits.BLOCK_BYTES
 RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
 BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks, or 4,096 small objects
@@ -125,8 +126,8 @@ class Room:
         machine = self._machines.get(self._store.volume_of(bucket, key))
         if machine is None:
             return
-        keep = bool(record.state & (State.PINNED | State.OWNED))
-        for block, size_bytes in _units_of(record):
+        keep = bool(record.state & _KEPT)
+        for block, size_bytes in ((0, record.size_bytes),) if record.inline is not None else _units_of(record):
             unit = unit_of(record.object_id, block)
             machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
             if keep:
@@ -136,7 +137,7 @@ class Room:
 
     def settled(self, record: Record) -> None:
         """The backend has it: it may be evicted like anything else."""
-        if not record.state & (State.PINNED | State.OWNED):
+        if not record.state & _KEPT:
             self.pin(record.object_id, [block for block, _ in _units_of(record)], False)
             self.make_room()
 
@@ -233,5 +234,5 @@ def _units_of(record: Record) -> Iterator[tuple[int, int]]:
 
 def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
     for unit in units:
-        pinned = bool(unit.state & (State.PINNED | State.OWNED))
+        pinned = bool(unit.state & _KEPT)
         yield unit_of(unit.object_id, unit.block), unit.size_bytes, unit.bucket, unit.used_minute, pinned

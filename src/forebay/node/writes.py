@@ -9,6 +9,9 @@ what the bucket's mode says, and make the outcome visible to every front before 
 A write through that finds no room on a volume is a write all the same: the backend has it, and the tier forgets what it
 had. If the backend's answer is lost, nobody knows whether it happened; then what is here counts as unconfirmed.
 
+A small write that has to wait for nothing but its commit (`begin`) is the same section without a task: lock, judgement
+and change in one turn of the loop, and the rest when the commit is told. It is most of what many small writers cost.
+
 A section runs in a task of its own and ends by itself: the front that asked may die in the middle, the key's lock is
 held until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while
 no write is half-way (`quiet`).
@@ -26,6 +29,7 @@ bucket says so. (3) A temp file that was handed over is gone when the write ends
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections import Counter
@@ -42,7 +46,7 @@ from forebay.core import limits
 from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.httpsem import Conditions
-from forebay.core.record import Record, State, blocks_in
+from forebay.core.record import OWNED, PINNED, Record, State, blocks_in
 from forebay.core.tags import with_tags
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, Headers, ObjectInfo, check_key
 from forebay.node.buckets import Buckets, Served
@@ -61,6 +65,7 @@ log = logging.getLogger("forebay.writes")
 ResultT = TypeVar("ResultT")
 
 QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
+_DIRTY, _LOCAL = int(State.DIRTY), int(State.LOCAL)
 PRESYNC_BYTES_MIN = limits.MIB  # from here a file is synced before its change is queued: the group does not wait for it
 
 
@@ -76,6 +81,8 @@ class Owes(Protocol):
     async def stop_key(self, bucket: str, key: str) -> None: ...
 
     async def room(self, bucket: Bucket, size_bytes: int) -> None: ...
+
+    def admits(self, bucket: Bucket, size_bytes: int) -> bool: ...
 
     def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
 
@@ -140,11 +147,14 @@ class Writes:
         try:
             yield await self._buckets.get(bucket)
         finally:
-            self._entered[bucket] -= 1
-            if not self._entered[bucket]:
-                del self._entered[bucket]
-                if bucket in self._left:
-                    self._left[bucket].set()
+            self._leave(bucket)
+
+    def _leave(self, bucket: str) -> None:
+        self._entered[bucket] -= 1
+        if not self._entered[bucket]:
+            del self._entered[bucket]
+            if bucket in self._left:
+                self._left[bucket].set()
 
     @asynccontextmanager
     async def quiet(self, bucket: str) -> AsyncIterator[None]:
@@ -224,6 +234,45 @@ class Writes:
             if call.path:
                 remove_temp(call.path)
 
+    def begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
+        """As `put`, without a task: where nothing but its commit is to be waited for, begin it, and call `done` with
+        what became of it. False, and nothing happened, where there is, or anything is wrong: `put` it then."""
+        body, bucket = call.body, call.bucket
+        if body is None or call.path or len(body) != call.size_bytes or len(body) > limits.INLINE_BYTES_MAX:
+            return False
+        if self._closed or call.if_match is not None or call.if_none_match is not None or bucket in self._quiet:
+            return False
+        name = (bucket, call.key)
+        taken = False
+        try:
+            check_key(call.key)
+            served = self._buckets.known(bucket)
+            if served is None or served.bucket.write == "through" or not self.locks.take_free(name):
+                return False
+            taken = True
+            if served.bucket.write == "back" and not self._owes.admits(served.bucket, call.size_bytes):
+                self.locks.give(name)
+                return False
+            what = _What(call.key, "", len(body), (), call.headers, etag_of(call), call.md5, call.tags, body)
+            put = self._owned(served, what, None, False)
+        except Exception:
+            if taken:
+                self.locks.give(name)
+            return False
+        self._entered[bucket] += 1
+        self.commits.begin(put, functools.partial(self._begun, name, done))
+        return True
+
+    def _begun(
+        self,
+        name: tuple[str, str],
+        done: Callable[[Written | ForebayError], None],
+        outcome: Record | ForebayError | None,
+    ) -> None:
+        self.locks.give(name)
+        self._leave(name[0])
+        done(outcome if isinstance(outcome, ForebayError) else _written(outcome))
+
     async def put_file(
         self,
         served: Served,
@@ -282,10 +331,15 @@ class Writes:
 
     # --- written back, or local --------------------------------------------------------------------------------------
     async def _put_owned(self, served: Served, what: _What, if_match: str | None, if_none_match: str | None) -> Written:
-        bucket, key = served.bucket, what.key
         judged, asked = None, if_match is not None or if_none_match is not None
         if asked:
-            judged = await self.check(served, key, if_match, if_none_match)
+            judged = await self.check(served, what.key, if_match, if_none_match)
+        return _written(await self.commit(self._owned(served, what, judged, asked)))
+
+    def _owned(self, served: Served, what: _What, judged: ObjectInfo | None, asked: bool) -> Put:
+        """Under the key's lock: the change that makes `what` the object, owed or local."""
+        bucket, key = served.bucket, what.key
+        before = self._store.lookup(bucket.name, key)
         local = bucket.write == "local"
         object_id, now_s = self._store.take_id(), self._clock.wall_s()
         digest = digest_of(what.size_bytes, sums=what.sums, body=what.body)
@@ -302,11 +356,11 @@ class Writes:
             local=local,
             digest=digest,
         )
-        put = Put(
+        return Put(
             bucket.name,
             info,
             object_id,
-            self._state(bucket, key, State.LOCAL if local else State.DIRTY),
+            _state(bucket, key, _LOCAL if local else _DIRTY, before),
             checked_s=now_s,
             body=what.body,
             path=what.path,
@@ -314,9 +368,6 @@ class Writes:
             note=self._following(bucket, key, note, judged, asked),
             durable=bucket.durability == "disk",
         )
-        record = await self.commit(put)
-        assert record is not None
-        return Written(record.etag, record.version, record.size_bytes, record.modified_s)
 
     async def _delete_owned(self, served: Served, key: str, if_match: str | None) -> None:
         bucket = served.bucket
@@ -380,7 +431,7 @@ class Writes:
             bucket.name,
             info,
             self._store.take_id(),
-            self._state(bucket, key, State.CLEAN),
+            _state(bucket, key, 0, self._store.lookup(bucket.name, key)),
             checked_s=asked_s,
             body=what.body,
             path=what.path,
@@ -430,7 +481,7 @@ class Writes:
         bucket = served.bucket
         self._cold.written(bucket.name, key)
         record = self._store.lookup(bucket.name, key)
-        if record is None or record.state & State.OWNED:
+        if record is None or record.state & OWNED:
             return
         if bucket.freshness_s >= FRESH_IMMUTABLE and getattr(error, "retry", "") != "never":
             self._cold.forget(bucket.name, key)  # nobody would ever ask whether it changed
@@ -442,11 +493,6 @@ class Writes:
     async def commit(self, change: Change) -> Record | None:
         """Make `change` durable and visible, together with others. Raises what kept it from being so."""
         return await self.commits.commit(change)
-
-    def _state(self, bucket: Bucket, key: str, state: State) -> State:
-        record = self._store.lookup(bucket.name, key)
-        pinned = is_pinned(bucket, key) or (record is not None and bool(record.state & State.PINNED))
-        return state | State.PINNED if pinned else state
 
     def _published(self, change: Change, before: Record | None, after: Record | None) -> None:
         """What is true together with a change: what is owed, what reads find, what may be evicted."""
@@ -475,6 +521,7 @@ class Writes:
             task.cancel()
         if self._sections:
             await asyncio.wait(list(self._sections))
+        await self.commits.settled()
         await self.through.aclose()
 
 
@@ -501,6 +548,17 @@ def _holds(info: ObjectInfo | None, if_match: str | None, if_none_match: str | N
     if info is None:
         return if_match is None
     return Conditions(if_match, if_none_match).judge(info.etag, info.modified_s) == 200
+
+
+def _state(bucket: Bucket, key: str, state: int, before: Record | None) -> int:
+    """`state`, and pinned if the key is."""
+    pinned = is_pinned(bucket, key) or (before is not None and bool(before.state & PINNED))
+    return state | PINNED if pinned else state
+
+
+def _written(record: Record | None) -> Written:
+    assert record is not None, "a put without a record"
+    return Written(record.etag, record.version, record.size_bytes, record.modified_s)
 
 
 def etag_of(call: PutCall) -> str:

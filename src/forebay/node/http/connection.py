@@ -36,7 +36,17 @@ from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
 from forebay.node.http.lane import TARGET_BYTES as LANE_BYTES
 from forebay.node.http.receiving import PIECE_BYTES, Receiver
-from forebay.node.http.requests import STATUS_LINES, BodySink, BoundedBody, File, Handler, Request, status_of, too_large
+from forebay.node.http.requests import (
+    STATUS_LINES,
+    BodySink,
+    BoundedBody,
+    File,
+    Handler,
+    Request,
+    Waiting,
+    status_of,
+    too_large,
+)
 from forebay.node.http.sending import ClientGone, Sender
 
 if TYPE_CHECKING:
@@ -125,7 +135,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._body_left = 0
         self._body_progress = 0
         self._chunked: parsing.Chunked | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: Waiting | None = None  # what will answer: a task, or what is held
         self._file: File | None = None
         self._file_size = 0
         self._on_fault: Callable[[int], None] | None = None
@@ -507,6 +517,23 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 self._finish()
         else:
             self._end_parts()
+
+    def hold(self, waiting: Waiting) -> None:
+        if self._phase != BUSY:
+            waiting.cancel()
+            return
+        assert self._task is None, "one task for each request"
+        self._task = waiting
+
+    def resume(self, answer: Callable[[], None]) -> None:
+        assert self._phase == BUSY, "what was held is cancelled when the client goes"
+        self._task = None
+        try:
+            answer()
+        except ForebayError as error:
+            self.fail(error)
+        except Exception as error:
+            self._failed_badly(error)
 
     def send_file(
         self,

@@ -20,7 +20,7 @@ was opened ends with a `put` of its number or is given up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, NamedTuple, Protocol
 
 from forebay.core import limits
@@ -38,7 +38,7 @@ from forebay.node.http.object_headers import (
     tags_of,
     write_conditions,
 )
-from forebay.node.http.requests import Call, Request
+from forebay.node.http.requests import Begin, Call, Request
 
 GROWN_BYTES: Final = 1024 * 1024  # how often the engine hears of a body that arrives
 
@@ -78,10 +78,12 @@ def _digests(bucket: Bucket) -> tuple[bool, bool]:
 
 
 class Puts:
-    """`call` asks the engine, `streams` (None: never) tells it of bodies that arrive."""
+    """`call` asks the engine, `begin` (None: never) does so without a task, `streams` (None: never) tells it of bodies
+    that arrive."""
 
-    def __init__(self, call: Call, intake: Intake, streams: Streams | None) -> None:
+    def __init__(self, call: Call, intake: Intake, streams: Streams | None, begin: Begin | None = None) -> None:
         self._call = call
+        self._begin = begin
         self.intake = intake
         self._streams = streams
         self._busy: set[asyncio.Task[Any]] = set()
@@ -127,31 +129,24 @@ class Puts:
         assert isinstance(incoming.plan, Plan)
         return self.finish(self.put_received(bucket, key, incoming.result, incoming.plan, incoming.stream))
 
+    def begin(
+        self, bucket: str, key: str, incoming: Incoming, answered: Callable[[Written | ForebayError], None]
+    ) -> bool:
+        """As `put`, without a task, for a body in memory: `answered` is called later with the outcome. False, and
+        nothing happened, where that cannot be: `put` it then."""
+        plan, received = incoming.plan, incoming.result
+        assert isinstance(plan, Plan)
+        if self._begin is None or received.body is None or incoming.stream is not None:
+            return False
+        return self._begin("put", _call_of(bucket, key, received, plan, 0), answered)
+
     async def put_received(
         self, bucket: str, key: str, received: Received, plan: Plan, stream: Stream | None = None
     ) -> Written:
         """As `put`, for bytes that came in another way than as a body; begin it with `finish`."""
         try:
             number = await stream.number() if stream is not None else 0
-            checksums = tuple((HEADERS[name], value) for name, value in received.checksums.items())
-            written: Written = await self._call(
-                "put",
-                PutCall(
-                    bucket,
-                    key,
-                    received.size_bytes,
-                    (*plan.headers, *checksums),
-                    received.path,
-                    received.body,
-                    received.sums,
-                    received.md5,
-                    received.hash128,
-                    plan.conditions.if_match,
-                    plan.conditions.if_none_match,
-                    plan.tags,
-                    number,
-                ),
-            )
+            written: Written = await self._call("put", _call_of(bucket, key, received, plan, number))
         except BaseException:
             received.discard()
             raise
@@ -168,6 +163,25 @@ class Puts:
         self._busy.discard(task)
         if not task.cancelled():
             task.exception()  # seen: whoever waited got it too, and nobody may be waiting
+
+
+def _call_of(bucket: str, key: str, received: Received, plan: Plan, number: int) -> PutCall:
+    checksums = received.checksums
+    return PutCall(
+        bucket,
+        key,
+        received.size_bytes,
+        (*plan.headers, *((HEADERS[name], value) for name, value in checksums.items())) if checksums else plan.headers,
+        received.path,
+        received.body,
+        received.sums,
+        received.md5,
+        received.hash128,
+        plan.conditions.if_match,
+        plan.conditions.if_none_match,
+        plan.tags,
+        number,
+    )
 
 
 class _Stream:

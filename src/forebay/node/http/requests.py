@@ -84,6 +84,14 @@ class File(Protocol):
     def release(self) -> None: ...
 
 
+class Waiting(Protocol):
+    """What a request waits for."""
+
+    def cancel(self) -> object:
+        """Nobody waits any more."""
+        ...
+
+
 class Exchange(Protocol):
     """The answering side of one request. For HEAD, bodies are counted but not sent: handlers need no special case."""
 
@@ -100,6 +108,15 @@ class Exchange(Protocol):
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` for this request. What it raises is answered by `fail`; it is cancelled when the client goes."""
+        ...
+
+    def hold(self, waiting: Waiting) -> None:
+        """The answer comes later without a task: from what is given to `resume`. `waiting.cancel` is called if the
+        client goes before."""
+        ...
+
+    def resume(self, answer: Callable[[], None]) -> None:
+        """Answer a request that was held: `answer` responds now, and what it raises is answered by `fail`."""
         ...
 
     def send_file(
@@ -215,6 +232,7 @@ class Handler(Protocol):
         ...
 
 
+Begin = Callable[[str, Any, Callable[[Any], None]], bool]  # Link.begin
 Call = Callable[[str, Any], Coroutine[Any, Any, Any]]  # (verb, arguments) -> answer, as core/calls.py types them
 Lines = Callable[[Request], bytes]  # the finished header lines that the answer to a request begins with
 

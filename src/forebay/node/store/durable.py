@@ -107,6 +107,14 @@ class Durable:
             raise as_error(error, self.path) from error
         return None if value is None else decode_entry(value)
 
+    def has(self, entry: bytes) -> bool:
+        """Whether anything is owed of an index key. `OSError` or `Corrupt`."""
+        try:
+            with self._gate:
+                return self._env.begin(self._table, buffers=True).get(entry) is not None
+        except lmdb.Error as error:
+            raise as_error(error, self.path) from error
+
     def walk(self, start: bytes = b"", *, batch: int = 512) -> Iterator[tuple[bytes, Entry]]:
         """Every entry from `start` on, in order. Each batch is a transaction of its own."""
         while True:
@@ -204,11 +212,14 @@ class Durable:
                 if value is not None and (now := decode_entry(value)).note.seq == note.seq:
                     txn.put(entry, encode_entry(msgspec.structs.replace(now, note=note)))
                     replaced.add(entry)
-            for entry, new in sorted(changes.items()):
-                if new is None:
-                    txn.delete(entry)
-                else:
-                    txn.put(entry, new)
+            puts = sorted(item for item in changes.items() if item[1] is not None)
+            if puts:
+                with txn.cursor() as cursor:
+                    cursor.putmulti(puts)
+            if len(puts) < len(changes):
+                for entry, new in changes.items():
+                    if new is None:
+                        txn.delete(entry)
         return replaced
 
     # --- settled notes ---

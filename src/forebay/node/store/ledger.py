@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import lmdb
 import msgspec
 
-from forebay.core.record import Record, State, blocks_in, decode_record, encode_record
+from forebay.core.record import OWNED, Record, State, blocks_in, decode_record, encode_record
 from forebay.node.store import files, keys, presence
 from forebay.node.store.durable import Entry, decode_entry, encode_entry
 from forebay.node.store.index import as_error
@@ -45,15 +45,15 @@ def _group_key(object_id: int, group: int) -> bytes:
 
 def put_record(volume: Volume, bucket: str, key: str, record: Record, old: Record | None, inline_sum: int = 0) -> None:
     """Make `record` the record of the key; `old` is what was there. Another object's traces must go first."""
-    entry = keys.index_key(bucket, key)
-    volume.index.put("records", entry, encode_record(record))
+    index, entry = volume.index, keys.index_key(bucket, key)
+    index.put("records", entry, encode_record(record))
     if old is None or old.object_id != record.object_id:
-        volume.index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)
+        index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)
     size_bytes, old_bytes = presence.bytes_of(record), presence.bytes_of(old) if old is not None else 0
     volume.change.add(bucket, int(old is None), size_bytes - old_bytes)
-    if record.state & State.OWNED:
+    if record.state & OWNED:
         volume.change.add_owned(1, size_bytes)
-    if old is not None and old.state & State.OWNED:
+    if old is not None and old.state & OWNED:
         volume.change.add_owned(-1, -old_bytes)
 
 
@@ -62,7 +62,7 @@ def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None
     volume.index.put("records", keys.index_key(bucket, key), None)
     remove_traces(volume, record)
     volume.change.add(bucket, -1, -presence.bytes_of(record))
-    if record.state & State.OWNED:
+    if record.state & OWNED:
         volume.change.add_owned(-1, -presence.bytes_of(record))
 
 

@@ -24,6 +24,7 @@ import xxhash
 from forebay.core import limits
 from forebay.core.types import Headers
 
+_ONE = struct.Struct("<QQ")
 TRIED_MAX = 64  # bodies of one dirty spell that may have reached the backend unnoticed: more than that is no spell
 
 
@@ -62,6 +63,8 @@ def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None =
     """What tells one body from another: of its size and the xxh3-64 of each block, or of the bytes themselves."""
     if body is not None:
         block = limits.BLOCK_BYTES
+        if 0 < len(body) <= block:
+            return xxhash.xxh3_128_hexdigest(_ONE.pack(size_bytes, xxhash.xxh3_64_intdigest(body) or 1))
         sums = [xxhash.xxh3_64_intdigest(body[at : at + block]) for at in range(0, len(body), block)]
     packed = struct.pack(f"<Q{len(sums)}Q", size_bytes, *(each or 1 for each in sums))  # 0 is stored as 1: files.py
     return str(xxhash.xxh3_128_hexdigest(packed))

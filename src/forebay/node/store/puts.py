@@ -36,7 +36,7 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
-from forebay.core.record import Record, State, blocks_in, build_head
+from forebay.core.record import OWNED, Record, State, blocks_in, build_head
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, owned, presence
 from forebay.node.store.durable import Entry, sync_path
@@ -48,6 +48,7 @@ from forebay.ports import clock
 log = logging.getLogger("forebay.store")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_SUMS = array("Q")
 _SYNCED_TOGETHER = 64  # files open at once while a group of them is synced
 
 
@@ -57,7 +58,7 @@ class Put(NamedTuple):
     bucket: str
     info: ObjectInfo
     object_id: int  # from Store.take_id()
-    state: State  # CLEAN, DIRTY or LOCAL, perhaps | PINNED
+    state: int  # of core.record.State: CLEAN, DIRTY or LOCAL, perhaps | PINNED
     checked_s: float
     body: bytes | None = None  # at most INLINE_BYTES_MAX: lives in the record
     path: str = ""  # else: a temp file in tmp/ of the key's volume (StoreReader.incoming), whole
@@ -95,6 +96,7 @@ class _Step:
     durable: bool = False  # the note goes to the durable index
     forget: bool = False  # the durable index has an entry, and shall have none
     placed: bool = False
+    replaced: Record | None = None  # what it took out of view
     error: ForebayError | None = None
 
     def kept(self) -> Entry | None:
@@ -111,7 +113,8 @@ class Prepared:
     """Changes that were decided on. Hand each to `make_durable` and then to `publish`, even when that is cancelled:
     what was prepared holds its file until it is published.
 
-    `outcomes`: per change the error it has met, None as long as it has none.
+    `outcomes`: per change the error it has met, None as long as it has none. `replaced`: after `publish`, per change
+    the record that was in view before it.
     """
 
     steps: list[_Step] = field(default_factory=list)
@@ -119,6 +122,15 @@ class Prepared:
     @property
     def outcomes(self) -> list[ForebayError | None]:
         return [step.error for step in self.steps]
+
+    @property
+    def touches_disk(self) -> bool:
+        """Whether `make_durable` has anything to do; without, it may be called on the loop, or not at all."""
+        return any(step.source or step.durable or step.forget for step in self.steps)
+
+    @property
+    def replaced(self) -> list[Record | None]:
+        return [step.replaced for step in self.steps]
 
     def by_volume(self) -> list[tuple[Volume, list[_Step]]]:
         found: dict[str, tuple[Volume, list[_Step]]] = {}
@@ -131,16 +143,17 @@ class Prepared:
 class Puts:
     """For `Store`, whose methods of these names promise what is promised here.
 
-    `enter(volume, bucket, key, record, inline_sum, sums)` and `take_out(volume, bucket, key)` change the visible index,
-    retiring what was there; `put` changes a record that stays; `flush` commits; `headers` guards headers of files.
+    `enter(volume, entry, bucket, key, record, inline_sum, sums)` and `take_out(volume, bucket, key)` change the visible
+    index, retiring what was there, which they return; `put` changes a record that stays; `flush` commits; `headers`
+    guards headers of files.
     """
 
     def __init__(
         self,
         volumes: VolumeSet,
         *,
-        enter: Callable[[Volume, str, str, Record, int, array[int]], None],
-        take_out: Callable[[Volume, str, str], None],
+        enter: Callable[[Volume, bytes, str, str, Record, int, array[int]], Record | None],
+        take_out: Callable[[Volume, str, str], Record | None],
         put: Callable[[Volume, str, str, Record, Record | None], None],
         set_aside: Callable[[Volume, str, str, Record, str], None],
         flush: Callable[[], int],
@@ -165,6 +178,7 @@ class Puts:
     def prepare(self, changes: Sequence[Change]) -> Prepared:
         prepared = Prepared()
         names: set[tuple[str, str]] = set()
+        asked: set[Volume] = set()  # whose disk was asked for its free space: nothing is written before `make_durable`
         for change in changes:
             key = change.info.key if isinstance(change, Put) else change.key
             assert (change.bucket, key) not in names, f"two changes of {change.bucket}/{key} at once"
@@ -172,37 +186,41 @@ class Puts:
             step = _Step(change, change.bucket, key)
             prepared.steps.append(step)
             try:
-                self._decide(step)
+                self._decide(step, asked)
             except ForebayError as error:
                 step.error = error
                 _discard(change.path if isinstance(change, Put) else "")
         return prepared
 
-    def _decide(self, step: _Step) -> None:
+    def _decide(self, step: _Step, asked: set[Volume]) -> None:
         change, bucket, key = step.change, step.bucket, step.key
         volume = step.volume = self._volumes.home(bucket, key)
         if volume.state == "out":
             raise self._volumes.unusable(volume)
         step.entry = keys.index_key(bucket, key)
-        try:
-            has_entry = volume.durable.get(step.entry) is not None
-        except (OSError, Corrupt) as error:
-            raise volume.trouble(error, "reading the durable index") from error
-        step.durable = change.note is not None and (change.durable or has_entry)
-        step.forget = has_entry and change.note is None
+        step.durable = change.note is not None and change.durable
+        if not step.durable:
+            try:
+                has_entry = volume.durable.has(step.entry)
+            except (OSError, Corrupt) as error:
+                raise volume.trouble(error, "reading the durable index") from error
+            step.durable = has_entry and change.note is not None
+            step.forget = has_entry and change.note is None
         if isinstance(change, Delete):
             assert change.note is None or change.note.is_delete, change
             return
         self._decide_put(step, change, volume)
         size_bytes = change.info.size_bytes
-        self._volumes.check_room(volume, size_bytes, here_bytes=size_bytes if step.source else 0)
+        here_bytes = size_bytes if step.source else 0
+        self._volumes.check_room(volume, size_bytes, here_bytes=here_bytes, fresh=volume not in asked)
+        asked.add(volume)
         if step.source:
             self._arriving.add(change.object_id)
 
     def _decide_put(self, step: _Step, change: Put, volume: Volume) -> None:
         info, body = change.info, change.body
         block_bytes = change.block_bytes or self._volumes.block_bytes
-        owns = bool(change.state & State.OWNED)
+        owns = bool(change.state & OWNED)
         assert owns == (change.note is not None), change
         assert (body is None) == bool(change.path), change
         if body is None and info.size_bytes <= limits.INLINE_BYTES_MAX:
@@ -347,10 +365,10 @@ class Puts:
             kept = Entry(change.note, None, 0, keys.record_key(step.bucket, step.key))
         if isinstance(change, Put):
             assert step.record is not None
-            sums = array("Q", (files.stored_sum(each) for each in change.sums) if step.source else ())
-            self._enter(volume, step.bucket, step.key, step.record, step.inline_sum, sums)
+            sums = array("Q", map(files.stored_sum, change.sums)) if step.source else _NO_SUMS
+            step.replaced = self._enter(volume, step.entry, step.bucket, step.key, step.record, step.inline_sum, sums)
         else:
-            self._take_out(volume, step.bucket, step.key)
+            step.replaced = self._take_out(volume, step.bucket, step.key)
         ledger.put_note(volume, step.entry, kept)
 
     def _not_shown(self, volume: Volume, step: _Step) -> None:

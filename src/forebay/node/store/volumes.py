@@ -138,12 +138,12 @@ class VolumeSet:
             )
         return volume
 
-    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0) -> None:
+    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0, fresh: bool = True) -> None:
         """`Unavailable` (`InsufficientStorage`) if a write of that size has no room, even when all that can be evicted
-        were; `here_bytes` of it are on the disk already."""
+        were; `here_bytes` of it are on the disk already. Not `fresh`: the disk was asked for another just now."""
         owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
         try:
-            free_bytes = volume.free_bytes(fresh=True)
+            free_bytes = volume.free_bytes(fresh=fresh)
         except OSError as error:
             raise volume.trouble(error, "asking for free space") from error
         evictable_bytes = volume.usage.bytes + volume.change.bytes - owned_bytes

@@ -414,20 +414,23 @@ class Store(VolumeSet):
         return self._puts.publish(prepared)
 
     def _enter_written(
-        self, volume: Volume, bucket: str, key: str, record: Record, inline_sum: int, sums: array[int]
-    ) -> None:
+        self, volume: Volume, entry: bytes, bucket: str, key: str, record: Record, inline_sum: int, sums: array[int]
+    ) -> Record | None:
         self._take_over(bucket, key)
-        old = volume.record(keys.index_key(bucket, key), key)
+        old = volume.record(entry, key)
         self._put(volume, bucket, key, record, old, inline_sum)
-        ledger.put_all_sums(volume, record.object_id, sums)
-        if old is not None:
+        if sums:
+            ledger.put_all_sums(volume, record.object_id, sums)
+        if old is not None and old.inline is None:  # of an inline one nobody holds a file
             self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
+        return old
 
-    def _take_out(self, volume: Volume, bucket: str, key: str) -> None:
+    def _take_out(self, volume: Volume, bucket: str, key: str) -> Record | None:
         self._take_over(bucket, key)
         old = volume.record(keys.index_key(bucket, key), key)
         if old is not None:
             self._forget(volume, bucket, key, old)
+        return old
 
     def _take_over(self, bucket: str, key: str) -> None:
         landing = self._landings.get((bucket, key))
