@@ -256,7 +256,7 @@ def test_an_error_document_names_what_was_asked_and_is_well_formed() -> None:
 
 
 def test_what_is_not_served_is_refused_not_invented(front: Front) -> None:
-    for target in ("torrent", "retention", "legal-hold", "attributes"):
+    for target in ("torrent", "attributes"):
         answer = front.get(f"/corpus/a.png?{target}")
         assert (answer.status, answer.code) == (501, "NotImplemented"), target
     assert front.get("/corpus/a.png?versionId=null").status == 200
@@ -269,7 +269,8 @@ def test_what_is_not_served_is_refused_not_invented(front: Front) -> None:
 def test_writes_that_are_not_served_are_refused_before_their_body_is_sent(front: Front) -> None:
     for method, target, status in (
         ("PUT", "/corpus?lifecycle", 501),
-        ("PUT", "/corpus/a.png?retention", 501),
+        ("PUT", "/corpus/a.png?retention", 400),
+        ("PUT", "/corpus/a.png?encryption", 501),
         ("POST", "/corpus/a.png?select", 501),
         ("POST", "/corpus/a.png", 501),
         ("PUT", "/corpus?policy", 501),
@@ -279,7 +280,7 @@ def test_writes_that_are_not_served_are_refused_before_their_body_is_sent(front:
         answer = front.ask(method, target)
         assert (answer.status, bool(answer.code)) == (status, True), (method, target)
     headers = {b"content-length": b"9"}
-    request = Request(b"PUT", b"/corpus/a?retention", b"/corpus/a", b"retention", headers)
+    request = Request(b"PUT", b"/corpus/a?encryption", b"/corpus/a", b"encryption", headers)
     with pytest.raises(NotSupported):
         front.handler.take_body(request)
     request.method = b"GET"

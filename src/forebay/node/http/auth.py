@@ -87,9 +87,10 @@ class Auth:
         if len(self._hosts) < _ANSWERS_KEPT_MAX:
             self._hosts.add(host)
 
-    def signed(self, request: Request) -> Identity:
-        """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did."""
-        return ANYONE if self.open else self._verify(request, request.body).identity
+    def signed(self, request: Request, bucket: Bucket | None = None) -> Identity:
+        """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did;
+        `NotFound` if nobody did at all and it is about a bucket that is not known to be there."""
+        return ANYONE if self.open else self._verify(request, request.body, bucket).identity
 
     def now_s(self) -> float:
         """Unix time, as signatures and policies are judged by it."""
@@ -101,7 +102,7 @@ class Auth:
         if self.open:
             return ANYONE
         if bucket.acl != "public-read":
-            identity = self.signed(request)
+            identity = self.signed(request, bucket)
             self.require_read(identity, bucket)
             return identity
         now_s = self._wall_s()
@@ -110,15 +111,17 @@ class Auth:
         )
         return ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
 
-    def caller(self, request: Request) -> Caller:
+    def caller(self, request: Request, bucket: Bucket | None = None) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
         `verified.payload`, with the chunk signatures that it may have."""
-        return Caller(ANYONE, None) if self.open else self._verify(request, None)
+        return Caller(ANYONE, None) if self.open else self._verify(request, None, bucket)
 
-    def _verify(self, request: Request, body: bytes | None) -> Caller:
+    def _verify(self, request: Request, body: bytes | None, bucket: Bucket | None) -> Caller:
         now_s = self._wall_s()
         verified = self._verifier.verify(now_s, request.method, request.path, request.query, request.headers, body)
         if verified is None:
+            if bucket is not None and not bucket.url:
+                raise NotFound("The specified bucket does not exist: look at the name", code="NoSuchBucket")
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
         return Caller(self._owner(verified.key_id, now_s), verified)
 

@@ -33,7 +33,8 @@ _REFUSED: Final = (  # beginnings of names
     b"x-amz-copy-source-server-side-encryption",
 )
 # fmt: on
-_ACLS: Final = (b"private", b"bucket-owner-full-control", b"bucket-owner-read")  # all mean what is so anyway
+_OWNERS_ACLS: Final = (b"bucket-owner-full-control", b"bucket-owner-read")  # so it is anyway
+_BUCKETS_ACLS: Final = (b"private", b"public-read", b"public-read-write", b"authenticated-read", b"aws-exec-read")
 
 
 class WriteConditions(NamedTuple):
@@ -104,5 +105,16 @@ def refuse_unserved(request: Request) -> None:
     storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
     if storage_class != b"STANDARD":
         raise NotSupported("no storage class but STANDARD is served: leave x-amz-storage-class out")
-    if headers.get(b"x-amz-acl", b"private") not in _ACLS:
-        raise NotSupported("ACLs of objects are not served: make the bucket public-read, or leave x-amz-acl out")
+
+
+def check_acl(request: Request, acl: str) -> None:
+    """Return if the canned ACL that a write names is what its object has anyway: that of its bucket, `acl`.
+    `NotSupported` if it is another, `Invalid` if it is none of S3's."""
+    word = request.headers.get(b"x-amz-acl", b"")
+    if not word or word in _OWNERS_ACLS or word == acl.encode():
+        return
+    if word not in _BUCKETS_ACLS:
+        raise Invalid(f"the canned ACL {word[:60].decode('latin-1')!r} is not known to S3", code="InvalidArgument")
+    raise NotSupported(
+        f"objects have no ACL of their own, and this one's bucket is {acl}: leave x-amz-acl out, or change the bucket's"
+    )

@@ -33,6 +33,7 @@ from forebay.node.http.checksums import HEADERS
 from forebay.node.http.intake import Intake, promised_checksums
 from forebay.node.http.object_headers import (
     WriteConditions,
+    check_acl,
     refuse_unserved,
     stored_headers,
     tags_of,
@@ -68,6 +69,7 @@ def plan_of(request: Request) -> Plan:
 def _plan_for(bucket: Bucket, request: Request) -> Plan:
     if bucket.write == "through" and bucket.url.startswith(("http://", "https://")):
         raise NotSupported("the backend of this bucket is a web server: it can only be read")
+    check_acl(request, bucket.acl)
     return plan_of(request)
 
 

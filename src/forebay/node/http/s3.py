@@ -141,7 +141,7 @@ class S3:
         self._buckets.check_origin(request, bucket)
         if not key and _is_form(request):
             return self._buckets.take_form(request, bucket)
-        request.caller = caller = self._auth.caller(request)
+        request.caller = caller = self._auth.caller(request, _needed(request, bucket, key))
         query = decode_query(request.query) if request.query else {}
         for api in (self._uploads, self._buckets, self._objects):
             sink = api.take_body(request, caller, bucket, key, query)
@@ -168,7 +168,8 @@ class S3:
             return
         if request.caller is None:
             self._buckets.check_origin(request, bucket)
-        identity = self._auth.signed(request) if request.caller is None else request.caller.identity
+        needed = _needed(request, bucket, key)
+        identity = self._auth.signed(request, needed) if request.caller is None else request.caller.identity
         query = decode_query(request.query) if request.query else {}
         for api in (self._uploads, self._buckets, self._objects):
             if api.handle(request, exchange, identity, bucket, key, query):
@@ -226,6 +227,7 @@ class S3:
             if query and api.handle(request, exchange, identity, bucket, "", query):
                 return
         if request.method == b"HEAD":
+            refuse(request, query, frozenset())
             self._answer_if_there(exchange, bucket, b"x-amz-bucket-region: " + REGION.encode() + b"\r\n", b"")
             return
         refuse(request, query, _UNSERVED_OF_BUCKETS)
@@ -267,8 +269,14 @@ class S3:
         exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE, body)
 
 
+def _needed(request: Request, bucket: Bucket, key: str) -> Bucket | None:
+    """The bucket that a write is about; None for one that it makes."""
+    return None if request.method == b"PUT" and not key else bucket
+
+
 def _is_form(request: Request) -> bool:
-    return request.method == b"POST" and request.headers.get(b"content-type", b"").startswith(b"multipart/form-data")
+    kind = request.headers.get(b"content-type", b"")
+    return request.method == b"POST" and kind[:19].lower() == b"multipart/form-data"
 
 
 def _no_such_method() -> Invalid:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from forebay.core.errors import NotFound
+from forebay.core.errors import Exists, Invalid, NotFound
 from forebay.node.http.s3_xml import document
 
 _EMPTY: Final = {  # subresource: the document that says "never set"
@@ -27,13 +27,15 @@ _NONE: Final = {  # subresource: S3's code for "there is none", and what it is c
     "object-lock": ("ObjectLockConfigurationNotFoundError", "Object Lock configuration"),
     "ownershipControls": ("OwnershipControlsNotFoundError", "bucket ownership controls"),
     "policy": ("NoSuchBucketPolicy", "bucket policy"),
-    "policyStatus": ("NoSuchBucketPolicy", "bucket policy"),
     "publicAccessBlock": ("NoSuchPublicAccessBlockConfiguration", "public access block configuration"),
     "replication": ("ReplicationConfigurationNotFoundError", "replication configuration"),
     "tagging": ("NoSuchTagSet", "TagSet"),
     "website": ("NoSuchWebsiteConfiguration", "website configuration"),
 }
-_REMOVABLE: Final = frozenset(_NONE) - {"object-lock", "policyStatus"}  # S3 has no way to remove these
+_REMOVABLE: Final = frozenset(_NONE) - {"object-lock"}  # S3 has no way to remove this one
+
+
+LOCKS: Final = frozenset(("retention", "legal-hold"))  # of objects, where the bucket has Object Lock
 
 
 def find_absent(method: bytes, query: dict[str, str]) -> str:
@@ -49,3 +51,13 @@ def render_absent(name: str) -> bytes:
         return document(*_EMPTY[name])
     code, words = _NONE[name]
     raise NotFound(f"The {words} does not exist: none can be set here", code=code)
+
+
+def no_bucket_lock() -> Exists:
+    """What S3 says to who would lock the objects of a bucket that was made without Object Lock."""
+    return Exists("Object Lock configuration cannot be enabled on existing buckets", code="InvalidBucketState")
+
+
+def no_object_lock() -> Invalid:
+    """What S3 says to who locks an object in such a bucket, or asks for its lock."""
+    return Invalid("Bucket is missing Object Lock Configuration: it is not served here", code="InvalidRequest")

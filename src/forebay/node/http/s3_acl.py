@@ -15,10 +15,12 @@ Invariant. What `grants_of` says of a word is what `read_policy` reads back as t
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 from xml.etree.ElementTree import Element
 
 from forebay.core.errors import Invalid, NotSupported
+from forebay.node.http.object_headers import check_acl
 from forebay.node.http.requests import Request
 from forebay.node.http.s3_listing import OWNER
 from forebay.node.http.s3_xml import document, malformed, parse
@@ -38,6 +40,7 @@ _XSI: Final = 'xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance"'
 _TYPE: Final = "{http://www.w3.org/2001/XMLSchema-instance}type"
 _HEADER: Final = b"x-amz-acl"
 _GRANT: Final = b"x-amz-grant-"
+_ACCOUNT: Final = re.compile(r"[0-9a-f]{64}")  # how S3 names accounts
 
 
 def render_policy(acl: Acl) -> bytes:
@@ -62,12 +65,12 @@ def _grant(kind: str, who: str, permission: str) -> str:
 def canned_acl(request: Request) -> Acl | None:
     """What the headers want a bucket to be, None if they say nothing. `NotSupported` for what is not served, `Invalid`
     for what S3 does not know."""
-    for name in request.headers:
-        if name.startswith(_GRANT):
-            raise NotSupported(
-                f"{name.decode('latin-1')} is not served: give the caller's identity a grant (`forebay key`), or use "
-                "the canned ACL public-read"
-            )
+    granted = _grants(request)
+    if granted:
+        raise NotSupported(
+            f"{granted} is not served: give the caller's identity a grant (`forebay key`), or use the canned ACL "
+            "public-read"
+        )
     word = request.header(_HEADER)
     if word == "private" or word == "public-read":
         return "private" if word == "private" else "public-read"
@@ -76,6 +79,11 @@ def canned_acl(request: Request) -> Acl | None:
     if word:
         raise Invalid(f"the canned ACL {word[:60]!r} is not known: use private or public-read", code="InvalidArgument")
     return None
+
+
+def _grants(request: Request) -> str:
+    """The first header that grants something to somebody; "" if none does."""
+    return next((name.decode("latin-1") for name in request.headers if name.startswith(_GRANT)), "")
 
 
 def asked_acl(request: Request) -> Acl:
@@ -119,28 +127,40 @@ def _read_grant(grant: Element, owner: str) -> tuple[str, str]:
             code="MalformedACLError",
         )
     kind = grantee.get(_TYPE, "CanonicalUser" if grantee.find("ID") is not None else "Group")
+    if kind == "AmazonCustomerByEmail":
+        raise Invalid(
+            "The e-mail address you provided does not match any account on record: no account here has one",
+            code="UnresolvableGrantByEmailAddress",
+        )
     if kind == "CanonicalUser":
-        return "owner" if grantee.findtext("ID") in (owner, _OWNER_ID) else "another", permission
+        account = grantee.findtext("ID") or ""
+        if account in (owner, _OWNER_ID):
+            return "owner", permission
+        if not _ACCOUNT.fullmatch(account):
+            raise Invalid(
+                f"Invalid id: {account[:80]!r} is no account's, the owner is {_OWNER_ID}", code="InvalidArgument"
+            )
+        return "another", permission
     return grantee.findtext("URI") or kind, permission
 
 
-def check_object_acl(request: Request) -> None:
-    """Return if a PutObjectAcl changes nothing: objects have no ACL of their own. `Invalid`
-    (`AccessControlListNotSupported`) if it would."""
-    word = request.header(_HEADER)
-    if any(name.startswith(_GRANT) for name in request.headers) or word not in ("", "private"):
-        raise _no_object_acls()
-    if request.body and read_policy(request.body) != "private":
-        raise _no_object_acls()
-    if not word and not request.body:
-        raise Invalid(
-            "Your request was missing a required header: send x-amz-acl or a document", code="MissingSecurityHeader"
+def check_object_acl(request: Request, acl: Acl) -> None:
+    """Return if a PutObjectAcl in a bucket that is `acl` changes nothing: objects have no ACL of their own.
+    `NotSupported` if it would, else as `asked_acl`."""
+    check_acl(request, acl)
+    if b"x-amz-acl" in request.headers and not request.body and not _grants(request):
+        return
+    if asked_acl(request) != acl:
+        raise NotSupported(
+            f"objects have no ACL of their own, and this one's bucket is {acl}: change the bucket's, or give "
+            "identities grants"
         )
 
 
-def _no_object_acls() -> Invalid:
-    return Invalid(
-        "The bucket does not allow ACLs: objects have none of their own, make the bucket public-read, or give "
-        "identities grants",
-        code="AccessControlListNotSupported",
-    )
+def check_ownership(request: Request) -> None:
+    """Return if the objects of a new bucket shall belong to its owner, as they do. `NotSupported`, `Invalid`."""
+    word = request.header(b"x-amz-object-ownership")
+    if word == "ObjectWriter":
+        raise NotSupported("objects belong to the bucket: leave x-amz-object-ownership out, or say BucketOwnerEnforced")
+    if word not in ("", "BucketOwnerEnforced", "BucketOwnerPreferred"):
+        raise Invalid("Invalid x-amz-object-ownership header: say BucketOwnerEnforced", code="InvalidArgument")

@@ -2,10 +2,10 @@
 ACLs, CORS, tags, uploads by HTML forms.
 
 Theory. `s3.py` asks each of its helpers in turn whether a request is theirs; this one knows its own by the method (PUT
-and DELETE of a bucket), by `?acl`, `?cors` and `?tagging`, by settings that no bucket here has, and by a body that is a
-form. What each means stands in a module of its own (`s3_acl.py`, …); here it is decided who may do it, and the engine
-is asked. What a bucket's settings are is asked of the engine too, not read from the front's copy, so that a client that
-changed them through another front sees what it did.
+and DELETE of a bucket), by `?acl`, `?cors` and `?tagging`, by settings that no bucket here has (locks of its objects
+among them), and by a body that is a form. What each means stands in a module of its own (`s3_acl.py`, …); here it is
+decided who may do it, and the engine is asked. What a bucket's settings are is asked of the engine too, not read from
+the front's copy, so that a client that changed them through another front sees what it did.
 
 CreateBucket makes a bucket that lives here alone (`local://`): there is no backend in the request to put it behind, and
 `forebay bucket add` is how one is named. DeleteBucket of such a bucket needs it empty, since nothing else has its
@@ -34,19 +34,18 @@ from forebay.core.calls import (
     TagCall,
     TagsSaid,
 )
-from forebay.core.errors import Busy, Exists, Invalid, NotFound
+from forebay.core.errors import Busy, Denied, Exists, Invalid, NotFound
 from forebay.core.tags import format_tags, parse_tags
 from forebay.core.types import LOCAL_URL, Bucket, ListPage, check_bucket_name, check_key
 from forebay.node.http import s3_acl, s3_cors, s3_tagging
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
-from forebay.node.http.s3_absent import find_absent, render_absent
+from forebay.node.http.s3_absent import LOCKS, find_absent, no_bucket_lock, no_object_lock, render_absent
 from forebay.node.http.s3_post import Forms
 from forebay.node.http.s3_unserved import refuse
-from forebay.node.http.s3_xml import CONTENT_TYPE, parse
+from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, parse
 
-_SUBRESOURCES: Final = ("acl", "cors", "tagging")
 _REGION: Final = re.compile(r"[A-Za-z0-9\-]{0,64}")  # any region is accepted, as in signatures
 
 
@@ -119,10 +118,17 @@ class BucketsApi:
             return ""
         verb = method.decode().lower()
         if key:
-            name = "tagging" if "tagging" in query else "object_acl" if "acl" in query and verb != "delete" else ""
-            return f"{verb}_{name}" if name else ""
+            if "tagging" in query:
+                return verb + "_tagging"
+            if verb == "delete":
+                return ""
+            return verb + "_object_acl" if "acl" in query else "ask_object_lock" if LOCKS & query.keys() else ""
         if find_absent(method, query):
             return verb + "_absent"
+        if verb == "get" and "policyStatus" in query:
+            return "get_policy_status"
+        if verb == "put" and "object-lock" in query:
+            return "put_bucket_lock"
         for name in ("acl", "cors"):
             if name in query and (name, verb) != ("acl", "delete"):
                 return f"{verb}_{name}"
@@ -133,10 +139,18 @@ class BucketsApi:
     def _allow(self, identity: Identity, request: Request, bucket: Bucket, operation: str) -> None:
         if request.method == b"GET":
             self._auth.require(identity, "read", bucket.name)
-        elif operation.endswith(("_tagging", "_object_acl")):
+        elif operation.endswith(("_tagging", "_object_acl", "_object_lock")):
             self._auth.require(identity, "write", bucket.name)
         else:
-            self._auth.require(identity, "admin", bucket.name)
+            try:
+                self._auth.require(identity, "admin", bucket.name)
+            except Denied:
+                if operation != "put_bucket" or not bucket.url:
+                    raise
+                raise Exists(
+                    "The requested bucket name is not available: somebody else has it, choose another",
+                    code="BucketAlreadyExists",
+                ) from None
 
     async def _settings(self, bucket: Bucket) -> Bucket:
         """The bucket as the engine has it now; `NotFound` (`NoSuchBucket`)."""
@@ -159,6 +173,7 @@ class BucketsApi:
             raise Invalid(
                 "Object Lock is not served: leave x-amz-bucket-object-lock-enabled out", code="InvalidRequest"
             )
+        s3_acl.check_ownership(request)
         acl = s3_acl.canned_acl(request) or "private"
         name = check_bucket_name(bucket.name)
         await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl))
@@ -189,6 +204,19 @@ class BucketsApi:
         await self._settings(bucket)
         exchange.respond(204, self._lines(request))
 
+    async def _put_bucket_lock(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._settings(bucket)
+        raise no_bucket_lock()
+
+    async def _ask_object_lock(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        await self._settings(bucket)
+        raise no_object_lock()
+
+    async def _get_policy_status(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        public = (await self._settings(bucket)).acl == "public-read"  # there are no policies that could make it so
+        inner = element("IsPublic", "true" if public else "false")
+        self._document(request, exchange, document("PolicyStatus", inner))
+
     # --- ACLs --------------------------------------------------------------------------------------------------------
     async def _get_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         self._document(request, exchange, s3_acl.render_policy((await self._settings(bucket)).acl))
@@ -202,7 +230,7 @@ class BucketsApi:
         self._document(request, exchange, s3_acl.render_policy((await self._settings(bucket)).acl))
 
     async def _put_object_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        s3_acl.check_object_acl(request)
+        s3_acl.check_object_acl(request, (await self._settings(bucket)).acl)
         await self._call("stat", StatCall(bucket.name, key))
         exchange.respond(200, self._lines(request))
 

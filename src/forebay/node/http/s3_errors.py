@@ -17,13 +17,13 @@ from forebay.node.http.s3_xml import CONTENT_TYPE, DECLARATION, element, readabl
 from forebay.ports import chance
 
 STATUS: Final = {
-    "AccessControlListNotSupported": 400,
     "AccessDenied": 403,
     "AccessForbidden": 403,
     "AuthorizationHeaderMalformed": 400,
     "AuthorizationQueryParametersError": 400,
     "BadDigest": 400,
     "BadRequest": 400,
+    "BucketAlreadyExists": 409,
     "BucketAlreadyOwnedByYou": 409,
     "BucketNotEmpty": 409,
     "ConditionalRequestConflict": 409,
@@ -36,6 +36,7 @@ STATUS: Final = {
     "InvalidAccessKeyId": 403,
     "InvalidArgument": 400,
     "InvalidBucketName": 400,
+    "InvalidBucketState": 409,
     "InvalidDigest": 400,
     "InvalidLocationConstraint": 400,
     "InvalidPart": 400,
@@ -80,6 +81,7 @@ STATUS: Final = {
     "ServiceUnavailable": 503,
     "SignatureDoesNotMatch": 403,
     "SlowDown": 503,
+    "UnresolvableGrantByEmailAddress": 400,
     "XAmzContentSHA256Mismatch": 400,
 }
 KIND_CODES: Final = {

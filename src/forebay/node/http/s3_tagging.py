@@ -3,7 +3,7 @@
 Theory. Tags are few and small, and changing them leaves the object alone (`node/tags.py`): here they are only read from
 XML and written as XML. The same document comes as a field of a form upload.
 
-Invariant. What `render_tags` writes `read_tags` reads back.
+Invariant. What `render_tags` writes `read_tags` reads back, by key.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def read_tags(body: bytes) -> Tags:
 
 
 def render_tags(tags: Tags) -> bytes:
-    """The Tagging document of a set of tags."""
-    inner = "".join(f"<Tag>{element('Key', key)}{element('Value', value)}</Tag>" for key, value in tags)
+    """The Tagging document of a set of tags, by key: they have no order, and clients compare what they are told."""
+    inner = "".join(f"<Tag>{element('Key', key)}{element('Value', value)}</Tag>" for key, value in sorted(tags))
     return document("Tagging", f"<TagSet>{inner}</TagSet>")

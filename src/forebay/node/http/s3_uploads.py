@@ -47,7 +47,7 @@ from forebay.core.uploads import AskedPart, no_such_upload
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.checksums import ALGORITHMS, HEADERS
-from forebay.node.http.object_headers import refuse_unserved, stored_headers, tags_of, write_conditions
+from forebay.node.http.object_headers import check_acl, refuse_unserved, stored_headers, tags_of, write_conditions
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
 from forebay.node.http.s3_listing import OWNER
@@ -96,7 +96,7 @@ class UploadsApi:
             return True
         check_key(key)
         if method == b"POST" and "uploads" in query:
-            exchange.spawn(self._create(request, exchange, self._create_call(request, bucket.name, key)))
+            exchange.spawn(self._create(request, exchange, self._create_call(request, bucket, key)))
         elif "uploadId" not in query:
             return False
         elif method == b"PUT":
@@ -128,15 +128,16 @@ class UploadsApi:
         return self._intake.document(_without_checksums(request), caller)
 
     # --- create, abort -----------------------------------------------------------------------------------------------
-    def _create_call(self, request: Request, bucket: str, key: str) -> UploadCreateCall:
+    def _create_call(self, request: Request, bucket: Bucket, key: str) -> UploadCreateCall:
         refuse_unserved(request)
+        check_acl(request, bucket.acl)
         algorithm = request.header(b"x-amz-checksum-algorithm").upper()
         kind: Any = request.header(b"x-amz-checksum-type").upper()
         if kind not in ("", "COMPOSITE", "FULL_OBJECT"):
             raise Invalid(
                 "Value for x-amz-checksum-type header is invalid: COMPOSITE or FULL_OBJECT", code="InvalidRequest"
             )
-        return UploadCreateCall(bucket, key, stored_headers(request), algorithm, kind, tags_of(request))
+        return UploadCreateCall(bucket.name, key, stored_headers(request), algorithm, kind, tags_of(request))
 
     async def _create(self, request: Request, exchange: Exchange, call: UploadCreateCall) -> None:
         made: UploadState = await self._puts.finish(self._call("upload_create", call))

@@ -24,7 +24,7 @@ from forebay.node.http import s3_errors
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.checksums import HEADERS
-from forebay.node.http.object_headers import refuse_unserved, stored_headers, tags_of, write_conditions
+from forebay.node.http.object_headers import check_acl, refuse_unserved, stored_headers, tags_of, write_conditions
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
 from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
@@ -79,12 +79,8 @@ class Objects:
                 exchange.spawn(self._copy(request, exchange, call))
             else:
                 assert isinstance(request.sink, Incoming)
-                answer = _PutAnswer(self, request, exchange, request.sink)
-                if self._puts.begin(bucket.name, key, request.sink, answer.take):
-                    exchange.hold(answer)
-                else:
-                    putting = self._puts.put(bucket.name, key, request.sink)
-                    exchange.spawn(self._put(request, exchange, request.sink, putting))
+                putting = self._puts.put(bucket.name, key, request.sink)
+                exchange.spawn(self._put(request, exchange, request.sink, putting))
         elif method == b"DELETE" and key:
             exchange.spawn(self._delete(request, exchange, bucket.name, key))
         elif method == b"POST" and not key and "delete" in query:
@@ -97,10 +93,7 @@ class Objects:
     async def _put(
         self, request: Request, exchange: Exchange, incoming: Incoming, putting: asyncio.Future[Written]
     ) -> None:
-        self.answer_put(request, exchange, incoming, await putting)
-
-    def answer_put(self, request: Request, exchange: Exchange, incoming: Incoming, written: Written) -> None:
-        """Say what was written."""
+        written = await putting
         head = b'ETag: "%b"\r\n' % written.etag.encode()
         for algorithm, value in incoming.result.checksums.items():
             head += f"{HEADERS[algorithm]}: {value}\r\n".encode()
@@ -114,6 +107,7 @@ class Objects:
         if request.body:
             raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
         refuse_unserved(request)
+        check_acl(request, bucket.acl)
         if b"x-amz-checksum-algorithm" in request.headers:
             raise NotSupported("a copy computes no checksum: leave x-amz-checksum-algorithm out")
         source_bucket, source_key = copy_source(request)
@@ -176,33 +170,6 @@ class Objects:
 
         said = await asyncio.gather(*(delete(one) for one in asked))
         exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("DeleteResult", "".join(said)))
-
-
-class _PutAnswer:
-    """Answers a PUT when the engine has, while the client is there."""
-
-    __slots__ = ("_exchange", "_incoming", "_objects", "_outcome", "_request")
-
-    def __init__(self, objects: Objects, request: Request, exchange: Exchange, incoming: Incoming) -> None:
-        self._objects, self._request, self._incoming = objects, request, incoming
-        self._exchange: Exchange | None = exchange
-        self._outcome: Written | ForebayError
-
-    def cancel(self) -> None:
-        self._exchange = None
-
-    def take(self, outcome: Written | ForebayError) -> None:
-        """What the engine says."""
-        if self._exchange is not None:
-            self._outcome = outcome
-            self._exchange.resume(self._say)
-
-    def _say(self) -> None:
-        outcome, exchange = self._outcome, self._exchange
-        assert exchange is not None
-        if isinstance(outcome, ForebayError):
-            raise outcome
-        self._objects.answer_put(self._request, exchange, self._incoming, outcome)
 
 
 class _Delete(NamedTuple):
