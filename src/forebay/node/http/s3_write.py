@@ -79,8 +79,12 @@ class Objects:
                 exchange.spawn(self._copy(request, exchange, call))
             else:
                 assert isinstance(request.sink, Incoming)
-                putting = self._puts.put(bucket.name, key, request.sink)
-                exchange.spawn(self._put(request, exchange, request.sink, putting))
+                answer = _PutAnswer(self, request, exchange, request.sink)
+                if self._puts.begin(bucket.name, key, request.sink, answer.take):
+                    exchange.hold(answer)
+                else:
+                    putting = self._puts.put(bucket.name, key, request.sink)
+                    exchange.spawn(self._put(request, exchange, request.sink, putting))
         elif method == b"DELETE" and key:
             exchange.spawn(self._delete(request, exchange, bucket.name, key))
         elif method == b"POST" and not key and "delete" in query:
@@ -93,7 +97,10 @@ class Objects:
     async def _put(
         self, request: Request, exchange: Exchange, incoming: Incoming, putting: asyncio.Future[Written]
     ) -> None:
-        written = await putting
+        self.answer_put(request, exchange, incoming, await putting)
+
+    def answer_put(self, request: Request, exchange: Exchange, incoming: Incoming, written: Written) -> None:
+        """Say what was written."""
         head = b'ETag: "%b"\r\n' % written.etag.encode()
         for algorithm, value in incoming.result.checksums.items():
             head += f"{HEADERS[algorithm]}: {value}\r\n".encode()
@@ -170,6 +177,33 @@ class Objects:
 
         said = await asyncio.gather(*(delete(one) for one in asked))
         exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("DeleteResult", "".join(said)))
+
+
+class _PutAnswer:
+    """Answers a PUT when the engine has, while the client is there."""
+
+    __slots__ = ("_exchange", "_incoming", "_objects", "_outcome", "_request")
+
+    def __init__(self, objects: Objects, request: Request, exchange: Exchange, incoming: Incoming) -> None:
+        self._objects, self._request, self._incoming = objects, request, incoming
+        self._exchange: Exchange | None = exchange
+        self._outcome: Written | ForebayError
+
+    def cancel(self) -> None:
+        self._exchange = None
+
+    def take(self, outcome: Written | ForebayError) -> None:
+        """What the engine says."""
+        if self._exchange is not None:
+            self._outcome = outcome
+            self._exchange.resume(self._say)
+
+    def _say(self) -> None:
+        outcome, exchange = self._outcome, self._exchange
+        assert exchange is not None
+        if isinstance(outcome, ForebayError):
+            raise outcome
+        self._objects.answer_put(self._request, exchange, self._incoming, outcome)
 
 
 class _Delete(NamedTuple):
