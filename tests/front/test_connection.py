@@ -170,7 +170,7 @@ def test_expect_100_is_answered_before_the_body_is_sent(node: Node) -> None:
 
 def test_a_body_that_nobody_takes_is_refused_before_it_is_sent(node: Node) -> None:
     with node.connect() as client:
-        client.send(head("/b/new?retention", "PUT", "1.1", "Content-Length: 999999", "Expect: 100-continue"))
+        client.send(head("/b/new?encryption", "PUT", "1.1", "Content-Length: 999999", "Expect: 100-continue"))
         answer = client.answer()
         assert answer.status == 501
         assert b"<Code>NotImplemented</Code>" in answer.body
@@ -180,7 +180,7 @@ def test_a_body_that_nobody_takes_is_refused_before_it_is_sent(node: Node) -> No
 def test_the_answer_to_a_refused_body_survives_the_body(node: Node) -> None:
     """The client goes on sending; our answer must not be destroyed by a reset."""
     with node.connect() as client:
-        client.send(head("/b/new?retention", "PUT", "1.1", "Content-Length: 30000000"))
+        client.send(head("/b/new?encryption", "PUT", "1.1", "Content-Length: 30000000"))
         for _ in range(30):
             client.send(bytes(100_000))
         assert client.answer().status == 501
