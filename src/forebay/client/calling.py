@@ -33,7 +33,7 @@ class Calling:
     ) -> None:
         self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
         self.patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
-        token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
+        self.token = token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
         self._always: Fields = (("User-Agent", "forebay"), ("Accept", "*/*"))
         self._native: Fields = (*self._always, ("Authorization", f"Bearer {token}")) if token else self._always
         self._keys = keys_of_environment()

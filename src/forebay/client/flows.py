@@ -30,6 +30,7 @@ from forebay.core.calls import (
     ObjectState,
     Written,
 )
+from forebay.core.doorwire import DoorAt
 from forebay.core.errors import (
     KINDS,
     Bug,
@@ -299,6 +300,12 @@ def status() -> Flow[NodeState]:
 
 def node_map() -> Flow[NodeMap]:
     found: NodeMap = yield from _ask_json(Request("GET", "/-/v1/map"), "the map", NodeMap)
+    return found
+
+
+def door() -> Flow[DoorAt]:
+    """Where clients on the node's host find its door."""
+    found: DoorAt = yield from _ask_json(Request("GET", "/-/v1/door"), "the node's door", DoorAt)
     return found
 
 

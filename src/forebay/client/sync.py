@@ -24,6 +24,7 @@ from forebay.client import exposition, flows
 from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import Connection, Stale
+from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
 from forebay.client.http1 import Request, Response
 from forebay.client.sinks import IntoBuffer, IntoFd
@@ -72,6 +73,7 @@ class Client:
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
         self._closed = False
+        self._door: HostDoor | None = None
 
     @property
     def url(self) -> str:
@@ -92,9 +94,19 @@ class Client:
         self.close_idle()
 
     def close_idle(self) -> None:
-        """Close kept connections and stay usable."""
+        """Close kept connections, and files of the host door, and stay usable."""
+        if self._door is not None:
+            self._door.close()
         while self._idle:
             self._idle.pop().close()
+
+    @property
+    def door(self) -> HostDoor:
+        """The way to objects' files where the node is on this host (see `door.py`); where it is not, it gives None."""
+        door = self._door
+        if door is None:
+            door = self._door = HostDoor(lambda: self.run(flows.door()), self._calling.token)
+        return door
 
     # --- the driver --------------------------------------------------------------------------------------------------
     def run(self, flow: flows.Flow[T]) -> T:

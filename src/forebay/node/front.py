@@ -27,6 +27,7 @@ from forebay.core.metrics import Snapshot
 from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.wire import Welcome
 from forebay.node import child
+from forebay.node.door import Door
 from forebay.node.http.auth import Auth
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.intake import Intake
@@ -76,7 +77,7 @@ class Front:
             settings.engine_socket,
             number,
             welcome=self._follow,
-            dropped=self._store.dropped,
+            dropped=self._dropped,
             report=self.snapshot,
             grace_s=grace_s,
         )
@@ -89,6 +90,15 @@ class Front:
             ids=RequestIds(),
             path_style=lambda host: not self._addressing.bucket_of_host(host),
             clock=clock,
+        )
+        self.door = Door(
+            settings.door_socket(number),
+            self._reads,
+            self._store,
+            self.link,
+            self._auth,
+            clock=clock,
+            stall_s=timeouts.stall_s,
         )
         self._tls = tls_files(settings, clock.wall_s)
         self.server: Server | None = None
@@ -113,16 +123,18 @@ class Front:
         domains = (self.settings.domain,) if self.settings.domain else ()
         puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
-        native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing)
+        native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing, door=self.door)
         self.server = Server(
             s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
         )
+        self.door.start()
         await self.server.start(listener)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Finish answers under way within `grace_s`, then let go of everything. Twice is fine."""
         if self.server is not None:
             await self.server.stop(grace_s)
+        self.door.stop()
         await self.link.stop()
         self._store.close()
 
@@ -140,9 +152,15 @@ class Front:
         self._welcomed = welcome
         if not self.link.connected:
             self._store.let_go()
+            self.door.let_go()
         self._auth.update(welcome.identities)
         self._reads.follow(welcome)
+        self.door.follow(welcome)
         self._lane.follow()
+
+    def _dropped(self, object_ids: list[int]) -> None:
+        self._store.dropped(object_ids)
+        self.door.dropped(object_ids)
 
     def _missing(self) -> str:
         """What keeps this front from being ready; "" when nothing does."""

@@ -146,6 +146,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def engine_socket(self) -> Path:
         return self.run_dir / "engine.sock"
 
+    def door_socket(self, number: int) -> Path:
+        """Where front `number` has its door for clients on this host (`node/door.py`)."""
+        return self.run_dir / f"door-{number}.sock"
+
     @property
     def lock_file(self) -> Path:
         return Path(self.dir) / "node.lock"

@@ -25,6 +25,7 @@ from forebay.core.listing import after_prefix
 from forebay.core.metrics import render
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.node.door import Door
 from forebay.node.http import openapi
 from forebay.node.http.auth import Auth
 from forebay.node.http.bodies import Incoming
@@ -70,7 +71,15 @@ class Native:
     """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
 
     def __init__(
-        self, reads: Reads, puts: Puts, store: StoreReader, call: Call, auth: Auth, ready: Callable[[], str]
+        self,
+        reads: Reads,
+        puts: Puts,
+        store: StoreReader,
+        call: Call,
+        auth: Auth,
+        ready: Callable[[], str],
+        *,
+        door: Door | None = None,
     ) -> None:
         self._reads = reads
         self._puts = puts
@@ -78,6 +87,7 @@ class Native:
         self._call = call
         self._auth = auth
         self._missing = ready
+        self._host_door = door
         self._description: bytes | None = None
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
@@ -184,6 +194,12 @@ class Native:
         if self._description is None:
             self._description = openapi.describe()
         exchange.respond(200, JSON, self._description)
+
+    def _door(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        at = None if self._host_door is None else self._host_door.at
+        if at is None:
+            raise NotFound("this front has no door for clients on its host: read over HTTP", code="NoDoor")
+        exchange.respond(200, JSON, _encode(at))
 
     def _metrics(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from forebay.core import calls
 from forebay.core.access import Verb
+from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.types import Bucket, ListPage
 from forebay.node.http.requests import decode_component
@@ -115,6 +116,10 @@ ROUTES: tuple[Route, ...] = (
     Route("job", "GET", "/-/v1/jobs/{job}", "One job's progress.", answer=calls.JobState),
     Route("job_cancel", "DELETE", "/-/v1/jobs/{job}", "Stop a job.", "admin", answer=calls.JobState),
     Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=calls.NodeState),
+    Route(
+        "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",
+        answer=DoorAt,
+    ),
     Route("map", "GET", "/-/v1/map", "The nodes of the cluster and their weights.", answer=calls.NodeMap),
 )  # fmt: skip
 
