@@ -227,12 +227,13 @@ def every_dependency_is_used(tree: Tree) -> Iterator[str]:
 def imports_are_declared(tree: Tree) -> Iterator[str]:
     project = tomllib.loads(tree.get("pyproject.toml", "")).get("project", {})
     runtime = {_package(text) for text in project.get("dependencies", [])}
-    extras = {_package(text) for extra in project.get("optional-dependencies", {}).values() for text in extra}
+    project_extras = project.get("optional-dependencies", {})
+    extras = {_package(text) for extra in project_extras.values() for text in extra}
+    rooms = {f"{SOURCE}{room}/": {_package(text) for text in texts} for room, texts in project_extras.items()}
     here = {"forebay", "demo", "tests", *sys.stdlib_module_names}
     for path, text in python(tree):
-        allowed = (
-            here | runtime | (set() if path.startswith(SOURCE) else extras | {"botocore"})
-        )  # boto3 brings botocore
+        own = {name for room, names in rooms.items() if path.startswith(room) for name in names}  # src/forebay/torch/
+        allowed = here | runtime | (own if path.startswith(SOURCE) else extras | {"botocore"})  # boto3 brings botocore
         for name in sorted({imported.partition(".")[0] for imported in _imports(text)} - allowed):
             yield f"{path}: imports {name}, which pyproject.toml does not ask for there"
 

@@ -1,0 +1,169 @@
+"""What all datasets share: a listing, many samples in one request, and pickling that carries no sockets.
+
+Theory. A dataset is map-style, so a worker has no state: it is told indices and fetches them, a batch at a time, with
+one request (`__getitems__`). What differs between kinds is which bytes make a sample. Listed once, in the process that
+makes the dataset; a worker that is forked shares the columns, one that is spawned gets them when they are few, and
+else lists again and checks that it finds the same.
+
+Damage. `on_error="raise"` stops at the first sample that cannot be had; `"skip"` leaves it out of its batch and counts
+it. A batch of which nothing is left is an error under both, since a rank without a batch would stall the others. A
+dataset that changed while it is read is never skipped over.
+
+Invariants. (1) Sample i is the same bytes in every process: reads name the version that was listed. (2) A pickle holds
+no descriptor, thread or lock.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+from torch.utils.data import Dataset as TorchDataset
+
+from forebay.core import limits
+from forebay.core.batch import Item
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
+from forebay.torch.listing import Column, Fingerprint, Listing
+from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
+from forebay.torch.source import PATIENCE_S, Bytes, Facts, NodeSource, Patient, Source, parse_place
+
+OnError = Literal["raise", "skip"]
+Shuffle = bool | Literal["block"]
+BLOCK_BYTES = 64 * limits.MIB  # of a run of keys or windows that a block shuffle keeps together
+WINDOW_BYTES = 4 * limits.GIB  # of a block shuffle: what fits a node's cache many times over
+_INLINE_BYTES_MAX = limits.MIB  # of a listing that a pickle holds itself
+_SKIPPED = (Corrupt, NotFound)
+
+
+class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by the type checker
+    """Samples at a node. `Invalid`, `NotFound` and `Unavailable` come from the constructor, which lists the bucket."""
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        suffixes: Sequence[str],
+        url: str | None,
+        on_error: OnError,
+        patience_s: float,
+        source: Source | None,
+    ) -> None:
+        if on_error not in get_args(OnError):
+            raise Invalid(f"on_error={on_error!r} is not known: use 'raise' or 'skip'")
+        self.place = place
+        self.on_error: OnError = on_error
+        self._suffixes = tuple(suffixes)
+        self._source = Patient(source or NodeSource(url), patience_s)
+        self._listing: Listing | None = self._listed()
+        if not self._listing.objects:
+            which = f" that end in {', '.join(suffixes)}" if suffixes else ""
+            raise NotFound(f"there are no objects under {place!r}{which}: see what is with `forebay ls {place}`")
+
+    # --- what kinds define -------------------------------------------------------------------------------------------
+    shape = ""
+    samples = 0
+
+    def blocks(self) -> tuple[Column, Column]:
+        """Samples and bytes of each block, in order: what a block shuffle keeps together."""
+        raise NotImplementedError
+
+    def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
+        """The samples at `indices`, in order, but for those skipped; what it took is added to `facts`."""
+        raise NotImplementedError
+
+    # --- torch's protocol --------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        index = operator.index(index)
+        if not -self.samples <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        return self.__getitems__([index % self.samples])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return self.fetch(indices, Facts())
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self.listing.memory_bytes > _INLINE_BYTES_MAX:
+            state["_listing"] = None
+            state["_listed_as"] = self.fingerprint.id
+        return state
+
+    # --- the listing -------------------------------------------------------------------------------------------------
+    @property
+    def listing(self) -> Listing:
+        """The objects. In a spawned worker the first use may list them again; `Precondition` if they have changed."""
+        if self._listing is None:
+            found = self._listed()
+            if found.fingerprint(self.shape, self.samples).id != self.__dict__["_listed_as"]:
+                raise Precondition(
+                    f"{self.place!r} changed between the start of the job and that of a worker: start the job again"
+                )
+            self._listing = found
+        return self._listing
+
+    def _listed(self) -> Listing:
+        return Listing.of(self._source.manifest(*parse_place(self.place)), self._suffixes)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the dataset is, for saved states."""
+        return self.listing.fingerprint(self.shape, self.samples)
+
+    def order(self, shuffle: Shuffle, window_bytes: int, seed: int, epoch: int) -> Order:
+        """The order of an epoch."""
+        if shuffle == "block":
+            return BlockShuffled(*self.blocks(), window_bytes, seed, epoch)
+        return Permuted(self.samples, seed, epoch) if shuffle else InOrder(self.samples)
+
+    # --- damage ------------------------------------------------------------------------------------------------------
+    def _kept(self, name: Callable[[int], str], made: list[Any], facts: Facts) -> list[Any]:
+        """`made` without what is skipped; errors stand in it in place of samples. `name` tells which sample it was."""
+        if not any(isinstance(sample, ForebayError) for sample in made):
+            return made
+        kept = []
+        for number, sample in enumerate(made):
+            if not isinstance(sample, ForebayError):
+                kept.append(sample)
+            elif self.on_error == "skip" and isinstance(sample, _SKIPPED):
+                facts.skipped.append(name(number))
+            elif isinstance(sample, Precondition):
+                raise Precondition(
+                    f"{name(number)} changed since the dataset was listed: put the old version back, or start anew"
+                ) from sample
+            else:
+                raise sample
+        if not kept:
+            raise Corrupt(f"none of the {len(made)} samples of a batch could be had, {name(0)} being the first")
+        return kept
+
+
+def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> Any:
+    """What `decode(*data)` makes, or the `Corrupt` that its failure means. Refusals of ours are raised."""
+    try:
+        return decode(*data)
+    except ForebayError:
+        raise
+    except Exception as error:
+        found = Corrupt(f"{name()} cannot be decoded ({type(error).__name__}: {error}): repair it, or on_error='skip'")
+        found.__cause__ = error
+        return found
+
+
+def runs(sizes: Column, block_bytes: int = BLOCK_BYTES) -> tuple[Column, Column]:
+    """Samples of these sizes in runs of about `block_bytes`: the samples and bytes of each."""
+    block = (np.cumsum(sizes) - sizes) // block_bytes
+    _, first, counts = np.unique(block, return_index=True, return_counts=True)
+    return counts, np.add.reduceat(sizes, first)
+
+
+def whole_objects(listing: Listing, numbers: Sequence[int]) -> list[Item]:
+    """Items for whole objects, each of the version that was listed."""
+    return [Item(listing.bucket, listing.key(n), 0, None, "", listing.etag(n)) for n in numbers]
+
+
+__all__ = ["PATIENCE_S", "Bytes", "Dataset", "OnError", "Shuffle", "decoded", "runs", "whole_objects"]

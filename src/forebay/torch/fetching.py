@@ -1,0 +1,168 @@
+"""From indices to a batch, wherever that happens; and threads that do it ahead of the training loop.
+
+Theory. Workers, be they threads or processes, do the same: fetch, decode, collate. What they hand over is the batch and
+what it was spent on; an error of ours travels as a value, so that it arrives in the training process as the kind it is,
+and the step that it belongs to is raised in its turn.
+
+Threads are enough where nothing is decoded: the time goes into sockets and copies, which leave the interpreter to
+others, and a batch need not be sent from one process to another. They are daemons, so that a program that ends is
+not kept by a read that waits for a node.
+
+Invariants. (1) Results come in the order of the steps. (2) At most `depth` batches are made or kept ahead. (3) After
+`close` no new fetch begins.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import default_collate
+
+from forebay.core.errors import ForebayError
+from forebay.ports import clock
+from forebay.torch.dataset import Dataset
+from forebay.torch.source import Facts
+from forebay.torch.tokens import Rows
+
+_CLOSING_S = 0.5  # how long `close` waits for fetches to notice; they end by themselves otherwise
+Collate = Callable[[list[Any]], Any]
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's default, without a copy where the samples are the rows of one tensor."""
+    return samples.tensor if isinstance(samples, Rows) else default_collate(samples)
+
+
+class Fetched:
+    """A batch, or the error in its place, and what it took."""
+
+    __slots__ = ("batch", "error", "facts", "samples")
+
+    def __init__(self, batch: Any, samples: int, facts: Facts, error: ForebayError | None = None) -> None:
+        self.batch, self.samples, self.facts, self.error = batch, samples, facts, error
+
+    def pin_memory(self) -> Fetched:
+        """torch's protocol for batches of a class of their own."""
+        return Fetched(pinned(self.batch), self.samples, self.facts, self.error)
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory."""
+    from torch.utils.data._utils.pin_memory import pin_memory  # what DataLoader itself calls; it has no public name
+
+    return pin_memory(batch)
+
+
+class Fetching(TorchDataset):  # type: ignore[misc]  # torch is not followed by the type checker
+    """A dataset whose "samples" are batches: `__getitems__` gives one `Fetched`."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Any) -> Fetched:
+        return self.fetch(indices, None)
+
+    def fetch(self, indices: Any, ended: threading.Event | None) -> Fetched:
+        """One batch; waiting ends when `ended` is set."""
+        facts = Facts(ended=ended)
+        try:
+            samples = self._samples(indices, facts)
+            began_s = clock.monotonic_s()
+            batch = self.collate(samples)
+            facts.decode_s += clock.monotonic_s() - began_s
+        except ForebayError as error:
+            facts.ended = None
+            return Fetched(None, 0, facts, error)
+        facts.ended = None
+        return Fetched(batch, len(samples), facts)
+
+    def _samples(self, indices: Any, facts: Facts) -> list[Any]:
+        if isinstance(self.dataset, Dataset):
+            return self.dataset.fetch(indices, facts)
+        began_s = clock.monotonic_s()  # a foreign dataset, or one of ours within one: nobody says what it spends
+        indices = indices.tolist()
+        many: Callable[[Sequence[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
+        samples = many(indices) if many else [self.dataset[index] for index in indices]
+        facts.read_s += clock.monotonic_s() - began_s
+        facts.items += len(indices)
+        return samples
+
+
+def as_is(batch: Any) -> Any:
+    """The collation of what is a batch already."""
+    return batch
+
+
+class _Slot:
+    """One step's place in the row."""
+
+    __slots__ = ("indices", "made", "result")
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+        self.made = threading.Event()
+        self.result: Any = None
+
+
+class Ahead:
+    """Fetches of successive steps, by `threads` threads, `depth` steps ahead. Iterate, then `close`."""
+
+    def __init__(
+        self, fetch: Callable[[Any, threading.Event], Fetched], steps: Iterator[Any], threads: int, depth: int
+    ) -> None:
+        assert min(threads, depth) >= 1, "nobody would fetch"
+        self._fetch, self._steps, self._depth = fetch, steps, depth
+        self._row: deque[_Slot] = deque()
+        self._asked: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"forebay-fetch-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> Fetched:
+        while len(self._row) < self._depth and not self._ended.is_set():
+            indices = next(self._steps, None)
+            if indices is None:
+                break
+            slot = _Slot(indices)
+            self._row.append(slot)
+            self._asked.put(slot)
+        if not self._row:
+            raise StopIteration
+        slot = self._row.popleft()
+        slot.made.wait()
+        if isinstance(slot.result, BaseException):
+            raise slot.result
+        found: Fetched = slot.result
+        return found
+
+    def _work(self) -> None:
+        while (slot := self._asked.get()) is not None and not self._ended.is_set():
+            try:
+                slot.result = self._fetch(slot.indices, self._ended)
+            except BaseException as error:  # of a user's decode or collate: raised where the step is taken
+                slot.result = error
+            slot.made.set()
+
+    def close(self) -> None:
+        """End the threads; one that waits for bytes ends when it has them."""
+        self._ended.set()
+        for _ in self._threads:
+            self._asked.put(None)
+        until_s = clock.monotonic_s() + _CLOSING_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - clock.monotonic_s()))

@@ -1,0 +1,246 @@
+"""`forebay.torch.DataLoader`: batches in an exact order, from exactly where the job stopped.
+
+Theory. A thin layer over `torch.utils.data.DataLoader`, which moves batches between processes, or over threads of this
+process (`workers=0`). What it adds: the order is the schedule's, so nothing about it is kept in workers; the state
+counts the batches that were *given out*, not those under way; and a meter says how long steps waited, and for what.
+
+One rule for iteration: it begins where the state is, and ends with the epoch. So the first loop over a loader that was
+restored yields the rest of its epoch; a loop that is left early is continued by the next; and a loop that came to its
+end is followed by the next epoch. `set_epoch` with the epoch that is under way changes nothing, so that trainers that
+call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
+
+Rejected. Counting in the sampler (it runs ahead of what is used by all that is prefetched); state in workers (their
+number would be in it); torch's behaviour of beginning anew at each `iter` (a loop that was left early then repeats
+samples, which is the one thing that this loader promises not to do).
+
+Invariants. (1) A batch that was given out is in the state before its receiver runs; one that was not is not. (2) After
+an error or an interrupt no worker is left that is waited for, and the state is at the first step not given out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from torch.utils import data
+
+import torch
+from forebay.core.errors import ForebayError, Invalid
+from forebay.ports import clock
+from forebay.torch.dataset import WINDOW_BYTES, Shuffle
+from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, as_is, collate, pinned
+from forebay.torch.partition import Last
+from forebay.torch.schedule import Place, Schedule
+from forebay.torch.stall import StallMeter
+
+THREADS = 2  # with workers=0: one batch is received while another is taken apart
+AHEAD = 4  # batches made ahead, in all by threads and for each by a worker
+
+
+class DataLoader:
+    """Batches of `batch_size` for this rank, in an order that is a function of `seed` and the epoch.
+
+    `shuffle`: True over all samples, 'block' within windows of `window_bytes`, or False. `last`: what becomes of the
+    end of an epoch, see `partition`. `workers`: processes that fetch and decode; 0 means threads of this process, which
+    is faster where little is decoded. `prefetch`: batches made ahead, for each worker, or in all by threads. `collate`
+    makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'
+    or 'forkserver' for workers. `worker_init` is called in each with its number. `rank` and `world` as of `Schedule`.
+
+    A state (`state_dict`) is less than 1 KiB of plain values, and costs microseconds. Errors are raised at the step
+    that they belong to, and the loader stays where it was: iterate again to try that step again.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        window_bytes: int = WINDOW_BYTES,
+        last: Last = "short",
+        rank: int | None = None,
+        world: int | None = None,
+        workers: int = 0,
+        prefetch: int = AHEAD,
+        collate: Collate = collate,
+        pin_memory: bool | None = None,
+        start_method: str | None = None,
+        worker_init: Callable[[int], None] | None = None,
+    ) -> None:
+        if workers < 0 or prefetch < 1:
+            raise Invalid(f"{workers} workers with {prefetch} batches ahead: at least 0 and 1")
+        self.schedule = Schedule(
+            dataset,
+            batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            window_bytes=window_bytes,
+            last=last,
+            rank=rank,
+            world=world,
+        )
+        self.dataset, self.batch_size, self.workers = dataset, batch_size, workers
+        self.stall = StallMeter()
+        self._prefetch, self._worker_init, self._start_method = prefetch, worker_init, start_method
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._fetching = Fetching(dataset, collate)
+        self._place = Place(0, 0)
+        self._steps: Iterator[Any] = iter(())
+        self._inner: data.DataLoader | None = None
+        self._ahead: Ahead | None = None
+        self._iteration = 0
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, wherever the state is."""
+        return self.schedule.partition(Place(0, 0)).steps
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End workers and threads. The loader can be iterated again, which starts others."""
+        self._iteration += 1
+        inner, self._inner = self._inner, None
+        iterator = getattr(inner, "_iterator", None)  # kept there only with persistent workers
+        if iterator is not None:
+            iterator._shutdown_workers()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    # --- where it is -------------------------------------------------------------------------------------------------
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._place.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; if that is the one under way, stay where it is (see `restart`)."""
+        if epoch != self._place.epoch:
+            self.restart(epoch)
+
+    def restart(self, epoch: int | None = None) -> None:
+        """Go to the start of `epoch`, by default the one under way."""
+        place = Place(self._place.epoch if epoch is None else epoch, 0)
+        if place.epoch < 0:
+            raise Invalid(f"epoch {place.epoch}: epochs count from 0")
+        self._iteration += 1
+        self._place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the job is: after the batches that were given out. The same on all ranks."""
+        return self.schedule.save(self._place)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, whatever the world size, workers and batch size were. `Precondition`, saying what
+        changed, if the dataset is not the one that it was saved with."""
+        place = self.schedule.load(state)
+        self._iteration += 1
+        self._place = place
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from the state to the end of the epoch. Only one iteration at a time: a new one ends the last."""
+        self._iteration += 1
+        return self._iterate(self._iteration)
+
+    def _iterate(self, iteration: int) -> Iterator[Any]:
+        after: list[Place] = []
+        epoch = self._place.epoch
+        batches = self.schedule.batches(self._place)
+
+        def steps() -> Iterator[Any]:
+            for indices, place in batches:
+                after.append(place)
+                yield indices
+
+        source: Iterator[Fetched] = self._begin(steps())
+        given_s = clock.monotonic_s()
+        taken = 0
+        try:
+            while True:
+                asked_s = clock.monotonic_s()
+                fetched = next(source, None)
+                if fetched is None:
+                    return
+                if fetched.error is not None:
+                    raise self._told(fetched.error, epoch)
+                now_s = clock.monotonic_s()
+                self.stall.add(now_s - asked_s, now_s - given_s, fetched.samples, fetched.facts)
+                given_s = now_s
+                self._place = after[taken]
+                taken += 1
+                yield fetched.batch
+                if iteration != self._iteration:
+                    raise Invalid("the loader was restarted, closed or iterated anew in the middle of this iteration")
+        except GeneratorExit:
+            raise
+        except ForebayError:
+            raise
+        except BaseException:  # Ctrl-C has reached the workers too, and one that died cannot be asked again
+            self.close()
+            raise
+        finally:
+            ahead, self._ahead = (self._ahead, None) if source is self._ahead else (None, self._ahead)
+            if ahead is not None:
+                ahead.close()
+
+    def _begin(self, steps: Iterator[Any]) -> Any:
+        if not self.workers:
+            if self._ahead is not None:
+                self._ahead.close()
+            self._ahead = Ahead(self._fetch, steps, THREADS, self._prefetch)
+            return self._ahead
+        self._steps = steps
+        if self._inner is None:
+            self._inner = data.DataLoader(
+                self._fetching,
+                batch_sampler=_Steps(self),
+                num_workers=self.workers,
+                collate_fn=as_is,
+                pin_memory=self._pin,
+                prefetch_factor=self._prefetch,
+                persistent_workers=True,
+                multiprocessing_context=self._start_method,
+                worker_init_fn=self._worker_init,
+            )
+        return iter(self._inner)
+
+    def _fetch(self, indices: Any, ended: Any) -> Fetched:
+        fetched = self._fetching.fetch(indices, ended)
+        return fetched.pin_memory() if self._pin and fetched.error is None else fetched
+
+    def _told(self, error: ForebayError, epoch: int) -> ForebayError:
+        """The error with the step that it stopped."""
+        partition = self.schedule.partition(Place(epoch, 0))
+        done = self._place.samples if self._place.epoch == epoch else partition.samples
+        told = type(error)(
+            f"epoch {epoch}, after {done} of {partition.samples} samples: {error.message}",
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+        )
+        with contextlib.suppress(AttributeError):
+            told.__cause__ = error
+        return told
+
+
+class _Steps:
+    """torch's batch sampler: the steps of whatever iteration the loader is in."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader._steps
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+__all__ = ["DataLoader", "pinned"]

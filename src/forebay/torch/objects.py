@@ -1,0 +1,68 @@
+"""A sample is an object.
+
+Theory. The simplest layout: one file for each image or document. Opened one by one it is the slowest; asked for by the
+batch it needs no repacking.
+
+Invariant. Sample i is the object with the i-th key in byte order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forebay.ports import clock
+from forebay.torch.dataset import Dataset, OnError, decoded, runs, whole_objects
+from forebay.torch.listing import Column
+from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
+
+
+class ObjectDataset(Dataset):
+    """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
+
+    A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. Only
+    keys that end in one of `suffixes` count. `on_error`: 'raise', or 'skip' what is missing or cannot be decoded.
+    `patience_s`: how long to wait for a node that does not answer. `url` as of `forebay.connect`.
+    """
+
+    shape = "objects"
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        decode: Callable[[str, Bytes], Any] | None = None,
+        suffixes: Sequence[str] = (),
+        url: str | None = None,
+        on_error: OnError = "raise",
+        patience_s: float = PATIENCE_S,
+        source: Source | None = None,
+    ) -> None:
+        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        self.decode = decode
+        self.samples = self.listing.objects
+
+    def key(self, index: int) -> str:
+        """The key of a sample."""
+        return self.listing.key(index)
+
+    def blocks(self) -> tuple[Column, Column]:
+        return runs(self.listing.sizes)
+
+    def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
+        items = whole_objects(self.listing, indices)
+        made: list[Any] = self._source.get_many(items, facts)
+        began_s = clock.monotonic_s()
+        for number, value in enumerate(made):
+            if isinstance(value, Exception):
+                continue
+            facts.size_bytes += len(value)
+            made[number] = self._made(items[number].key, value)
+        facts.decode_s += clock.monotonic_s() - began_s
+        return self._kept(lambda number: f"{items[number].bucket}/{items[number].key}", made, facts)
+
+    def _made(self, key: str, value: Bytes) -> Any:
+        decode = self.decode
+        if decode is None:
+            return value if type(value) is bytes else bytes(value)
+        return decoded(lambda: f"{self.listing.bucket}/{key}", decode, key, value)

@@ -1,0 +1,271 @@
+"""A sample is the members of a shard that share a name: WebDataset's layout, read in place and in any order.
+
+Theory. The node knows where each member of a tar or zip lies. From its names, a layout is computed for each shard, as
+columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
+side, so they are read as one range when what is between them is small. All that must be known before the first batch
+is the number of samples in each shard; layouts are kept while they fit LAYOUTS_BYTES_MAX and asked for again at need,
+so a worker holds no more of them than that.
+
+Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, the rest is
+the part's extension. Names without either are not samples. Where WebDataset takes only neighbours for one sample, here
+all members of a shard with one key are one, and of two with the same name the last counts, as tar has it.
+
+Invariants. (1) Sample i: shards in byte order of their keys, samples in the order in which their first members appear.
+(2) A layout is of the version of the shard that was listed.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forebay.core import limits
+from forebay.core.batch import Item
+from forebay.core.errors import Corrupt, ForebayError, NotFound
+from forebay.core.members import MemberIndex
+from forebay.ports import clock
+from forebay.torch.dataset import Dataset, OnError, decoded
+from forebay.torch.decoders import Decoder, chosen
+from forebay.torch.listing import Column
+from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
+LAYOUTS_BYTES_MAX = 512 * limits.MIB
+GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less than a frame and its handling cost
+_INDEXERS = 8  # shards whose members are asked for at once, when a dataset is made
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+
+
+class Layout(NamedTuple):
+    """The samples of one shard. Sample i has the members `ends[i-1]`..`ends[i]`, in the order of their offsets."""
+
+    keys: bytes
+    key_ends: array[int]
+    ends: array[int]
+    offsets: array[int]
+    sizes: array[int]
+    kinds: array[int]  # of a member: which of `extensions` it has
+    extensions: tuple[str, ...]
+    plain: bool  # members are ranges of the shard; else they are asked for by name
+
+    @property
+    def samples(self) -> int:
+        return len(self.ends)
+
+    @property
+    def memory_bytes(self) -> int:
+        columns = (self.key_ends, self.ends, self.offsets, self.sizes, self.kinds)
+        return len(self.keys) + sum(len(column) * column.itemsize for column in columns)
+
+    def key(self, sample: int) -> str:
+        start = self.key_ends[sample - 1] if sample else 0
+        return self.keys[start : self.key_ends[sample]].decode("utf-8", "surrogateescape")
+
+    def members(self, sample: int) -> range:
+        return range(self.ends[sample - 1] if sample else 0, self.ends[sample])
+
+
+def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
+    """Group members to samples; with `parts`, only those extensions count."""
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    plain = not members.plain
+    for number in range(len(members)):
+        member = members.member(number)
+        match = _NAME.fullmatch(member.name)
+        if match and (not parts or match[2].lower() in parts):
+            samples.setdefault(match[1], {})[match[2]] = (member.start, member.size_bytes)
+            plain = plain and not member.method
+    extensions: dict[str, int] = {}
+    keys: list[bytes] = []
+    rows: list[tuple[int, int, int]] = []
+    ends = array("Q")
+    for key, found in samples.items():
+        keys.append(key.encode("utf-8", "surrogateescape"))
+        for extension, (offset, size) in sorted(found.items(), key=lambda part: part[1]):
+            rows.append((offset, size, extensions.setdefault(extension, len(extensions))))
+        ends.append(len(rows))
+    offsets, sizes, kinds = zip(*rows, strict=True) if rows else ((), (), ())
+    return Layout(
+        b"".join(keys),
+        array("Q", accumulate(map(len, keys))),
+        ends,
+        array("Q", offsets),
+        array("Q", sizes),
+        array("H", kinds),
+        tuple(extensions),
+        plain,
+    )
+
+
+class ShardDataset(Dataset):
+    """The samples in the shards (tar, zip, compressed tar) under `place`, each a dictionary.
+
+    `sample["__key__"]` is its name in the shard, `sample["__shard__"]` the shard's key; the rest is by extension, as in
+    `sample["jpg"]`. Parts are decoded by extension (`decoders.DEFAULT`); `decode` adds to that, as in `{"jpg": f}`, and
+    `{}` leaves everything bytes. With `parts`, only those extensions are read, and a sample must have all of them.
+    `transform` gets the dictionary and makes the sample. `on_error`: 'raise', or 'skip' what is missing, damaged or
+    cannot be decoded; a shard that is no archive or is cut short then has no samples. See `ObjectDataset` for the rest.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        decode: Mapping[str, Decoder] | None = None,
+        parts: Sequence[str] = (),
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        suffixes: Sequence[str] = SUFFIXES,
+        url: str | None = None,
+        on_error: OnError = "raise",
+        patience_s: float = PATIENCE_S,
+        source: Source | None = None,
+    ) -> None:
+        self.decode, self.transform = decode, transform
+        self.parts = tuple(part.lower().lstrip(".") for part in parts)
+        self.shape = "shards" + (f" of {', '.join(sorted(self.parts))}" if parts else "")
+        self.damaged: dict[str, str] = {}  # shards without samples, and why
+        self._layouts: OrderedDict[int, Layout] = OrderedDict()
+        self._layouts_bytes = 0
+        self._decoder_of: dict[str, Decoder | None] = {}
+        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        with ThreadPoolExecutor(_INDEXERS) as pool:
+            counts = list(pool.map(self._count, range(self.listing.objects)))
+        self._ends = np.cumsum(np.asarray(counts, np.int64))
+        self.samples = int(self._ends[-1])
+        if not self.samples:
+            why = next(iter(self.damaged.values()), "their members have no names like 'sample.ext', or lack the parts")
+            raise NotFound(f"the shards under {place!r} hold no samples: {why}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_layouts": OrderedDict(), "_layouts_bytes": 0, "_decoder_of": {}}
+
+    def blocks(self) -> tuple[Column, Column]:
+        return np.diff(self._ends, prepend=0), self.listing.sizes
+
+    # --- layouts -----------------------------------------------------------------------------------------------------
+    def _count(self, shard: int) -> int:
+        try:
+            return self._layout(shard, Facts()).samples
+        except (Corrupt, NotFound) as error:
+            if self.on_error == "raise":
+                raise
+            self.damaged[self.listing.key(shard)] = error.message
+            return 0
+
+    def _layout(self, shard: int, facts: Facts) -> Layout:
+        """Of shard number `shard`. Threads may do the same work twice; what is kept is right either way."""
+        found = self._layouts.get(shard)
+        if found is not None:
+            return found
+        listing = self.listing
+        members = self._source.members(
+            listing.bucket, listing.key(shard), listing.etag(shard), int(listing.sizes[shard]), facts
+        )
+        found = lay_out(members, self.parts)
+        self._layouts[shard] = found
+        self._layouts_bytes += found.memory_bytes
+        while self._layouts_bytes > LAYOUTS_BYTES_MAX and len(self._layouts) > 1:
+            self._layouts_bytes -= self._layouts.popitem(last=False)[1].memory_bytes
+        return found
+
+    # --- samples -----------------------------------------------------------------------------------------------------
+    def key(self, index: int) -> str:
+        """`SHARD/NAME` of a sample."""
+        shard, inner = self._place(index)
+        return f"{self.listing.key(shard)}/{self._layout(shard, Facts()).key(inner)}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._ends, index, "right"))
+        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+
+    def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
+        numbers: Column = np.asarray(indices, np.int64)
+        shards: Column = np.searchsorted(self._ends, numbers, "right")
+        inner: Column = numbers - np.where(shards > 0, self._ends[shards - 1], 0)
+        places = list(zip(shards.tolist(), inner.tolist(), strict=True))
+        items: list[Item] = []
+        cuts: list[list[_Cut]] = []
+        for shard, sample in places:
+            cuts.append(self._cuts(shard, sample, self._layout(shard, facts), items))
+        values = self._source.get_many(items, facts)
+        began_s = clock.monotonic_s()
+        made = [self._sample(*place, cut, values, facts) for place, cut in zip(places, cuts, strict=True)]
+        facts.decode_s += clock.monotonic_s() - began_s
+        return self._kept(lambda number: self._name(*places[number]), made, facts)
+
+    def _name(self, shard: int, sample: int) -> str:
+        key = self._layout(shard, Facts()).key(sample)
+        return f"sample {key!r} of {self.listing.bucket}/{self.listing.key(shard)}"
+
+    def _cuts(self, shard: int, sample: int, layout: Layout, items: list[Item]) -> list[_Cut]:
+        """Add what has to be read for a sample to `items`; where its parts lie in the answers."""
+        listing = self.listing
+        bucket, shard_key, etag = listing.bucket, listing.key(shard), listing.etag(shard)
+        found: list[_Cut] = []
+        begin = end = -1
+        for member in layout.members(sample):
+            extension = layout.extensions[layout.kinds[member]]
+            size = layout.sizes[member]
+            if not layout.plain:
+                name = f"{layout.key(sample)}.{extension}"
+                found.append(_Cut(extension, len(items), 0, size))
+                items.append(Item(bucket, shard_key, 0, None, name, etag))
+                continue
+            start = layout.offsets[member]
+            if not size:  # there is no range of nothing
+                found.append(_Cut(extension, -1, 0, 0))
+                continue
+            if begin >= 0 and 0 <= start - end <= GAP_BYTES_MAX:
+                end = start + size
+                items[-1] = Item(bucket, shard_key, begin, end, "", etag)
+            else:
+                begin, end = start, start + size
+                items.append(Item(bucket, shard_key, begin, end, "", etag))
+            found.append(_Cut(extension, len(items) - 1, start - begin, size))
+        return found
+
+    def _sample(self, shard: int, sample: int, cuts: list[_Cut], values: list[Any], facts: Facts) -> Any:
+        made: dict[str, Any] = {"__key__": self._layout(shard, facts).key(sample), "__shard__": self.listing.key(shard)}
+        for extension, item, start, size in cuts:
+            value = values[item] if item >= 0 else b""
+            if isinstance(value, ForebayError):
+                return value
+            if len(value) != size:
+                value = memoryview(value)[start : start + size]
+            if len(value) != size:
+                return Corrupt(f"{self._name(shard, sample)} is cut short in its {extension}: write the shard again")
+            facts.size_bytes += size
+            part = self._decoded(extension, value, shard, sample)
+            if isinstance(part, ForebayError):
+                return part
+            made[extension.lower()] = part
+        for part in self.parts:
+            if part not in made:
+                return Corrupt(f"{self._name(shard, sample)} has no {part}: complete it, or on_error='skip'")
+        if self.transform is None:
+            return made
+        return decoded(lambda: self._name(shard, sample), self.transform, made)
+
+    def _decoded(self, extension: str, value: Bytes, shard: int, sample: int) -> Any:
+        if extension not in self._decoder_of:
+            self._decoder_of[extension] = chosen(self.decode)(extension)
+        decoder = self._decoder_of[extension]
+        if decoder is None:
+            return value if type(value) is bytes else bytes(value)
+        return decoded(lambda: f"the {extension} of {self._name(shard, sample)}", decoder, value)
+
+
+class _Cut(NamedTuple):
+    """Where a part lies: `size` bytes at `start` of answer number `item`; of none if it is -1."""
+
+    extension: str
+    item: int
+    start: int
+    size: int

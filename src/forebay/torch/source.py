@@ -1,0 +1,191 @@
+"""Where a dataset's bytes come from: one narrow seam, the node behind it, and the patience in front of it.
+
+Theory. Datasets ask for three things: the objects under a prefix, the members of a shard, and many pieces of bytes at
+once. `NodeSource` asks a node through the client. `Patient` is the only layer that tries again: a training job has
+hours, so it waits for a node that restarts or is busy, for at most `patience_s`, and says how long it waited. What is
+asked for a second time is only what failed.
+
+A source made in one process works in another: it pickles as the arguments of its client, opens nothing before its
+first use, and the client forgets its parent's sockets after a fork.
+
+Invariants. (1) `get_many` gives as many values as items, in their order. (2) Only errors after which the same request
+can succeed are waited for; others are the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from forebay.client.sync import Client
+from forebay.core.batch import Item
+from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupported, Unavailable
+from forebay.core.manifest import Manifest, build, pack
+from forebay.core.members import Form, MemberIndex, form_of
+from forebay.core.members import build as build_members
+from forebay.core.types import RangeSpec, check_bucket_name
+from forebay.ports import clock
+
+PATIENCE_S = 300.0  # a node that restarts is back in seconds, one whose machine restarts in minutes
+_PAUSE_S, _PAUSE_MAX_S = 0.05, 2.0
+_WAITED_FOR = (Unavailable, Busy, Closed)
+
+Bytes = bytes | memoryview
+T = TypeVar("T")
+
+
+class Answers(NamedTuple):
+    """For each item its bytes or its error, in order; `cold`: how many were not at the node when asked for."""
+
+    values: list[Bytes | ForebayError]
+    cold: int = 0
+
+
+class Source(Protocol):
+    """What a dataset reads from. Errors are kinds of `core.errors`."""
+
+    def manifest(self, bucket: str, prefix: str) -> Manifest:
+        """The listing of all objects under `prefix`."""
+        ...
+
+    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
+        """What is in a shard; `Corrupt` if it is none, or is cut short."""
+        ...
+
+    def get_many(self, items: Sequence[Item]) -> Answers:
+        """The bytes of all items; what is wrong with one of them stands in its place."""
+        ...
+
+
+class Facts(msgspec.Struct):
+    """What one fetch was spent on; see `stall.py`. `ended`, if set, ends waiting."""
+
+    read_s: float = 0.0
+    busy_s: float = 0.0
+    decode_s: float = 0.0
+    items: int = 0
+    cold: int = 0
+    size_bytes: int = 0
+    skipped: list[str] = []
+    ended: threading.Event | None = None
+
+
+class Patient:
+    """A source that is waited for."""
+
+    def __init__(self, source: Source, patience_s: float = PATIENCE_S) -> None:
+        self.source = source
+        self.patience_s = patience_s
+
+    def manifest(self, bucket: str, prefix: str) -> Manifest:
+        return self._waiting(lambda: self.source.manifest(bucket, prefix), Facts())
+
+    def members(self, bucket: str, key: str, etag: str, size_bytes: int, facts: Facts | None = None) -> MemberIndex:
+        return self._waiting(lambda: self.source.members(bucket, key, etag, size_bytes), facts or Facts())
+
+    def get_many(self, items: Sequence[Item], facts: Facts) -> list[Bytes | ForebayError]:
+        """As `Source.get_many`; errors that remain are those that waiting does not mend. `Unavailable` when the node,
+        or what is behind it, has not come back in time."""
+        began_s = clock.monotonic_s()
+        values: list[Any] = []
+        wanted = list(range(len(items)))
+
+        def attempt() -> None:
+            nonlocal wanted, values
+            answers = self.source.get_many([items[n] for n in wanted] if values else items)
+            facts.cold += answers.cold
+            if not values:
+                values = answers.values
+            else:
+                for number, value in zip(wanted, answers.values, strict=True):
+                    values[number] = value
+            wanted = [number for number in wanted if isinstance(values[number], _WAITED_FOR)]
+            if wanted:
+                error = values[wanted[0]]
+                assert isinstance(error, ForebayError), "chosen for being one"
+                raise error
+
+        busy_s = facts.busy_s
+        self._waiting(attempt, facts)
+        assert len(values) == len(items), "a source answers every item"
+        facts.items += len(items)
+        facts.read_s += clock.monotonic_s() - began_s - (facts.busy_s - busy_s)
+        return values
+
+    def _waiting(self, attempt: Callable[[], T], facts: Facts) -> T:
+        began_s = clock.monotonic_s()
+        pause_s = _PAUSE_S
+        while True:
+            tried_s = clock.monotonic_s()
+            try:
+                return attempt()
+            except _WAITED_FOR as error:
+                left_s = began_s + self.patience_s - clock.monotonic_s()
+                if left_s <= 0:
+                    raise Unavailable(
+                        f"waited {self.patience_s:g} s in vain ({error}): when the node is back, start the job again "
+                        "from its last saved state; nothing is lost or read twice"
+                    ) from error
+                _sleep(min(max(pause_s, error.retry_after_s), left_s), facts)
+                facts.busy_s += clock.monotonic_s() - tried_s
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+
+def _sleep(delay_s: float, facts: Facts) -> None:
+    if (facts.ended or threading.Event()).wait(delay_s):
+        raise Closed("the loader was closed while it waited for the node")
+
+
+class NodeSource:
+    """A node, through the client. Arguments as of `forebay.connect`."""
+
+    def __init__(self, url: str | None = None, *, token: str | None = None, ca: str | None = None) -> None:
+        self._told = (url, token, ca)
+        self._client = Client(url, token=token, ca=ca)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _node_source, self._told
+
+    def manifest(self, bucket: str, prefix: str) -> Manifest:
+        pages = self._client.list_pages(bucket, prefix)
+        return Manifest(build(bucket, prefix, (pack(page.entries) for page in pages)))
+
+    def get_many(self, items: Sequence[Item]) -> Answers:
+        return Answers([self._get(item) for item in items])
+
+    def _get(self, item: Item) -> Bytes | ForebayError:
+        if item.end is not None and item.end <= item.start:
+            return b""
+        span = RangeSpec(item.start, None if item.end is None else item.end - 1)
+        try:
+            whole = item.start == 0 and item.end is None
+            return self._client.get(item.bucket, item.key, range=None if whole else span, etag=item.etag)
+        except ForebayError as error:
+            return error
+
+    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
+        def read(start: int, size: int) -> bytes:
+            return self._client.get(bucket, key, range=RangeSpec(start, start + size - 1), etag=etag)
+
+        form = form_of(key, None) or Form("tar", "")
+        if form.packing:
+            raise NotSupported(f"{bucket}/{key} is compressed as a whole: unpack it, or write plain tars")
+        return build_members(form.kind, read, size_bytes, version=etag, etag=etag)
+
+
+def _node_source(url: str | None, token: str | None, ca: str | None) -> NodeSource:
+    return NodeSource(url, token=token, ca=ca)
+
+
+def parse_place(place: str) -> tuple[str, str]:
+    """Bucket and prefix of `bucket/prefix`, `forebay://bucket/prefix` or `s3://bucket/prefix`; else `Invalid`."""
+    text = place
+    for scheme in ("forebay://", "s3://"):
+        text = text.removeprefix(scheme)
+    bucket, _, prefix = text.partition("/")
+    if "://" in text or not bucket:
+        raise Invalid(f"{place!r} does not name a bucket: write 'bucket/prefix', 'forebay://…' or 's3://…'")
+    return check_bucket_name(bucket), prefix

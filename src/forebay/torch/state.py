@@ -1,0 +1,61 @@
+"""Where a job is in its data: five values, whatever the number of ranks and workers.
+
+Theory. The order is computed from (seed, epoch, index), so all there is to remember is how many samples of which epoch
+the whole job has consumed, and of which dataset. World size, workers, batch size and what was being prefetched are not
+in it: a run that resumes with others goes on with the same remaining samples in the same order.
+
+Invariants. (1) As JSON it is less than STATE_BYTES_MAX. (2) `samples` is less than the epoch's samples, or both are 0:
+an epoch that is over is saved as the start of the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from forebay.core.errors import Invalid, Precondition
+from forebay.torch.listing import Fingerprint, Listing
+
+VERSION = 1
+STATE_BYTES_MAX = 1024
+
+
+class State(msgspec.Struct, frozen=True):
+    """`samples` of epoch `epoch` are consumed by the whole job."""
+
+    version: int
+    seed: int
+    epoch: int
+    samples: int
+    fingerprint: Fingerprint
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `json` or a checkpoint."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+def from_dict(state: dict[str, Any], listing: Listing, now: Fingerprint) -> State:
+    """The state in `state`, if it is one of the dataset that is `now`.
+
+    `Invalid` if it is no state of this kind; `Precondition`, saying what changed, if the dataset is another one now.
+    """
+    try:
+        loaded = msgspec.convert(state, State)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"this is no state of a forebay loader ({error}): pass what state_dict() returned") from None
+    if loaded.version != VERSION:
+        raise Invalid(
+            f"the state has version {loaded.version} and this Forebay reads version {VERSION}: use the release that "
+            "saved it, or begin the epoch again with set_epoch()"
+        )
+    changed = listing.difference(loaded.fingerprint, now)
+    if changed:
+        raise Precondition(
+            f"the dataset is not the one of the saved state ({changed}), so its order would be another: restore the "
+            f"data, or begin an epoch of the new data with set_epoch({loaded.epoch + 1})"
+        )
+    if not 0 <= loaded.samples <= now.samples or loaded.epoch < 0:
+        raise Invalid(f"the state says {loaded.samples} of {now.samples} samples: it is damaged")
+    return loaded

@@ -1,0 +1,151 @@
+"""A sample is a window of tokens in a file of nothing but tokens.
+
+Theory. Token files are arrays of little-endian uint16 or uint32, perhaps after a header. Window w of a file begins
+`w * stride` tokens into it; a window that would not be whole is left out. Windows do not cross files, because files
+begin and end where documents do, unless the caller says that the files are one text. A batch is read into one array
+and becomes one tensor: rows are views of it, and the loader's collation hands on the whole.
+
+Invariant. Sample i is found by a search over one number for each file; nothing is read before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+import torch
+from forebay.core.batch import Item
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
+from forebay.ports import clock
+from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError
+from forebay.torch.listing import Column
+from forebay.torch.source import PATIENCE_S, Facts, Source
+
+
+class Rows(list[Any]):
+    """Samples that are the rows of one tensor, so that collation need not stack them."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(tensor.unbind(0))
+        self.tensor = tensor
+
+
+class TokenDataset(Dataset):
+    """Windows of `window` tokens, every `stride` tokens (by default `window`), of the files under `place`.
+
+    A sample is a tensor of int64, as embeddings take it; with `raw=True` of the file's own type, which is a quarter or
+    half of the memory. For inputs and targets shifted by one, ask for windows of one more than the stride. With
+    `straddle`, all files are one text in the order of their keys. `header_bytes` at the start of each file are not
+    tokens. `Invalid` if a file is not whole tokens, `NotFound` if no window fits. See `ObjectDataset` for the others.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        window: int,
+        *,
+        stride: int | None = None,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        raw: bool = False,
+        straddle: bool = False,
+        header_bytes: int = 0,
+        suffixes: Sequence[str] = (),
+        url: str | None = None,
+        on_error: OnError = "raise",
+        patience_s: float = PATIENCE_S,
+        source: Source | None = None,
+    ) -> None:
+        if dtype not in ("uint16", "uint32"):
+            raise Invalid(f"dtype={dtype!r} is not known: use 'uint16' or 'uint32'")
+        self.window, self.stride = window, window if stride is None else stride
+        if self.window < 1 or self.stride < 1 or header_bytes < 0:
+            raise Invalid(f"a window of {window} tokens every {stride}: both are at least 1")
+        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
+        self._type = np.dtype(dtype).newbyteorder("<")
+        self.shape = f"windows of {window} every {self.stride} {dtype}"
+        self.shape += (", over files" if straddle else "") + (f", after {header_bytes} bytes" if header_bytes else "")
+        tokens = self._tokens()
+        text = np.asarray([tokens.sum()]) if straddle else tokens
+        windows = np.where(text >= self.window, (text - self.window) // self.stride + 1, 0)
+        self._token_ends = np.cumsum(tokens)  # of files, in one text
+        self._window_ends = np.cumsum(windows)  # of texts: a file is one, or all together
+        self.samples = int(self._window_ends[-1])
+        if not self.samples:
+            raise NotFound(
+                f"no file under {place!r} has the {window} tokens of a window: use a shorter one, or straddle"
+            )
+
+    def _tokens(self) -> Column:
+        sizes = self.listing.sizes - self.header_bytes
+        broken = np.flatnonzero((sizes < 0) | (sizes % self._type.itemsize != 0))
+        if broken.size:
+            key = self.listing.key(int(broken[0]))
+            raise Invalid(
+                f"{key!r} has {int(self.listing.sizes[broken[0]])} bytes, which are not whole tokens of "
+                f"{self._type.itemsize} bytes: give its dtype and header_bytes, or leave it out with suffixes"
+            )
+        return sizes // self._type.itemsize
+
+    def blocks(self) -> tuple[Column, Column]:
+        each = max(1, BLOCK_BYTES // (self.stride * self._type.itemsize))
+        counts: Column = np.diff(np.append(np.arange(0, self.samples, each), self.samples))
+        return counts, counts * self.stride * self._type.itemsize
+
+    def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
+        items, owners = self._items(np.asarray(indices, np.int64))
+        values = self._source.get_many(items, facts)
+        read_s = clock.monotonic_s()
+        tokens: Column = np.empty((len(indices), self.window), self._type if self.raw else np.int64)
+        bad: dict[int, ForebayError] = {}
+        filled = 0
+        for value, item, owner in zip(values, items, owners, strict=True):
+            if isinstance(value, ForebayError):
+                bad[owner] = value
+                filled += (item.end - item.start) // self._type.itemsize  # type: ignore[operator]
+                continue
+            facts.size_bytes += len(value)
+            piece = np.frombuffer(value, self._type)
+            if len(piece) * self._type.itemsize != item.end - item.start:  # type: ignore[operator]
+                raise Corrupt(f"{item.bucket}/{item.key} is shorter than it was when it was listed: start anew")
+            at = filled - owner * self.window
+            tokens[owner, at : at + len(piece)] = piece
+            filled += len(piece)
+        facts.decode_s += clock.monotonic_s() - read_s
+        rows = Rows(torch.from_numpy(tokens))
+        if not bad:
+            return rows
+        first = {owner: item for item, owner in reversed(list(zip(items, owners, strict=True)))}
+        made = [bad.get(number, row) for number, row in enumerate(rows)]
+        return self._kept(lambda number: f"a window of {first[number].bucket}/{first[number].key}", made, facts)
+
+    def _items(self, indices: Column) -> tuple[list[Item], list[int]]:
+        """The pieces of each window, and which window each belongs to."""
+        text: Column = np.searchsorted(self._window_ends, indices, "right")
+        before = np.where(text > 0, self._window_ends[text - 1], 0)
+        start: Column = (indices - before) * self.stride
+        file = text
+        if self.straddle:
+            file = np.searchsorted(self._token_ends, start, "right")
+            start -= np.where(file > 0, self._token_ends[file - 1], 0)
+        items: list[Item] = []
+        owners: list[int] = []
+        width, bucket = self._type.itemsize, self.listing.bucket
+        for owner, (number, first) in enumerate(zip(file.tolist(), start.tolist(), strict=True)):
+            left = self.window
+            while left:
+                tokens = self._file_tokens(number)
+                size = min(left, tokens - first)
+                if size:
+                    begin = self.header_bytes + first * width
+                    end = begin + size * width
+                    items.append(Item(bucket, self.listing.key(number), begin, end, "", self.listing.etag(number)))
+                    owners.append(owner)
+                left -= size
+                number, first = number + 1, 0
+        return items, owners
+
+    def _file_tokens(self, number: int) -> int:
+        return int(self._token_ends[number]) - (int(self._token_ends[number - 1]) if number else 0)

@@ -1,0 +1,105 @@
+"""A bucket in memory behind the datasets' seam, with faults on request; and shards to put into it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from forebay.core.batch import Item
+from forebay.core.errors import ForebayError, NotFound, Precondition
+from forebay.core.manifest import Manifest, build, pack
+from forebay.core.members import MemberIndex
+from forebay.core.members import build as build_members
+from forebay.core.types import ListEntry
+from forebay.torch.source import Answers
+
+
+class MemorySource:
+    """`objects` by key, of one bucket. `fail` is called with each item and returns the error to put in its place, or
+    None; `before` is called with each batch. Both stay behind when it is pickled."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+        self.fail: Callable[[Item], ForebayError | None] | None = None
+        self.before: Callable[[Sequence[Item]], None] | None = None
+        self.cold = 0
+        self.batches: list[int] = []  # how many items each get_many asked for
+        self.listed = 0
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MemorySource, (self.objects,)
+
+    def etag(self, key: str) -> str:
+        return hashlib.md5(self.objects[key]).hexdigest()
+
+    def manifest(self, bucket: str, prefix: str) -> Manifest:
+        self.listed += 1
+        keys = sorted((key for key in self.objects if key.startswith(prefix)), key=lambda key: key.encode())
+        return Manifest(
+            build(bucket, prefix, [pack([ListEntry(k, len(self.objects[k]), self.etag(k), 1.0) for k in keys])])
+        )
+
+    def get_many(self, items: Sequence[Item]) -> Answers:
+        if self.before is not None:
+            self.before(items)
+        with self.lock:
+            self.batches.append(len(items))
+        return Answers([self._get(item) for item in items], self.cold)
+
+    def _get(self, item: Item) -> bytes | memoryview | ForebayError:
+        error = self.fail(item) if self.fail is not None else None
+        if error is not None:
+            return error
+        if item.key not in self.objects:
+            return NotFound(f"{item.bucket}/{item.key} does not exist: see `forebay ls`")
+        if item.etag and item.etag != self.etag(item.key):
+            return Precondition(f"{item.bucket}/{item.key} has changed: read it again")
+        data = self.objects[item.key]
+        if item.member:
+            index = self.members(item.bucket, item.key, "", len(data))
+            found = index.find(item.member)
+            data = data[found.start : found.end]
+            data = zlib.decompress(data, -15) if found.method else data
+        assert item.end != item.start, "nobody can ask for a range of nothing"
+        return memoryview(data)[item.start : item.end]
+
+    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
+        data = self.objects[key]
+        kind = "zip" if key.endswith(".zip") else "tar"
+        return build_members(kind, lambda start, size: data[start : start + size], size_bytes, version="v", etag=etag)
+
+
+def shard(members: Iterable[tuple[str, bytes]]) -> bytes:
+    """A tar."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def numbered_shard(first: int, samples: int) -> bytes:
+    """Samples `first`..: each a `.cls` with its number and a `.bin` of bytes that depend on it."""
+    return shard(
+        part
+        for number in range(first, first + samples)
+        for part in (
+            (f"{number:06d}.bin", bytes([number % 251]) * (number % 700)),
+            (f"{number:06d}.cls", b"%d" % number),
+        )
+    )
+
+
+def tokens(count: int, first: int = 0, dtype: str = "<u2") -> bytes:
+    """Tokens that count up, so that a window says where it is from."""
+    return (np.arange(first, first + count) % (1 << 16)).astype(dtype).tobytes()

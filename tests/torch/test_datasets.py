@@ -1,0 +1,322 @@
+"""Samples of each kind: what they are, one request for a batch, and what is done about damage."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.torch.memory_source import MemorySource, shard, tokens
+
+import torch
+from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
+from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch.decoders import picture
+from forebay.torch.source import Facts
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+def test_a_sample_is_an_object_and_a_batch_one_request(numbers: MemorySource):
+    dataset = ObjectDataset("b-1/numbers/", source=numbers)
+    assert len(dataset) == 100
+    assert dataset[7] == b"7"
+    assert dataset[-1] == b"99"
+    assert dataset.key(3) == "numbers/00003"
+    numbers.batches.clear()
+    assert dataset.__getitems__([5, 3, 5]) == [b"5", b"3", b"5"]
+    assert numbers.batches == [3]
+    assert list(dataset)[:2] == [b"0", b"1"], "the end of an iteration is an IndexError"
+    with pytest.raises(IndexError):
+        dataset[100]
+
+
+def test_it_is_listed_once_and_decoded_by_the_caller(numbers: MemorySource):
+    numbers.objects["numbers/readme.md"] = b"not a number"
+    dataset = ObjectDataset(
+        "s3://b-1/numbers", decode=lambda key, data: (key[-1], int(bytes(data))), suffixes=["0"], source=numbers
+    )
+    assert len(dataset) == 10
+    assert dataset[4] == ("0", 40)
+    assert numbers.listed == 1
+
+
+@pytest.mark.parametrize("place", ["", "/x", "http://b/x", "B!/x"])
+def test_a_place_is_a_bucket_and_a_prefix(place: str, numbers: MemorySource):
+    with pytest.raises(Invalid):
+        ObjectDataset(place, source=numbers)
+
+
+def test_an_empty_bucket_says_so(numbers: MemorySource):
+    with pytest.raises(NotFound, match=r"no objects under 'b-1/none'.*forebay ls"):
+        ObjectDataset("b-1/none", source=numbers)
+    with pytest.raises(NotFound, match=r"that end in \.jpg"):
+        ObjectDataset("b-1/numbers", suffixes=[".jpg"], source=numbers)
+
+
+def test_one_sample_and_an_empty_object(numbers: MemorySource):
+    numbers.objects = {"one": b""}
+    assert ObjectDataset("b-1", source=numbers)[0] == b""
+
+
+def test_a_sample_that_cannot_be_decoded_is_raised_or_skipped_and_counted(numbers: MemorySource):
+    numbers.objects["numbers/00003"] = b"three"
+    with pytest.raises(Corrupt, match=r"b-1/numbers/00003 cannot be decoded \(ValueError.*on_error='skip'") as raised:
+        ObjectDataset("b-1/numbers", decode=to_int, source=numbers).__getitems__([2, 3])
+    assert isinstance(raised.value.__cause__, ValueError)
+    skipping = ObjectDataset("b-1/numbers", decode=to_int, source=numbers, on_error="skip")
+    facts = Facts()
+    assert skipping.fetch([2, 3, 4], facts) == [2, 4]
+    assert facts.skipped == ["b-1/numbers/00003"]
+    with pytest.raises(Corrupt, match="none of the 1 samples"):
+        skipping[3]
+
+
+def to_int(_key: str, data: bytes | memoryview) -> int:
+    return int(bytes(data))
+
+
+def test_what_is_missing_can_be_skipped_but_no_refusal_and_no_change(numbers: MemorySource):
+    dataset = ObjectDataset("b-1/numbers", source=numbers, on_error="skip")
+    del numbers.objects["numbers/00001"]
+    assert dataset.__getitems__([0, 1]) == [b"0"]
+    numbers.objects["numbers/00002"] = b"another two"
+    with pytest.raises(Precondition, match="b-1/numbers/00002 changed since the dataset was listed"):
+        dataset.__getitems__([0, 2])
+    numbers.fail = lambda item: Denied("you may not: ask for a token")
+    with pytest.raises(Denied):
+        dataset.__getitems__([0, 3])
+
+
+def test_an_unknown_policy_is_refused(numbers: MemorySource):
+    with pytest.raises(Invalid, match="'raise' or 'skip'"):
+        ObjectDataset("b-1/numbers", source=numbers, on_error="ignore")  # type: ignore[arg-type]
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+def test_samples_are_members_with_one_name_in_any_order(shards: MemorySource):
+    dataset = ShardDataset("b-1/train", source=shards)
+    assert len(dataset) == 100
+    shards.batches.clear()
+    found = dataset.__getitems__([99, 0, 50])
+    assert shards.batches == [3], "parts that lie side by side are one range"
+    assert [sample["cls"] for sample in found] == [99, 0, 50]
+    assert found[0] == {"__key__": "000099", "__shard__": "train/4.tar", "bin": bytes([99]) * 99, "cls": 99}
+    assert [dataset[n]["cls"] for n in range(100)] == list(range(100))
+    assert dataset.key(99) == "train/4.tar/000099"
+
+
+def test_parts_that_are_not_wanted_are_not_read(shards: MemorySource):
+    dataset = ShardDataset("b-1/train", parts=["cls"], source=shards)
+    facts = Facts()
+    assert [s["cls"] for s in dataset.fetch([3, 4], facts)] == [3, 4]
+    assert "bin" not in dataset[3]
+    assert facts.size_bytes == 2
+
+
+def images() -> dict[str, bytes]:
+    found = {}
+    for form in ("png", "jpeg"):
+        file = io.BytesIO()
+        Image.new("RGB", (4, 3), (250, 0, 0)).save(file, form)
+        found[form] = file.getvalue()
+    return found
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_parts_are_decoded_by_their_extension():
+    pictures = images()
+    parts = {
+        "jpg": pictures["jpeg"], "seg.png": pictures["png"], "json": json.dumps({"a": [1]}).encode(),
+        "txt": "ä".encode(), "cls": b" 12\n", "npy": npy(np.arange(3)), "other": b"\0\1", "empty": b"",
+    }  # fmt: skip
+    source = MemorySource({"x.tar": shard((f"dir.v1/one.{name}", data) for name, data in parts.items())})
+    found = ShardDataset("b-1", source=source)[0]
+    assert found["__key__"] == "dir.v1/one"
+    assert found["jpg"].shape == (3, 3, 4)
+    assert found["seg.png"].dtype == torch.uint8
+    assert found["seg.png"][:, 0, 0].tolist() == [250, 0, 0]
+    assert (found["json"], found["txt"], found["cls"], found["other"], found["empty"]) == (
+        {"a": [1]},
+        "ä",
+        12,
+        b"\0\1",
+        b"",
+    )
+    assert found["npy"].tolist() == [0, 1, 2]
+    raw = ShardDataset("b-1", source=source, decode={})[0]
+    assert raw["cls"] == b" 12\n"
+    own = ShardDataset(
+        "b-1", source=source, decode={"seg.png": len, "jpg": picture}, transform=lambda s: (s["seg.png"], s["jpg"])
+    )
+    size, image = own[0]
+    assert size == len(pictures["png"])
+    assert isinstance(image, Image.Image)
+
+
+def test_pickles_are_refused_unless_the_caller_decodes_them():
+    file = io.BytesIO()
+    torch.save(torch.arange(3), file)
+    source = MemorySource({"x.tar": shard([("a.pt", file.getvalue()), ("b.npy", npy(np.array([{}], object)))])})
+    for policy in ("raise", "skip"):
+        with pytest.raises(Invalid, match="a pickle can run any code"):
+            ShardDataset("b-1", source=source, on_error=policy)[0]  # type: ignore[arg-type]
+    with pytest.raises(Corrupt, match="allow_pickle"):
+        ShardDataset("b-1", source=source)[1]
+    own = ShardDataset(
+        "b-1", source=source, decode={"pt": lambda data: torch.load(io.BytesIO(data), weights_only=True)}
+    )
+    assert own[0]["pt"].tolist() == [0, 1, 2]
+
+
+def test_names_are_read_as_webdataset_reads_them():
+    members = [
+        ("a.jpg.txt", b"1"), ("noextension", b"2"), (".hidden", b"3"), ("d/.x.txt", b"4"), ("b.TXT", b"5"),
+        ("c.txt", b"first"), ("z.txt", b"6"), ("c.cls", b"7"), ("c.txt", b"last"),
+    ]  # fmt: skip
+    dataset = ShardDataset("b-1", source=MemorySource({"x.tar": shard(members)}))
+    assert [sample["__key__"] for sample in dataset] == ["a", "b", "c", "z"]
+    assert dataset[0]["jpg.txt"] == "1"
+    assert dataset[1]["txt"] == "5"
+    assert (dataset[2]["txt"], dataset[2]["cls"]) == ("last", 7), "of two with one name the last counts"
+
+
+def test_members_of_a_deflated_zip_are_asked_for_by_name():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("one.txt", "x" * 500)
+        archive.writestr("one.cls", "3")
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w") as archive:
+        archive.writestr("two.txt", "y" * 5)
+    source = MemorySource({"a.zip": file.getvalue(), "b.zip": stored.getvalue()})
+    dataset = ShardDataset("b-1", source=source)
+    assert [(sample["__key__"], sample["txt"][:2]) for sample in dataset] == [("one", "xx"), ("two", "yy")]
+
+
+def test_a_shard_that_is_cut_short_is_an_error_or_has_no_samples(shards: MemorySource):
+    shards.objects["train/2.tar"] = shards.objects["train/2.tar"][:8492]  # in the head of a member
+    with pytest.raises(Corrupt, match=r"2\.tar|cut|short|ends"):
+        ShardDataset("b-1/train", source=shards)
+    dataset = ShardDataset("b-1/train", source=shards, on_error="skip")
+    assert len(dataset) == 80
+    assert list(dataset.damaged) == ["train/2.tar"]
+    assert dataset[10]["cls"] == 30
+    shards.objects = {"a.tar": b"no tar at all" * 100}
+    with pytest.raises(NotFound, match="hold no samples"):
+        ShardDataset("b-1", source=shards, on_error="skip")
+
+
+def test_a_corrupt_member_and_a_missing_part():
+    source = MemorySource({"x.tar": shard([("a.cls", b"1"), ("b.cls", b"one"), ("c.txt", b"3"), ("d.cls", b"4")])})
+    with pytest.raises(Corrupt, match=r"the cls of sample 'b' of b-1/x\.tar cannot be decoded"):
+        ShardDataset("b-1", source=source)[1]
+    facts = Facts()
+    skipping = ShardDataset("b-1", source=source, on_error="skip")
+    assert [s["__key__"] for s in skipping.fetch([0, 1, 2, 3], facts)] == ["a", "c", "d"]
+    assert facts.skipped == ["sample 'b' of b-1/x.tar"]
+    both = MemorySource({"x.tar": shard([("a.cls", b"1"), ("a.txt", b"1"), ("b.cls", b"2")])})
+    with pytest.raises(Corrupt, match="has no txt"):
+        ShardDataset("b-1", source=both, parts=[".txt", "cls"])[1]
+
+
+def test_layouts_are_forgotten_when_they_are_many(shards: MemorySource, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forebay.torch.shards.LAYOUTS_BYTES_MAX", 1)
+    dataset = ShardDataset("b-1/train", source=shards)
+    assert [dataset[n]["cls"] for n in (99, 0, 50, 99)] == [99, 0, 50, 99]
+    assert len(dataset._layouts) == 1
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+def test_windows_stay_within_files(text: MemorySource):
+    dataset = TokenDataset("b-1/text", 50, source=text)
+    assert len(dataset) == 20 + 1 + 2
+    assert dataset[1].tolist() == list(range(50, 100))
+    assert dataset[20].tolist() == list(range(50))
+    assert dataset[22].tolist() == list(range(5050, 5100))
+    assert dataset[0].dtype == torch.int64
+
+
+def test_windows_may_overlap_for_targets(text: MemorySource):
+    dataset = TokenDataset("b-1/text/0", 5, stride=4, source=text)
+    assert dataset[1].tolist() == [4, 5, 6, 7, 8]
+    assert len(dataset) == 249
+    assert dataset[248].tolist()[-1] == 996
+
+
+def test_windows_over_files_when_asked(text: MemorySource):
+    whole = [*range(1000), *range(95), *range(5000, 5100)]
+    dataset = TokenDataset("b-1/text", 90, stride=70, straddle=True, source=text)
+    assert len(dataset) == (len(whole) - 90) // 70 + 1
+    for number, window in enumerate(dataset):
+        assert window.tolist() == whole[number * 70 : number * 70 + 90]
+    longer = TokenDataset("b-1/text", 1195, straddle=True, source=text)
+    assert longer[0].tolist() == whole
+
+
+def test_a_batch_is_one_tensor_without_another_copy(text: MemorySource):
+    rows = TokenDataset("b-1/text", 50, source=text, raw=True).__getitems__([3, 1])
+    assert rows.tensor.dtype == torch.uint16
+    assert rows.tensor.shape == (2, 50)
+    assert rows[1].data_ptr() == rows.tensor.data_ptr() + 100
+    assert torch.stack(list(rows)).tolist() == rows.tensor.tolist()
+
+
+def test_headers_and_four_byte_tokens():
+    source = MemorySource({"a.bin": b"h" * 8 + tokens(10, 70_000, "<u4"), "b.idx": b"x"})
+    dataset = TokenDataset("b-1", 4, dtype="uint32", header_bytes=8, suffixes=[".bin"], source=source)
+    assert [window.tolist() for window in dataset][1] == [n % 65536 for n in range(70_004, 70_008)]
+
+
+def test_files_that_are_not_tokens_are_refused(text: MemorySource):
+    text.objects["text/1"] = b"odd"
+    with pytest.raises(Invalid, match=r"'text/1' has 3 bytes.*suffixes"):
+        TokenDataset("b-1/text", 5, source=text)
+    with pytest.raises(NotFound, match="5000 tokens"):
+        TokenDataset("b-1/text/0", 5000, source=text)
+    for window, more in ((0, {}), (5, {"stride": 0}), (5, {"dtype": "int8"}), (5, {"header_bytes": -1})):
+        with pytest.raises(Invalid):
+            TokenDataset("b-1/text/0", window, source=text, **more)  # type: ignore[arg-type]
+
+
+def test_a_window_that_is_missing_is_skipped(text: MemorySource):
+    dataset = TokenDataset("b-1/text", 50, source=text, on_error="skip")
+    del text.objects["text/1"]
+    facts = Facts()
+    assert [row.tolist()[0] for row in dataset.fetch([0, 20, 21], facts)] == [0, 5000]
+    assert facts.skipped == ["a window of b-1/text/1"]
+
+
+# --- moving to another process ----------------------------------------------------------------------------------------
+def test_datasets_pickle_small_and_whole(shards: MemorySource, text: MemorySource, numbers: MemorySource):
+    for dataset in (
+        ShardDataset("b-1/train", source=shards),
+        TokenDataset("b-1/text", 50, source=text),
+        ObjectDataset("b-1/numbers", source=numbers),
+    ):
+        again = pickle.loads(pickle.dumps(dataset))
+        assert len(again) == len(dataset)
+        assert again.fingerprint == dataset.fingerprint
+        assert repr(again[17]) == repr(dataset[17])
+
+
+def test_a_long_listing_is_not_pickled_but_found_again(numbers: MemorySource, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forebay.torch.dataset._INLINE_BYTES_MAX", 0)
+    dataset = ObjectDataset("b-1/numbers", source=numbers)
+    pickled = pickle.dumps(dataset)
+    again = pickle.loads(pickled)
+    assert again._source.source.listed == 0
+    assert again.__getitems__([42]) == [b"42"]
+    assert again._source.source.listed == 1
+    changed = pickle.loads(pickled)
+    changed._source.source.objects["numbers/99999"] = b"new"
+    with pytest.raises(Precondition, match="changed between the start of the job and that of a worker"):
+        changed.__getitems__([42])
