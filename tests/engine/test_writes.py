@@ -173,6 +173,27 @@ def test_conditions_are_judged_against_what_a_read_would_show(rigged: Rigged, mo
     rigged(story)
 
 
+@pytest.mark.parametrize("mode", ["back", "local", "through"])
+def test_entity_tags_sizes_and_times_as_conditions(rigged: Rigged, mode: str) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, mode)
+        first = await put(rig, "key", b"one", if_none_match='"any"')
+        with pytest.raises(Precondition):
+            await put(rig, "key", b"two", if_none_match=f'"other", "{first.etag}"')
+        await put(rig, "key", b"other", if_none_match='"other"')
+        modified_s = int((await rig.front.call("stat", calls.StatCall("remote", "key"))).modified_s)
+        for wrong in ({"if_size_bytes": 3}, {"if_modified_s": modified_s - 1}, {"if_size_bytes": 5, "if_match": "x"}):
+            with pytest.raises(Precondition):
+                await delete(rig, "key", **wrong)
+        assert await rig.front.get("key") == b"other"
+        await delete(rig, "key", if_size_bytes=5, if_modified_s=modified_s)
+        with pytest.raises(NotFound):
+            await delete(rig, "key", if_size_bytes=5)
+        await flushed(rig)
+
+    rigged(story)
+
+
 def test_only_one_of_many_creates_a_key(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         for mode in ("back", "through"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import zlib
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import pytest
 
-from forebay.core import calls
+from forebay.core import calls, limits
 from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import RangeSpec
 
@@ -76,6 +79,36 @@ def test_between_buckets_bytes_pass_through_the_node(rigged: Rigged, mode: str, 
         assert temp_files(rig) == []
         rig.engine.writes.commits.flush()
         await rig.engine.flusher.flush("target")
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("size", [100, 5 * MIB])
+def test_a_copy_has_the_checksum_of_its_source_or_the_one_asked_for(rigged: Rigged, size: int) -> None:
+    async def story(rig: Rig) -> None:
+        await add(rig, "source", "local")
+        data = pattern(size, 3)
+        crc, sha = (base64.b64encode(raw).decode() for raw in (zlib.crc32(data).to_bytes(4), sha256(data).digest()))
+        rig.remote.place("big", data)
+        plain = await copy(rig, "remote/big", "source/plain")
+        assert plain.checksums == {}
+        summed = await copy(rig, "source/plain", "source/summed", checksum_algorithm="CRC32")
+        again = await copy(rig, "source/summed", "source/again", headers=(("content-type", "a/b"),))
+        other = await copy(rig, "source/again", "source/other", checksum_algorithm="SHA256")
+        assert (summed.checksums, again.checksums, other.checksums) == ({"CRC32": crc}, {"CRC32": crc}, {"SHA256": sha})
+        state = await rig.front.call("stat", calls.StatCall("source", "other"))
+        assert state.headers["x-amz-checksum-sha256"] == sha
+        assert "x-amz-checksum-crc32" not in state.headers
+        state = await rig.front.call("stat", calls.StatCall("source", "again"))
+        assert (state.headers["x-amz-checksum-crc32"], state.headers["content-type"]) == (crc, "a/b")
+        if size <= limits.ETAG_MD5_BYTES_MAX:
+            assert other.etag == hashlib.md5(data).hexdigest()
+        composite = (("x-amz-checksum-crc32", "AAAAAA==-2"), ("x-amz-checksum-type", "COMPOSITE"))
+        await copy(rig, "source/plain", "source/parts", headers=(*composite, ("x-forebay-part-sizes", "50*2")))
+        whole = await copy(rig, "source/parts", "source/whole")
+        assert whole.checksums == {"CRC32": crc}, "of the bytes: the copy has no parts"
+        state = await rig.front.call("stat", calls.StatCall("source", "whole"))
+        assert (state.headers["x-amz-checksum-type"], "x-forebay-part-sizes" in state.headers) == ("FULL_OBJECT", False)
 
     rigged(story)
 

@@ -200,6 +200,24 @@ def test_a_local_bucket_lists_what_it_has(rigged: Rigged) -> None:
     rigged(story)
 
 
+@pytest.mark.parametrize("mode", ["local", "back", "through"])
+def test_a_full_page_with_nothing_behind_it_is_the_last(rigged: Rigged, mode: str) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, mode)
+        for key in ("a", "b/1", "c/1", "c/2"):
+            await put(rig, key, b"x")
+        for delimiter, after, limit, more in (
+            *(("/", "", limit, limit < 3) for limit in (1, 2, 3)),
+            ("/", "b/\U0010ffff", 1, False),
+            *(("", "", limit, limit < 4) for limit in (1, 3, 4)),
+        ):
+            page = await rig.front.call("list", calls.ListCall("remote", "", delimiter, after, limit))
+            assert len(page.entries) + len(page.prefixes) == limit
+            assert bool(page.next_after) is more, (delimiter, after, limit)
+
+    rigged(story)
+
+
 @pytest.mark.parametrize("mode", ["back", "local"])
 def test_a_listing_is_right_after_a_restart(rigged: Rigged, mode: str) -> None:
     async def story(rig: Rig) -> None:

@@ -46,8 +46,8 @@ async def put(rig: Rig, key: str, data: bytes, *, front: Front | None = None, **
     return await front.call("put", call)  # type: ignore[no-any-return]
 
 
-async def delete(rig: Rig, key: str, if_match: str | None = None) -> None:
-    await rig.front.call("delete", calls.DeleteCall("remote", key, if_match))
+async def delete(rig: Rig, key: str, if_match: str | None = None, **more: Any) -> None:
+    await rig.front.call("delete", calls.DeleteCall("remote", key, if_match, **more))
 
 
 async def names(rig: Rig, **more: Any) -> list[str]:

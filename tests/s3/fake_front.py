@@ -28,7 +28,7 @@ from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpe
 from forebay.node.http.auth import Auth
 from forebay.node.http.intake import Intake
 from forebay.node.http.puts import Puts
-from forebay.node.http.reads import Decide, plan_plain
+from forebay.node.http.reads import Decide, plan_unasked
 from forebay.node.http.requests import Exchange, Request
 from forebay.node.http.s3 import S3
 
@@ -174,7 +174,7 @@ class FakeReads:
         if found is None:
             raise NotFound(f"no object {key!r} in {bucket.name}", code="NoSuchKey")
         record = found.record(key)
-        plan = decide(record) if decide else plan_plain(record, range, extra)
+        plan = decide(record) if decide else plan_unasked(record, range, extra)
         exchange.respond(plan.status, plan.head, found.data[plan.start : plan.end])
 
     async def call(self, verb: str, arguments: Any) -> Any:
@@ -221,9 +221,7 @@ class FakeReads:
     def _judge(self, found: Object | None, if_match: str | None, if_none_match: str | None) -> None:
         if if_match is not None and found is None:
             raise NotFound("there is no such object", code="NoSuchKey")
-        if if_none_match is not None and found is not None:
-            raise Precondition("it is there", code="PreconditionFailed")
-        if found is not None and Conditions(if_match).judge(found.etag, MODIFIED_S) != 200:
+        if found is not None and Conditions(if_match, if_none_match).judge(found.etag, MODIFIED_S) != 200:
             raise Precondition("it is another", code="PreconditionFailed")
 
     def _put(self, call: PutCall) -> Written:
@@ -241,7 +239,14 @@ class FakeReads:
 
     def _delete(self, call: DeleteCall) -> Nothing:
         objects = self._objects(call.bucket)
-        self._judge(objects.get(call.key), call.if_match, None)
+        found = objects.get(call.key)
+        if found is None and (call.if_match, call.if_size_bytes, call.if_modified_s) != (None, None, None):
+            raise NotFound("there is no such object", code="NoSuchKey")
+        if found is not None and (
+            call.if_size_bytes not in (None, len(found.data)) or call.if_modified_s not in (None, int(MODIFIED_S))
+        ):
+            raise Precondition("it is another", code="PreconditionFailed")
+        self._judge(found, call.if_match, None)
         objects.pop(call.key, None)
         return Nothing()
 

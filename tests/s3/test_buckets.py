@@ -49,9 +49,19 @@ def test_a_bucket_that_owes_its_backend_something_stays(front: BucketFront) -> N
     assert "forebay flush" in (refused.xml.findtext("Message") or "")
 
 
-def test_a_name_that_is_taken_or_none(front: BucketFront) -> None:
-    assert said(front.ask("PUT", "/corpus")) == (409, "BucketAlreadyOwnedByYou")
-    for name in ("UPPER", "ab", "a..b", "192.168.0.1", "a_b", "-abc"):
+def test_a_bucket_that_is_there_is_as_good_as_made_unless_another_was_asked_for(front: BucketFront) -> None:
+    there = front.reads.settings["corpus"]
+    assert (front.ask("PUT", "/corpus").status, front.reads.settings["corpus"]) == (200, there)
+    wanted = "<CreateBucketConfiguration><LocationConstraint>%s</LocationConstraint></CreateBucketConfiguration>"
+    assert front.ask("PUT", "/corpus", body=(wanted % "us-east-1").encode()).status == 200
+    assert said(front.ask("PUT", "/corpus", body=(wanted % "eu-west-1").encode())) == (409, "BucketAlreadyOwnedByYou")
+    assert said(front.ask("PUT", "/corpus", {"x-amz-acl": "public-read"})) == (409, "BucketAlreadyExists")
+    assert front.reads.settings["corpus"] == there, "nothing of it changed"
+
+
+def test_a_name_that_cannot_be(front: BucketFront) -> None:
+    none = ("UPPER", "ab", "a..b", "192.168.0.1", "a_b", "-abc", "a.-b", "a-.b", "xn--abc", "abc-s3alias", "abc.mrap")
+    for name in none:
         assert said(front.ask("PUT", f"/{name}")) == (400, "InvalidBucketName"), name
     assert list(front.reads.settings) == ["corpus"]
 

@@ -140,20 +140,25 @@ class PutOpened(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What the object is now. `version` is what a read will pin."""
+    """What the object is now. `version` is what a read will pin. `checksums` are those of the whole that a copy has,
+    as base64 by S3's name of the algorithm."""
 
     etag: str
     version: str
     size_bytes: int
     modified_s: float
+    checksums: dict[str, str] = {}
 
 
 class DeleteCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Deleting what is not there is fine, unless `if_match` is given."""
+    """Deleting what is not there is fine, unless a condition is given: an entity tag, a size, or the time of its last
+    change in whole seconds of Unix time."""
 
     bucket: str
     key: str
     if_match: str | None = None
+    if_size_bytes: int | None = None
+    if_modified_s: int | None = None
 
 
 class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,6 +176,7 @@ class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
     if_match: str | None = None
     if_none_match: str | None = None
     tags: str | None = None  # None: the source's
+    checksum_algorithm: str = ""  # to compute of the copy, by S3's name; "": the source's, if it has one
 
 
 class ObjectNamed(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ RESERVE_BYTES_MAX = 256 * MIB  # left free on a volume's filesystem (1 % of it i
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 PUT_BYTES_MAX = 5 * GIB  # S3's limit on one PutObject, part or copy; larger objects are multipart uploads
+ETAG_MD5_BYTES_MAX = 256 * KIB  # up to here an MD5 is cheap beside the write (0.4 ms), and clients compare it
 PART_BYTES_MIN = 5 * MIB  # S3's least size of a part but the last
 PARTS_MAX = 10_000  # S3's limit on parts of an upload
 UPLOADS_MAX = 10_000  # open uploads per bucket: each holds files that nobody may ever complete

@@ -32,6 +32,7 @@ from awscrt import checksums as crt
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.types import Headers
 
 ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
 AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums as the client repeats them
@@ -61,7 +62,10 @@ _COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
 }
 SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers; no backend is told
 SIZES_CHARS_MAX: Final = 200
-OWN_HEADERS: Final = ("x-amz-checksum-", "x-forebay-")  # how stored headers begin that stay here
+PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same of their checksums
+PARTS_CHECKSUMS_CHARS_MAX: Final = 1000
+_CHECKSUM_HEADER: Final = "x-amz-checksum-"
+OWN_HEADERS: Final = (_CHECKSUM_HEADER, "x-forebay-")  # how stored headers begin that stay here
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
 
 
@@ -304,6 +308,27 @@ def _is_digest(algorithm: str, text: str) -> bool:
         return False
 
 
+# --- checksums among stored headers ----------------------------------------------------------------------------------
+def stored_checksum(headers: Headers) -> tuple[str, str]:
+    """Algorithm and value of the checksum among an object's stored headers, ("", "") for none; a COMPOSITE value has
+    the number of its parts behind a `-`."""
+    for name, value in headers:
+        algorithm = name.removeprefix(_CHECKSUM_HEADER).upper()
+        if name.startswith(_CHECKSUM_HEADER) and algorithm in DIGEST_BYTES:
+            return algorithm, value
+    return "", ""
+
+
+def without_own(headers: Headers) -> Headers:
+    """Stored headers but for those that are ours and tell of one object's bytes: checksums and the sizes of parts."""
+    return tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
+
+
+def with_checksum(headers: Headers, algorithm: str, value: str) -> Headers:
+    """Stored headers of an object whose bytes have this FULL_OBJECT checksum."""
+    return (*headers, (_CHECKSUM_HEADER + algorithm.lower(), value), (_CHECKSUM_HEADER + "type", "FULL_OBJECT"))
+
+
 # --- reading parts ---------------------------------------------------------------------------------------------------
 def sizes_text(sizes: Sequence[int]) -> str:
     """The parts' sizes, to be kept with the object: `5242880*3,17`. "" where that would be too long for a header."""
@@ -315,6 +340,20 @@ def sizes_text(sizes: Sequence[int]) -> str:
             runs.append([size, 1])
     text = ",".join(f"{size}*{count}" if count > 1 else str(size) for size, count in runs)
     return text if len(text) <= SIZES_CHARS_MAX else ""
+
+
+def sizes_of(text: str) -> list[int]:
+    """The sizes that `sizes_text` wrote down; [] of ""."""
+    runs = (run.partition("*") for run in text.split(",") if run)
+    return [int(size) for size, _, count in runs for _ in range(int(count or 1))]
+
+
+def checksums_text(algorithm: str, parts: Sequence[Part]) -> str:
+    """The parts' checksums, to be kept with the object; "" where one has none, or they would be too long."""
+    if not algorithm or any(part.algorithm != algorithm for part in parts):
+        return ""
+    text = ",".join(part.checksum for part in parts)
+    return text if len(text) <= PARTS_CHECKSUMS_CHARS_MAX else ""
 
 
 def part_range(text: str, number: int) -> tuple[int, int, int]:

@@ -4,7 +4,8 @@ Theory. Within one backend a clean object is copied by the backend itself, and t
 target. Everything else (between buckets, from or to objects that only the node has, under conditions on the target) is
 a read of the source, pinned to one version, into a temp file of the target's volume, and then a put. Pieces that lie in
 a file go there by copy_file_range, so filesystems that can share blocks do; the bytes are read once for their
-checksums.
+checksums: the one that the caller asks for, or the source's. Of a source that was put together of parts that is not
+its checksum (a checksum of parts), but one of the whole by the same algorithm, as S3 makes it.
 
 A copy of an object onto itself changes what is stored with it. It must not bring back bytes that another write has
 replaced meanwhile, so it insists on the version that it read and begins again if that is gone.
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from forebay.core import limits
@@ -41,6 +43,7 @@ from forebay.core.httpsem import Conditions
 from forebay.core.record import Record, State
 from forebay.core.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, RangeSpec, check_key
+from forebay.core.uploads import Digest, stored_checksum, with_checksum, without_own
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
 from forebay.node.read import Ask
@@ -85,8 +88,9 @@ class _Pieces:
 class Drawn:
     """The bytes of an object, drawn into a new file `path` (into memory when it is ""), and what is known of them."""
 
-    def __init__(self, path: str, size_bytes: int, *, md5: bool) -> None:
+    def __init__(self, path: str, size_bytes: int, *, md5: bool, algorithm: str = "") -> None:
         self.path = path
+        self._digest = Digest(algorithm) if algorithm else None
         self.sums: list[int] = []
         self._body = bytearray()
         self._blocks = BlockHashes(0, size_bytes, limits.BLOCK_BYTES)
@@ -102,6 +106,11 @@ class Drawn:
     @property
     def md5(self) -> str:
         return self._md5.hexdigest() if self._md5 is not None else ""
+
+    @property
+    def checksum(self) -> str:
+        """By the algorithm that was asked for, as S3 writes it; "" for none."""
+        return self._digest.base64() if self._digest is not None else ""
 
     @property
     def etag(self) -> str:
@@ -142,6 +151,8 @@ class Drawn:
         self._whole.update(data)
         if self._md5 is not None:
             self._md5.update(data)
+        if self._digest is not None:
+            self._digest.update(data)
 
     def close(self) -> None:
         """No more bytes. Twice is fine."""
@@ -203,16 +214,20 @@ class Copies:
         etag_kept = info.etag if onto_itself and call.if_match is None and call.if_none_match is None else None
         path = self._path(call.bucket, call.key, info.size_bytes)
         try:
-            drawn = await self._draw(source, info, path, md5=served.bucket.options.get("etag") == "md5")
-            tags = tags_among(info.headers) or ""
-            return await self._put(call, served, info, drawn, tags, etag_kept)
+            md5 = served.bucket.options.get("etag") == "md5" or info.size_bytes <= limits.ETAG_MD5_BYTES_MAX
+            algorithm = call.checksum_algorithm or stored_checksum(info.headers)[0]
+            drawn = await self._draw(source, info, path, md5=md5, algorithm=algorithm)
+            written = await self._put(call, served, info, drawn, algorithm, etag_kept)
+            return msgspec.structs.replace(written, checksums={algorithm: drawn.checksum}) if algorithm else written
         finally:
             if path:
                 remove_temp(path)
 
     async def _put(
-        self, call: CopyCall, served: Served, info: ObjectInfo, drawn: Drawn, tags: str, etag_kept: str | None
+        self, call: CopyCall, served: Served, info: ObjectInfo, drawn: Drawn, algorithm: str, etag_kept: str | None
     ) -> Written:
+        headers = without_own(without_tags(info.headers)) if call.headers is None else call.headers
+        tags = (tags_among(info.headers) or "") if call.tags is None else call.tags
         try:
             return await self._writes.put_file(
                 served,
@@ -220,10 +235,10 @@ class Copies:
                 drawn.path,
                 info.size_bytes,
                 drawn.sums if drawn.path else (),
-                without_tags(info.headers) if call.headers is None else call.headers,
+                with_checksum(headers, algorithm, drawn.checksum) if algorithm else headers,
                 etag=drawn.etag,
                 md5=drawn.md5,
-                tags=tags if call.tags is None else call.tags,
+                tags=tags,
                 if_match=call.if_match if etag_kept is None else etag_kept,
                 if_none_match=call.if_none_match,
                 body=drawn.body,
@@ -305,7 +320,7 @@ class Copies:
     def _is_there(self, call: CopyCall) -> bool:
         """Whether the backend can make this copy: it has the source, and nothing is asked that it cannot do."""
         record = self._store.lookup(call.source_bucket, call.source_key)
-        if record is not None and record.state & State.OWNED:
+        if call.checksum_algorithm or (record is not None and record.state & State.OWNED):
             return False
         return call.tags is None and call.if_match is None and call.if_none_match is None
 
@@ -328,12 +343,20 @@ class Copies:
         return Written(seen.etag, seen.version, seen.size_bytes, seen.modified_s)
 
     async def _draw(
-        self, source: Served, info: ObjectInfo, path: str, *, md5: bool, start: int = 0, end: int | None = None
+        self,
+        source: Served,
+        info: ObjectInfo,
+        path: str,
+        *,
+        md5: bool,
+        algorithm: str = "",
+        start: int = 0,
+        end: int | None = None,
     ) -> Drawn:
         """Read [start, end) of the source, as whoever reads it does."""
         out, loop = _Pieces(), asyncio.get_running_loop()
         end = info.size_bytes if end is None else end
-        drawn = Drawn(path, end - start, md5=md5)
+        drawn = Drawn(path, end - start, md5=md5, algorithm=algorithm)
         asked = RangeSpec(start, end - 1) if start < end else None
         read = self._cold.open(Ask(source.bucket.name, info.key, asked, version=info.version), out)
         try:

@@ -170,6 +170,8 @@ class Listings:
                 if len(found) < room:
                     return entries, prefixes, ""
             if len(entries) + len(prefixes) >= limit:
+                if not self._index.scan(bucket, prefix, after, 1):
+                    after = ""  # a full page is the last if nothing follows it: clients are told so
                 break
         return entries, prefixes, after
 

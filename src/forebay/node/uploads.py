@@ -466,12 +466,11 @@ class UploadBook:
         rules.check_promised(call.checksums, algorithm, kind, value)
         etag, now_s = rules.etag_of([part.md5 for part in chosen]), self._clock.wall_s()
         checksums = {algorithm: value} if value else {}
-        sizes = [part.size_bytes for part in chosen]
-        size_bytes = sum(sizes)
+        size_bytes = sum(part.size_bytes for part in chosen)
         expected = UploadCompleted(Written(etag, "", size_bytes, now_s), checksums, kind if value else "")
         noted = msgspec.structs.replace(kept, done=Done(now_s, etag, expected))
         await self._keep(noted)
-        written = await self._make(served, upload, call, chosen, _stored(kept, value, sizes), etag)
+        written = await self._make(served, upload, call, chosen, _stored(kept, value, chosen), etag)
         answer = UploadCompleted(written, checksums, expected.checksum_type)
         done = msgspec.structs.replace(noted, done=Done(now_s, etag, answer, committed=True))
         self._done[kept.upload_id] = done
@@ -731,11 +730,13 @@ def _state(part: Part) -> PartState:
     return PartState(part.number, part.size_bytes, part.md5, part.modified_s, checksums)
 
 
-def _stored(kept: Kept, checksum: str, sizes: Sequence[int]) -> Headers:
+def _stored(kept: Kept, checksum: str, chosen: Sequence[Part]) -> Headers:
     """The headers that the object will have: the client's, and what reads show of its parts and checksum."""
     headers = kept.headers
-    if text := rules.sizes_text(sizes):
+    if text := rules.sizes_text([part.size_bytes for part in chosen]):
         headers = (*headers, (rules.SIZES_HEADER, text))
+    if text := rules.checksums_text(kept.checksum_algorithm, chosen):
+        headers = (*headers, (rules.PARTS_CHECKSUMS_HEADER, text))
     if checksum:
         headers = (
             *headers,

@@ -190,18 +190,24 @@ class Writes:
         return info_of(record, key)
 
     async def check(
-        self, served: Served, key: str, if_match: str | None, if_none_match: str | None
+        self,
+        served: Served,
+        key: str,
+        if_match: str | None,
+        if_none_match: str | None,
+        fits: Callable[[ObjectInfo], bool] | None = None,
     ) -> ObjectInfo | None:
-        """Judge a write's conditions; what the object is. `Precondition` (`PreconditionFailed`) if they do not hold,
-        `NotFound` for If-Match where there is nothing. A refusal is never based on a cached answer alone."""
+        """Judge a write's conditions; what the object is. `Precondition` (`PreconditionFailed`) if they do not hold or
+        it does not fit, `NotFound` for If-Match or `fits` where there is nothing. A refusal is never based on a cached
+        answer alone."""
         info = await self.current(served, key)
-        if _holds(info, if_match, if_none_match):
+        if _holds(info, if_match, if_none_match, fits):
             return info
         info = await self.current(served, key, revalidate=True)
-        if _holds(info, if_match, if_none_match):
+        if _holds(info, if_match, if_none_match, fits):
             return info
         if info is None:
-            raise NotFound(f"there is no object {key!r} that If-Match could mean: write it without", code="NoSuchKey")
+            raise NotFound(f"there is no object {key!r} that the condition could mean: leave it out", code="NoSuchKey")
         raise Precondition(
             f"{key!r} is not what the condition wants (its ETag is {info.etag!r}): read it again, then decide",
             code="PreconditionFailed",
@@ -312,7 +318,7 @@ class Writes:
             return await self._put_owned(served, what, if_match, if_none_match)
 
     async def delete(self, call: DeleteCall) -> Nothing:
-        """There is no such object afterwards. One that was not there is fine, unless `if_match` is given."""
+        """There is no such object afterwards. One that was not there is fine, unless a condition is given."""
         return await self.finish(self._delete(call))
 
     async def _delete(self, call: DeleteCall) -> Nothing:
@@ -323,11 +329,22 @@ class Writes:
             elif served.bucket.write == "back":
                 await self._owes.room(served.bucket, 0)
             async with self.lock(call.bucket, call.key):
+                judged = await self._check_delete(served, call)
                 if served.bucket.write == "through":
-                    await self._delete_through(served, call.key, call.if_match)
+                    await self._delete_through(served, call.key, judged)
                 else:
-                    await self._delete_owned(served, call.key, call.if_match)
+                    await self._delete_owned(served, call.key, judged)
         return Nothing()
+
+    async def _check_delete(self, served: Served, call: DeleteCall) -> ObjectInfo | None:
+        """What is to be deleted, where that was asked for by a condition."""
+        if call.if_match is None and call.if_size_bytes is None and call.if_modified_s is None:
+            return None
+
+        def fits(info: ObjectInfo) -> bool:
+            return call.if_size_bytes in (None, info.size_bytes) and call.if_modified_s in (None, int(info.modified_s))
+
+        return await self.check(served, call.key, call.if_match, None, fits)
 
     # --- written back, or local --------------------------------------------------------------------------------------
     async def _put_owned(self, served: Served, what: _What, if_match: str | None, if_none_match: str | None) -> Written:
@@ -369,9 +386,8 @@ class Writes:
             durable=bucket.durability == "disk",
         )
 
-    async def _delete_owned(self, served: Served, key: str, if_match: str | None) -> None:
+    async def _delete_owned(self, served: Served, key: str, judged: ObjectInfo | None) -> None:
         bucket = served.bucket
-        judged = await self.check(served, key, if_match, None) if if_match is not None else None
         before = self._owes.find(bucket.name, key)
         record = self._store.lookup(bucket.name, key)
         if record is None and (bucket.write == "local" or (before is not None and before.is_delete)):
@@ -379,7 +395,7 @@ class Writes:
         note = None
         if bucket.write == "back":
             note = Note(seq=self._store.take_id(), since_s=self._clock.wall_s(), size_bytes=0, object_id=0)
-            note = self._following(bucket, key, note, judged, if_match is not None)
+            note = self._following(bucket, key, note, judged, judged is not None)
         await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
 
     def _following(self, bucket: Bucket, key: str, note: Note, judged: ObjectInfo | None, asked: bool) -> Note:
@@ -446,12 +462,9 @@ class Writes:
             await self.drop(bucket.name, key)
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)
 
-    async def _delete_through(self, served: Served, key: str, if_match: str | None) -> None:
-        bucket, expect = served.bucket, None
-        if if_match is not None:
-            judged = await self.check(served, key, if_match, None)
-            assert judged is not None
-            expect = judged.version or None
+    async def _delete_through(self, served: Served, key: str, judged: ObjectInfo | None) -> None:
+        bucket = served.bucket
+        expect = None if judged is None else judged.version or None
         await self.settle_owed(bucket, key)
         try:
             await served.backend.delete(key, expect=expect)
@@ -544,9 +557,16 @@ class _What(msgspec.Struct, frozen=True, gc=False):
         return with_tags(self.headers, self.tags)
 
 
-def _holds(info: ObjectInfo | None, if_match: str | None, if_none_match: str | None) -> bool:
+def _holds(
+    info: ObjectInfo | None,
+    if_match: str | None,
+    if_none_match: str | None,
+    fits: Callable[[ObjectInfo], bool] | None,
+) -> bool:
     if info is None:
-        return if_match is None
+        return if_match is None and fits is None
+    if fits is not None and not fits(info):
+        return False
     return Conditions(if_match, if_none_match).judge(info.etag, info.modified_s) == 200
 
 

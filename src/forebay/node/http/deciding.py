@@ -17,12 +17,14 @@ from forebay.core.httpsem import CONDITION_NAMES, conditions_of, parse_range, ra
 from forebay.core.record import Record
 from forebay.core.types import RangeSpec
 from forebay.core.uploads import SIZES_HEADER, part_range
-from forebay.node.http.reads import Decide, Plan, plan_plain
+from forebay.node.http.reads import CHECKSUMS, Decide, Plan, plan_plain, without_lines
 from forebay.node.http.requests import Request
 
 DECIDED_BY: Final = frozenset((*CONDITION_NAMES, b"range"))  # a read with none of these has nothing to decide
 _MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
 _SIZES: Final = re.compile(rb"^%b: ([0-9*,]+)\r?$" % SIZES_HEADER.encode(), re.IGNORECASE | re.MULTILINE)
+_TYPE: Final = b"x-amz-checksum-type"
+_FULL_OBJECT: Final = _TYPE + b": FULL_OBJECT\r\n"
 _KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
 
 
@@ -63,9 +65,12 @@ def decide_by(
             wanted = None
         status, head, start, end = plan_plain(record, wanted, said)
         if replaced:
-            head = _without(record.head, replaced) + head[len(record.head) :]
-        if b"x-amz-checksum-" in head and (status != 200 or not checksums):
-            head = _without(head, (b"x-amz-checksum-",))  # a checksum of the whole says nothing about a range
+            head = without_lines(record.head, replaced) + head[len(record.head) :]
+        if CHECKSUMS in head:
+            if status != 200 or not checksums:
+                head = without_lines(head, (CHECKSUMS,))  # a checksum of the whole says nothing about a range
+            elif _TYPE not in head:
+                head += _FULL_OBJECT  # it came with one body
         return Plan(status, head, start, end)
 
     return decide
@@ -88,7 +93,3 @@ def _range_of_part(part: int, record: Record) -> tuple[RangeSpec | None, bytes]:
 
 def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
     return b"".join(line for line in head.splitlines(keepends=True) if line.lower().startswith(prefixes))
-
-
-def _without(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
-    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(prefixes))

@@ -7,6 +7,10 @@ cannot be checked, no room. What can only be judged with the bytes is written do
 On a node without identities signatures are not looked at, those of chunks neither; a SHA-256 given for the whole body
 is compared all the same, since it protects the bytes and not the door.
 
+A body is unframed where its payload form says that it is framed (`STREAMING-…`), or the length that is left is given.
+`Content-Encoding: aws-chunked` alone means nothing: clients that let their users set the header send it with plain
+bytes, and S3 takes them so.
+
 Invariant. A body that is longer than was announced here is never taken.
 """
 
@@ -55,8 +59,9 @@ class Intake:
         measured: bool = True,
     ) -> Incoming:
         """A sink for the bytes of an object or part. `md5`, `hash128` and `algorithms` are computed whatever the client
-        promised. Not `measured`: nobody says how long they are (the file of a form); `bytes_max` bounds them. `Invalid`
-        with S3's code for what is wrong; `Unavailable` (`InsufficientStorage`)."""
+        promised; of a body up to ETAG_MD5_BYTES_MAX the MD5 instead of `hash128`. Not `measured`: nobody says how
+        long they are (the file of a form); `bytes_max` bounds them. `Invalid` with S3's code for what is wrong;
+        `Unavailable` (`InsufficientStorage`)."""
         wanted, chunked = _understand(request, caller, md5=md5, hash128=hash128, algorithms=algorithms)
         if not measured:
             return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
@@ -68,6 +73,8 @@ class Intake:
                 f"Your proposed upload exceeds the maximum allowed size of {bytes_max} bytes: use a multipart upload",
                 code="EntityTooLarge",
             )
+        if hash128 and size_bytes <= limits.ETAG_MD5_BYTES_MAX:
+            wanted = wanted._replace(md5=True, hash128=False)
         return Incoming(wanted, size_bytes, place=lambda: self._place(bucket.name, key), chunked=chunked)
 
     def document(self, request: Request, caller: Caller | None, bytes_max: int = limits.XML_BODY_BYTES_MAX) -> Incoming:
@@ -97,7 +104,7 @@ def _understand(
     streaming = payload.startswith(b"STREAMING-")
     codings = [coding.strip() for coding in headers.get(b"content-encoding", b"").lower().split(b",")]
     chunked = None
-    if streaming or b"aws-chunked" in codings:
+    if streaming or (b"aws-chunked" in codings and b"x-amz-decoded-content-length" in headers):
         signed = verified is not None and payload in (CHUNKS, CHUNKS_TRAILER)
         verifier = ChunkVerifier(verified) if signed and verified is not None else None
         chunked = AwsChunked(verifier, signed_trailer=payload == CHUNKS_TRAILER)

@@ -32,6 +32,10 @@ _REFUSED: Final = (  # beginnings of names
     b"x-amz-write-offset-bytes", b"x-amz-expected-bucket-owner", b"x-amz-source-expected-bucket-owner",
     b"x-amz-copy-source-server-side-encryption",
 )
+_STORAGE_CLASSES: Final = frozenset((  # all that S3 has: another is a mistake, these are not served
+    b"STANDARD", b"REDUCED_REDUNDANCY", b"STANDARD_IA", b"ONEZONE_IA", b"INTELLIGENT_TIERING", b"GLACIER",
+    b"DEEP_ARCHIVE", b"OUTPOSTS", b"GLACIER_IR", b"SNOW", b"EXPRESS_ONEZONE", b"FSX_OPENZFS", b"FSX_ONTAP",
+))
 # fmt: on
 _OWNERS_ACLS: Final = (b"bucket-owner-full-control", b"bucket-owner-read")  # so it is anyway
 _BUCKETS_ACLS: Final = (b"private", b"public-read", b"public-read-write", b"authenticated-read", b"aws-exec-read")
@@ -89,11 +93,9 @@ def write_conditions(request: Request) -> WriteConditions:
             raise NotSupported(f"{name.decode()} does not go with a write: use If-Match or If-None-Match")
     if_match = request.header(b"if-match") if b"if-match" in headers else None
     if_none_match = request.header(b"if-none-match") if b"if-none-match" in headers else None
-    if if_none_match is not None and if_none_match.strip() != "*":
-        raise NotSupported("If-None-Match of a write can only be *: use If-Match to replace one version")
     if if_match is not None and not if_match.strip():
         raise Invalid("If-Match is empty: give an entity tag", code="InvalidArgument")
-    return WriteConditions(if_match, "*" if if_none_match is not None else None)
+    return WriteConditions(if_match, if_none_match)
 
 
 def refuse_unserved(request: Request) -> None:
@@ -103,6 +105,8 @@ def refuse_unserved(request: Request) -> None:
         if name.startswith(b"x-amz-") and name.startswith(_REFUSED):
             raise NotSupported(f"{name.decode()} is not served: leave it out, or write to the bucket itself")
     storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
+    if storage_class not in _STORAGE_CLASSES:
+        raise Invalid("The storage class you specified is not valid: leave it out", code="InvalidStorageClass")
     if storage_class != b"STANDARD":
         raise NotSupported("no storage class but STANDARD is served: leave x-amz-storage-class out")
 

@@ -32,6 +32,7 @@ from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
 PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
+CHECKSUMS = b"x-amz-checksum-"  # how the lines begin that only who asks for checksums is told
 _UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
@@ -62,6 +63,19 @@ def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
     truth (owned) or fresh."""
     state = record.state
     return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
+
+
+def plan_unasked(record: Record, range: RangeSpec | None, extra: bytes) -> Plan:
+    """`plan_plain` of a request that asks for no checksum: what is kept of the kind is not said."""
+    if CHECKSUMS not in record.head:
+        return plan_plain(record, range, extra)
+    status, head, start, end = plan_plain(record, range, extra)
+    return Plan(status, without_lines(head, (CHECKSUMS,)), start, end)
+
+
+def without_lines(head: bytes, beginnings: tuple[bytes, ...]) -> bytes:
+    """Header lines but for those that begin so (in lower case)."""
+    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(beginnings))
 
 
 class Reads:
@@ -105,15 +119,16 @@ class Reads:
     ) -> None:
         """Answer `exchange` with the object, from here if it is a hit, else through the engine.
 
-        Without `decide`: 200 with everything, or 206 with `range`; `extra` header lines are added. With it, what it
-        returns is answered (conditions, overrides); `range` is then only what a miss should ask for first. HEAD
-        requests are told from GET by the exchange's request and fetch no body. Call it from `Handler.handle`, not from
-        a spawned task. Raises what `decide` or a range outside the object raises, when it is a hit.
+        Without `decide`: 200 with everything, or 206 with `range`, but no checksums; `extra` header lines are added.
+        With it, what it returns is answered (conditions, overrides); `range` is then only what a miss should ask for
+        first. HEAD requests are told from GET by the exchange's request and fetch no body. Call it from
+        `Handler.handle`, not from a spawned task. Raises what `decide` or a range outside the object raises, when it is
+        a hit.
         """
         name = bucket.name
         record = self._store.lookup(name, key)
         if record is not None and may_serve(record, bucket, self._clock.wall_s()):
-            plan = plan_plain(record, range, extra) if decide is None else decide(record)
+            plan = plan_unasked(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, plan):
                 return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
@@ -203,7 +218,7 @@ class Reads:
         try:
             read = await self._link.open_read(bucket, key, range, head_only=head_only)
             opened = await read.opened()
-            plan = plan_plain(opened.record, range, extra) if decide is None else decide(opened.record)
+            plan = plan_unasked(opened.record, range, extra) if decide is None else decide(opened.record)
             size = plan.end - plan.start
             if opened.hit:
                 counts.hits += 1
@@ -216,7 +231,7 @@ class Reads:
                 return
             if (plan.start, plan.end) != (opened.start, opened.end):
                 read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
-                read, opened = await self._reopen(bucket, key, opened.record.version, plan.start, plan.end)
+                read, opened = await self.reopen(bucket, key, opened.record.version, plan.start, plan.end)
             exchange.start(plan.status, plan.head, size)
             await self._stream(exchange, read, opened, plan.start, plan.end)
             await exchange.end()
@@ -231,14 +246,15 @@ class Reads:
 
     async def _rest(self, exchange: Exchange, bucket: str, key: str, version: str, start: int, end: int) -> None:
         """The rest of a response whose head and first bytes are sent: the same version, or nothing."""
-        read, opened = await self._reopen(bucket, key, version, start, end)
+        read, opened = await self.reopen(bucket, key, version, start, end)
         try:
             await self._stream(exchange, read, opened, start, end)
             await exchange.end()
         finally:
             read.close()
 
-    async def _reopen(self, bucket: str, key: str, version: str, start: int, end: int) -> tuple[Read, Opened]:
+    async def reopen(self, bucket: str, key: str, version: str, start: int, end: int) -> tuple[Read, Opened]:
+        """A read of exactly these bytes of this version. `Precondition` if there is another now."""
         read = await self._link.open_read(bucket, key, RangeSpec(start, end - 1), version=version)
         try:
             opened = await read.opened()

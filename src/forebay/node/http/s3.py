@@ -23,15 +23,16 @@ to be allowed to read its bucket. (3) A response header taken from the query has
 
 from __future__ import annotations
 
+import email.utils
 from typing import Final
 
 from forebay.core import limits
 from forebay.core.access import ANONYMOUS, Identity
-from forebay.core.calls import BucketNamed, Nothing
+from forebay.core.calls import BucketNamed, Nothing, StatCall
 from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.s3names import Addressing
-from forebay.core.types import Bucket
-from forebay.node.http import s3_errors, s3_listing
+from forebay.core.types import Bucket, check_key
+from forebay.node.http import s3_attributes, s3_errors, s3_listing
 from forebay.node.http.auth import Auth
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.puts import Puts
@@ -58,6 +59,7 @@ REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions sa
 _SPECIAL: Final = frozenset(
     (
         *DECIDED_BY,
+        b"x-amz-checksum-mode",
         b"x-amz-server-side-encryption-customer-algorithm",
         b"x-amz-expected-bucket-owner",
         b"origin",
@@ -71,6 +73,7 @@ _OVERRIDES: Final = {
     "response-content-disposition": b"Content-Disposition",
     "response-content-encoding": b"Content-Encoding",
 }
+_UNSERVED_OF_OBJECTS: Final = OBJECT_SUBRESOURCES - {"attributes"}
 _UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning", "versions"}
 
 
@@ -196,12 +199,16 @@ class S3:
         for api in (self._uploads, self._buckets):
             if query and api.handle(request, exchange, identity, bucket, key, query):
                 return
-        refuse(request, query, OBJECT_SUBRESOURCES)
+        refuse(request, query, _UNSERVED_OF_OBJECTS)
+        if "attributes" in query:
+            asked = s3_attributes.parse_attributes(request)
+            exchange.spawn(self._attributes(exchange, StatCall(bucket.name, check_key(key)), asked))
+            return
         if identity is ANONYMOUS and not _OVERRIDES.keys().isdisjoint(query):
             raise Invalid(
                 "Request specific response headers cannot be used for anonymous GET requests.", code="InvalidRequest"
             )
-        asked = asked_range(request)
+        wanted = asked_range(request)
         overrides = b""
         replaced = []
         for name, header in _OVERRIDES.items():
@@ -215,8 +222,14 @@ class S3:
             if not part.isascii() or not part.isdigit() or not 1 <= int(part[:6]) <= 10_000:
                 raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
         extra = overrides + self._lines(request)
-        decide = decide_by(request, asked, part=int(part) if part else None, replaced=tuple(replaced), extra=extra)
-        self._reads.serve(exchange, bucket, key, asked, decide)
+        decide = decide_by(request, wanted, part=int(part) if part else None, replaced=tuple(replaced), extra=extra)
+        self._reads.serve(exchange, bucket, key, wanted, decide)
+
+    async def _attributes(self, exchange: Exchange, call: StatCall, asked: s3_attributes.Asked) -> None:
+        state = await self._call("stat", call)
+        modified = b"Last-Modified: %b\r\n" % email.utils.formatdate(state.modified_s, usegmt=True).encode()
+        body = s3_attributes.render_attributes(asked, state)
+        exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE + modified, body)
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     def _bucket_operation(self, request: Request, exchange: Exchange, name: str) -> None:

@@ -47,6 +47,9 @@ from forebay.node.http.s3_unserved import refuse
 from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, parse
 
 _REGION: Final = re.compile(r"[A-Za-z0-9\-]{0,64}")  # any region is accepted, as in signatures
+_NO_NEW_NAME: Final = re.compile(
+    r"-\.|\.-|^(?:xn--|sthree-|amzn-s3-demo-)|(?:-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)$"
+)
 
 
 class BucketsApi:
@@ -168,16 +171,31 @@ class BucketsApi:
 
     # --- the bucket itself -------------------------------------------------------------------------------------------
     async def _put_bucket(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        _check_location(request.body)
+        region = _asked_region(request.body)
         if request.header(b"x-amz-bucket-object-lock-enabled").lower() == "true":
             raise Invalid(
                 "Object Lock is not served: leave x-amz-bucket-object-lock-enabled out", code="InvalidRequest"
             )
         s3_acl.check_ownership(request)
         acl = s3_acl.canned_acl(request) or "private"
-        name = check_bucket_name(bucket.name)
-        await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl))
+        name = _check_new_name(bucket.name)
+        try:
+            await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl))
+        except Exists as error:
+            await self._create_again(bucket, region, acl, error)
         exchange.respond(200, self._lines(request) + b"Location: /%b\r\n" % name.encode())
+
+    async def _create_again(self, bucket: Bucket, region: str, acl: str, error: Exists) -> None:
+        """Return if a bucket that is there is as it was asked for, as S3 does in us-east-1: programs that begin with
+        CreateBucket go on. `Exists` if not; nothing of it changes."""
+        if error.code != "BucketAlreadyOwnedByYou" or region not in ("", "us-east-1"):
+            raise error
+        settings = await self._settings(bucket)
+        if settings.acl != acl:
+            raise Exists(
+                f"the bucket is there, and its ACL is {settings.acl}: use it, or change its ACL",
+                code="BucketAlreadyExists",
+            )
 
     async def _delete_bucket(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         settings = await self._settings(bucket)
@@ -264,10 +282,22 @@ class BucketsApi:
         exchange.respond(204, self._lines(request))
 
 
-def _check_location(body: bytes) -> None:
-    """Return if the CreateBucketConfiguration wants nothing that is not so. `Invalid`."""
+def _check_new_name(name: str) -> str:
+    """`name` if S3 would let one make a bucket of that name: a little less than what may name one."""
+    check_bucket_name(name)
+    if _NO_NEW_NAME.search(name):
+        raise Invalid(
+            f"bucket name {name!r} is not valid: '.' and '-' may not stand beside each other, and xn--, sthree-, "
+            "amzn-s3-demo- in front and -s3alias, --ol-s3, .mrap, --x-s3, --table-s3 at the end are reserved",
+            code="InvalidBucketName",
+        )
+    return name
+
+
+def _asked_region(body: bytes) -> str:
+    """The region that the CreateBucketConfiguration names, "" if none. `Invalid` for what cannot be had."""
     if not body:
-        return
+        return ""
     root = parse(body, "CreateBucketConfiguration")
     region = (root.findtext("LocationConstraint") or "").strip()
     if not _REGION.fullmatch(region):
@@ -278,3 +308,4 @@ def _check_location(body: bytes) -> None:
                 "directory buckets are not served: leave Location and Bucket out of the configuration",
                 code="InvalidRequest",
             )
+    return region

@@ -11,6 +11,9 @@ backend keeps an order of its own (`backends/s3list.py`): there NextMarker is al
 A backend may answer a short page that is not the last; asking goes on until the page is as full as was wished, since
 clients (and S3's promise) take a short page for what there is.
 
+With encoding-type=url everything that names keys is percent-encoded, but for version 1's Prefix where decoding would
+not change it: half of the clients (botocore among them) decode everything else there, and not the prefix.
+
 Rejected: plain keys as tokens (clients start to build them); remembering listings in the node (state per client).
 
 Invariants. (1) Following markers or tokens shows every key once. (2) Everything from outside is escaped, and
@@ -23,7 +26,7 @@ import base64
 import binascii
 import re
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 
 import msgspec
 import xxhash
@@ -127,7 +130,9 @@ def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     """The XML of one page, for either version."""
     name = url_text if asked.url_encoded else escape
     truncated = bool(page.next_after)
-    parts = [element("Name", bucket), f"<Prefix>{name(asked.prefix)}</Prefix>"]
+    v1_plain = asked.version == 1 and unquote_plus(asked.prefix) == asked.prefix
+    shown_prefix = escape(asked.prefix) if v1_plain else name(asked.prefix)
+    parts = [element("Name", bucket), f"<Prefix>{shown_prefix}</Prefix>"]
     if asked.version == 1:
         parts.append(f"<Marker>{name(asked.marker or '')}</Marker>")
         marker = marker_of(page.next_after)

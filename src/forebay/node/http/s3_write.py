@@ -11,19 +11,23 @@ Invariant. No operation begins before the caller was found to be allowed to writ
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
 from typing import Final, NamedTuple
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.calls import CopyCall, DeleteCall, Written
-from forebay.core.errors import ForebayError, Invalid, NotSupported
+from forebay.core.calls import BucketNamed, CopyCall, DeleteCall, Written
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
+from forebay.core.httpsem import parse_http_date
 from forebay.core.s3names import decode_path
 from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.node.http import s3_errors
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.bodies import Incoming
-from forebay.node.http.checksums import HEADERS
+from forebay.node.http.checksums import HEADERS, check_algorithm
 from forebay.node.http.object_headers import check_acl, refuse_unserved, stored_headers, tags_of, write_conditions
 from forebay.node.http.puts import Puts
 from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
@@ -32,6 +36,10 @@ from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, malformed,
 
 DELETES_AT_ONCE: Final = 32  # of one DeleteObjects: enough to hide 20 ms of a backend, few enough to leave it to others
 _SOURCE: Final = b"x-amz-copy-source"
+_IF_SIZE: Final = b"x-amz-if-match-size"
+_IF_MODIFIED: Final = b"x-amz-if-match-last-modified-time"
+_DIGITS: Final = re.compile(r"[0-9]{1,18}")
+_ISO: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{8,15}(?:Z|[+-][0-9]{2}:?[0-9]{2})")
 _KNOWN_BUCKET: Final = BUCKET_SUBRESOURCES - {"delete"}
 
 
@@ -88,7 +96,7 @@ class Objects:
         elif method == b"DELETE" and key:
             exchange.spawn(self._delete(request, exchange, bucket.name, key))
         elif method == b"POST" and not key and "delete" in query:
-            exchange.spawn(self._delete_many(request, exchange, bucket.name))
+            exchange.spawn(self._delete_many(request, exchange, bucket))
         else:
             return False
         return True
@@ -115,8 +123,7 @@ class Objects:
             raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
         refuse_unserved(request)
         check_acl(request, bucket.acl)
-        if b"x-amz-checksum-algorithm" in request.headers:
-            raise NotSupported("a copy computes no checksum: leave x-amz-checksum-algorithm out")
+        algorithm = request.header(b"x-amz-checksum-algorithm")
         source_bucket, source_key = copy_source(request)
         self._auth.require_read(identity, self._find(source_bucket))
         replaced = _directive(request, b"x-amz-metadata-directive")
@@ -142,25 +149,30 @@ class Objects:
             own.if_match,
             own.if_none_match,
             tags_of(request) if tags_replaced else None,
+            check_algorithm(algorithm) if algorithm else "",
         )
 
     async def _copy(self, request: Request, exchange: Exchange, call: CopyCall) -> None:
         written: Written = await self._call("copy", call)
         inner = element("LastModified", timestamp(written.modified_s)) + element("ETag", f'"{written.etag}"')
+        for name, value in written.checksums.items():
+            inner += element("ChecksumType", "FULL_OBJECT") + element(f"Checksum{name}", value)
         exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("CopyObjectResult", inner))
 
     # --- DeleteObject, DeleteObjects ---------------------------------------------------------------------------------
     async def _delete(self, request: Request, exchange: Exchange, bucket: str, key: str) -> None:
         refuse_unserved(request)
-        for name in (b"x-amz-if-match-last-modified-time", b"x-amz-if-match-size", b"if-none-match"):
-            if name in request.headers:
-                raise NotSupported(f"{name.decode()} does not go with a delete: use If-Match")
-        if_match = write_conditions(request).if_match
-        await self._call("delete", DeleteCall(bucket, check_key(key), if_match))
+        if b"if-none-match" in request.headers:
+            raise NotSupported("if-none-match does not go with a delete: use If-Match")
+        size = request.header(_IF_SIZE) if _IF_SIZE in request.headers else None
+        modified = request.header(_IF_MODIFIED) if _IF_MODIFIED in request.headers else None
+        await self._delete_one(bucket, _Delete(key, write_conditions(request).if_match, size, modified))
         exchange.respond(204, self._lines(request))
 
-    async def _delete_many(self, request: Request, exchange: Exchange, bucket: str) -> None:
+    async def _delete_many(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
         asked, quiet = parse_deletes(request.body)
+        if not bucket.url:  # not known here: that there is none is said once, not of each key
+            await self._call("bucket_check", BucketNamed(bucket.name))
         gate = asyncio.Semaphore(DELETES_AT_ONCE)
 
         async def delete(one: _Delete) -> str:
@@ -168,7 +180,7 @@ class Objects:
                 if one.unserved:
                     raise NotSupported(f"{one.unserved} of one key is not served: leave it out")
                 async with gate:
-                    await self._call("delete", DeleteCall(bucket, check_key(one.key), one.if_match))
+                    await self._delete_one(bucket.name, one)
             except ForebayError as error:
                 code, _ = s3_errors.code_and_status(error)
                 said = element("Key", one.key) + element("Code", code) + element("Message", readable(error.message))
@@ -177,6 +189,15 @@ class Objects:
 
         said = await asyncio.gather(*(delete(one) for one in asked))
         exchange.respond(200, self._lines(request) + CONTENT_TYPE, document("DeleteResult", "".join(said)))
+
+    async def _delete_one(self, bucket: str, one: _Delete) -> None:
+        """Delete one key. What a condition is asked of and is not there is deleted already, as for one without."""
+        call = DeleteCall(bucket, check_key(one.key), one.if_match, _size(one.size), _time(one.modified))
+        try:
+            await self._call("delete", call)
+        except NotFound as error:
+            if error.code != "NoSuchKey":
+                raise
 
 
 class _PutAnswer:
@@ -207,9 +228,13 @@ class _PutAnswer:
 
 
 class _Delete(NamedTuple):
+    """One key to delete, and what must be so of it, as the client wrote it; None where it did not."""
+
     key: str
     if_match: str | None
-    unserved: str
+    size: str | None = None
+    modified: str | None = None
+    unserved: str = ""
 
 
 def parse_deletes(body: bytes) -> tuple[list[_Delete], bool]:
@@ -217,13 +242,31 @@ def parse_deletes(body: bytes) -> tuple[list[_Delete], bool]:
     root = parse(body, "Delete")
     asked = []
     for child in root.findall("Object"):
-        unserved = next((name for name in ("LastModifiedTime", "Size") if child.find(name) is not None), "")
-        if (child.findtext("VersionId") or "null") != "null":
-            unserved = "VersionId"
-        asked.append(_Delete(child.findtext("Key") or "", child.findtext("ETag"), unserved))
+        unserved = "VersionId" if (child.findtext("VersionId") or "null") != "null" else ""
+        if_match, size, modified = (child.findtext(name) for name in ("ETag", "Size", "LastModifiedTime"))
+        asked.append(_Delete(child.findtext("Key") or "", if_match, size, modified, unserved))
     if not 1 <= len(asked) <= limits.DELETE_KEYS_MAX:
         raise malformed(f"it names {len(asked)} keys, where 1 to {limits.DELETE_KEYS_MAX} are allowed")
     return asked, (root.findtext("Quiet") or "").strip().lower() == "true"
+
+
+def _size(text: str | None) -> int | None:
+    if text is not None and not _DIGITS.fullmatch(text):
+        raise Invalid("the size of a delete's condition is not a number of bytes", code="InvalidArgument")
+    return None if text is None else int(text)
+
+
+def _time(text: str | None) -> int | None:
+    """Unix time in whole seconds of a time in either of the forms that SDKs send, HTTP's and ISO 8601."""
+    if text is None:
+        return None
+    seconds = parse_http_date(text)
+    if seconds is None and _ISO.fullmatch(text):
+        with suppress(ValueError):
+            seconds = int(datetime.fromisoformat(text).timestamp())
+    if seconds is None:
+        raise Invalid("the time of a delete's condition is no date: write it as HTTP does", code="InvalidArgument")
+    return seconds
 
 
 def copy_source(request: Request) -> tuple[str, str]:

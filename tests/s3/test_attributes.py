@@ -1,0 +1,102 @@
+"""GetObjectAttributes, and who is told of checksums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.s3.fake_front import MODIFIED, Answer, Front, Object
+
+from forebay.core.calls import ObjectState, StatCall
+from forebay.core.errors import NotFound
+
+ALL = "ETag,Checksum,ObjectParts,StorageClass,ObjectSize"
+MIB = 1 << 20
+MD5S = "0123456789abcdef" * 2
+
+
+def state(etag: str, size_bytes: int, **headers: str) -> ObjectState:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return ObjectState("corpus", "k", size_bytes, "v", etag, 784903526.75, 0, False, False, 0.0, named)
+
+
+@pytest.fixture
+def front() -> Front:
+    front = Front(corpus={"summed": Object(b"data", {"x-amz-checksum-crc32": "AAAAAA=="})})
+    states = {
+        "plain": state(MD5S, 4, x_amz_checksum_sha256="aGVsbG8="),
+        "parts": state(
+            f"{MD5S}-4",
+            16 * MIB,
+            x_amz_checksum_crc32="AAAAAA==-4",
+            x_amz_checksum_type="COMPOSITE",
+            x_forebay_part_sizes=f"{5 * MIB}*3,{MIB}",
+            x_forebay_part_checksums="MQ==,Mg==,Mw==,NA==",
+        ),
+        "far": state(f"{MD5S}-7", 99),
+    }
+
+    def stat(call: StatCall) -> Any:
+        if call.key not in states:
+            raise NotFound("no such object", code="NoSuchKey")
+        return states[call.key]
+
+    front.reads.answers["stat"] = stat
+    return front
+
+
+def attributes(front: Front, key: str, names: str = ALL, **more: str) -> Answer:
+    return front.get(f"/corpus/{key}?attributes", {"x-amz-object-attributes": names}, **more)
+
+
+def test_of_an_object_in_one_part(front: Front) -> None:
+    answer = attributes(front, "plain")
+    assert (answer.status, answer.headers["last-modified"]) == (200, MODIFIED)
+    root = answer.xml
+    assert root.tag == "GetObjectAttributesResponse"
+    assert (root.findtext("ETag"), root.findtext("ObjectSize")) == (MD5S, "4")
+    assert root.findtext("StorageClass") == "STANDARD"
+    assert root.findtext("Checksum/ChecksumSHA256") == "aGVsbG8="
+    assert root.findtext("Checksum/ChecksumType") == "FULL_OBJECT"
+    assert root.find("ObjectParts") is None
+    assert [child.tag for child in attributes(front, "plain", "ObjectSize").xml] == ["ObjectSize"]
+
+
+def test_of_parts_page_by_page(front: Front) -> None:
+    parts = attributes(front, "parts").xml.find("ObjectParts")
+    assert parts is not None
+    shown = [(p.findtext("PartNumber"), p.findtext("Size"), p.findtext("ChecksumCRC32")) for p in parts.findall("Part")]
+    assert shown == [
+        ("1", str(5 * MIB), "MQ=="),
+        ("2", str(5 * MIB), "Mg=="),
+        ("3", str(5 * MIB), "Mw=="),
+        ("4", str(MIB), "NA=="),
+    ]
+    assert (parts.findtext("PartsCount"), parts.findtext("IsTruncated")) == ("4", "false")
+    page = attributes(front, "parts", x_amz_max_parts="1", x_amz_part_number_marker="2").xml.find("ObjectParts")
+    assert page is not None
+    assert [part.findtext("PartNumber") for part in page.findall("Part")] == ["3"]
+    told = [page.findtext(name) for name in ("PartNumberMarker", "NextPartNumberMarker", "MaxParts", "IsTruncated")]
+    assert told == ["2", "3", "1", "true"]
+
+
+def test_of_an_object_whose_parts_only_its_backend_knew(front: Front) -> None:
+    parts = attributes(front, "far").xml.find("ObjectParts")
+    assert parts is not None
+    assert [(child.tag, child.text) for child in parts] == [("PartsCount", "7")]
+
+
+def test_what_is_refused(front: Front) -> None:
+    assert attributes(front, "gone").code == "NoSuchKey"
+    for names in ("", "Nothing", "ETag,Size"):
+        assert attributes(front, "plain", names).code == "InvalidArgument"
+    assert attributes(front, "plain", x_amz_max_parts="-1").code == "InvalidArgument"
+
+
+def test_checksums_are_told_to_those_who_ask(front: Front) -> None:
+    asked = {"x-amz-checksum-mode": "ENABLED"}
+    for method in ("GET", "HEAD"):
+        plain = front.ask(method, "/corpus/summed").headers
+        assert not [name for name in plain if name.startswith("x-amz-checksum-")], method
+        told = front.ask(method, "/corpus/summed", asked).headers
+        assert (told["x-amz-checksum-crc32"], told["x-amz-checksum-type"]) == ("AAAAAA==", "FULL_OBJECT")
