@@ -34,11 +34,13 @@ from forebay.client.http1 import (
     build_request,
     parse_head,
 )
+from forebay.client.manifest import manifest
 from forebay.client.sinks import IntoBuffer
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
 from forebay.core.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
+from forebay.core.manifest import Manifest
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
 T = TypeVar("T")
@@ -317,6 +319,18 @@ class Client:
     async def stat(self, bucket: str, key: str, *, revalidate: bool = False) -> ObjectState:
         """What the node knows of the object; with `revalidate` it asks the backend first."""
         return await self.run(flows.stat(bucket, key, revalidate=revalidate))
+
+    async def manifest(
+        self,
+        bucket: str,
+        prefix: str = "",
+        id: str | None = None,
+        refresh: bool = False,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Manifest:
+        """One listing of everything under `prefix`; see `forebay.Client.manifest`."""
+        return await self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
 
     async def put(
         self,

@@ -27,11 +27,13 @@ from forebay.client.connection import Connection, Stale
 from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
 from forebay.client.http1 import Request, Response
+from forebay.client.manifest import manifest
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
 from forebay.core.calls import CachedPage, CopyCall, JobState, JobVerb, NodeMap, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
+from forebay.core.manifest import Manifest
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
@@ -234,6 +236,22 @@ class Client:
     def stat(self, bucket: str, key: str, *, revalidate: bool = False) -> ObjectState:
         """What the node knows of the object; with `revalidate` it asks the backend first."""
         return self.run(flows.stat(bucket, key, revalidate=revalidate))
+
+    def manifest(
+        self,
+        bucket: str,
+        prefix: str = "",
+        id: str | None = None,
+        refresh: bool = False,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Manifest:
+        """One listing of everything under `prefix`, the same for every process that asks within the bucket's freshness.
+
+        The node lists, in parallel, and keeps what it listed. With `id` exactly that manifest, else `Precondition` says
+        what changed; with `refresh` from a listing that begins now. `progress` hears how many objects were found.
+        """
+        return self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
 
     def list_page(
         self,

@@ -19,6 +19,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.derived import KeepCall, Kept
 from forebay.core.errors import Invalid
+from forebay.core.manifest import ManifestCall, ManifestPartCall, ManifestState
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
 
@@ -417,6 +418,8 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "bucket_check": (BucketNamed, Nothing),  # Backend.probe: it answers, or the error says why not
     "list": (ListCall, ListPage),
     "list_cached": (ListCall, CachedPage),
+    "manifest": (ManifestCall, ManifestState),
+    "manifest_part": (ManifestPartCall, bytes),
     "stat": (StatCall, ObjectState),
     "prefetch": (JobCall, JobState),
     "pin": (JobCall, JobState),

@@ -90,8 +90,9 @@ class ColdReads:
         *,
         flush_soon: Callable[[], None],
         deleted: Callable[[str, str], bool] = lambda bucket, key: False,
+        wrote: Callable[[str, str], None] = lambda bucket, key: None,
     ) -> None:
-        """`deleted`: whether the key was deleted here, and the backend has not heard of it."""
+        """`deleted`: whether the key was deleted here, and the backend has not heard. `wrote` hears of `written`."""
         self.store = store
         self.evictor = evictor
         self.clock = clock
@@ -105,6 +106,7 @@ class ColdReads:
         self._tally = tally
         self._flush_soon = flush_soon
         self._deleted = deleted
+        self._wrote = wrote
         self._openings: dict[tuple[str, str], Opening] = {}
         self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
@@ -332,6 +334,7 @@ class ColdReads:
 
     def written(self, bucket: str, key: str) -> None:
         """The key was written or deleted here, and the store knows: what is on its way of it is of the past."""
+        self._wrote(bucket, key)
         self.flights.pop((bucket, key), None)
         opening = self._openings.pop((bucket, key), None)
         if opening is not None:

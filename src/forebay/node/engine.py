@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,13 +39,14 @@ from forebay.node import child
 from forebay.node.buckets import Buckets, OpenBackend
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
-from forebay.node.derived import Keeping
+from forebay.node.derived import Derived, Keeping
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Connection, Fronts
 from forebay.node.identities import IdentitiesFile
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.listing import Listings
+from forebay.node.manifests import Manifests
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
@@ -162,6 +164,7 @@ class Engine:
             self._workers,
             flush_soon=self.flush_soon,
             deleted=self._deleted,
+            wrote=lambda bucket, key: self.manifests.written(bucket, key),
         )
         self._assemble_writing()
         self._assemble_answers()
@@ -216,6 +219,8 @@ class Engine:
 
     def _assemble_answers(self) -> None:
         self.listings = Listings(self.store, self.index, self.flusher)
+        self.derived = Derived(self.index, self._ask, self._touched)
+        self.manifests = Manifests(self.buckets, self.listings, self.derived, self.clock, self._workers)
         self.work = JobWork(
             self.buckets,
             self.cold,
@@ -267,6 +272,7 @@ class Engine:
         if self._server is not None:
             self._server.close()
         await self.jobs.aclose()
+        await self.manifests.aclose()
         await self.streams.aclose()
         await self.uploads.aclose()
         await self.writes.aclose()
@@ -292,6 +298,9 @@ class Engine:
     def welcome(self) -> Welcome:
         """What a front needs before it serves."""
         return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded)
+
+    async def _ask(self, verb: str, arguments: Any) -> Any:
+        return await self.verbs.answer(verb, arguments)
 
     def _deleted(self, bucket: str, key: str) -> bool:
         note = self.flusher.find(bucket, key)

@@ -27,11 +27,13 @@ from forebay.core.metrics import Snapshot
 from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.wire import Welcome
 from forebay.node import child
+from forebay.node.derived import Derived
 from forebay.node.door import Door
 from forebay.node.http.auth import Auth
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.intake import Intake
 from forebay.node.http.lane import Lane
+from forebay.node.http.manifests import ManifestAnswers
 from forebay.node.http.native import Native
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
@@ -124,6 +126,7 @@ class Front:
         puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
         native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing, door=self.door)
+        native.manifests = ManifestAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
         self.server = Server(
             s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
         )

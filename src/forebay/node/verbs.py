@@ -33,6 +33,7 @@ from forebay.node.fronts import Fronts
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.listing import Listings
+from forebay.node.manifests import Manifests
 from forebay.node.read import Ask
 from forebay.node.records import cached_bytes, headers_of, present_blocks
 from forebay.node.room import Room
@@ -72,6 +73,7 @@ class Engine(Protocol):
     copies: Copies
     keeping: Keeping
     listings: Listings
+    manifests: Manifests
     flusher: Flusher
     uploads: UploadBook
     tags: Tags
@@ -104,6 +106,8 @@ class Verbs:
             "bucket_check": self._bucket_check,
             "list": self._list,
             "list_cached": self._list_cached,
+            "manifest": engine.manifests.ask,
+            "manifest_part": engine.manifests.part,
             "stat": self._stat,
             "job": self._job,
             "jobs": self._jobs,

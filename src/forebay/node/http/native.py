@@ -30,6 +30,7 @@ from forebay.node.http import openapi
 from forebay.node.http.auth import Auth
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
+from forebay.node.http.manifests import ManifestAnswers
 from forebay.node.http.object_headers import write_conditions
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
@@ -69,6 +70,8 @@ class _Line(msgspec.Struct):
 
 class Native:
     """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
+
+    manifests: ManifestAnswers | None = None
 
     def __init__(
         self,
@@ -181,6 +184,11 @@ class Native:
             exchange.respond(200, JSON, _encode(await self._call("copy", call)))
 
         exchange.spawn(answer())
+
+    def _manifest(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if self.manifests is None:
+            raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
+        self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
 
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from forebay.core import calls
 from forebay.core.access import Verb
 from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.manifest import MEDIA_TYPE as MANIFEST
 from forebay.core.types import Bucket, ListPage
 from forebay.node.http.requests import decode_component
 
@@ -54,6 +55,12 @@ _LISTING = (
     Parameter("cached", "1: from the node's index alone; the backend is not asked.", "boolean"),
     Parameter("format", "`ndjson`: all cached objects under the prefix, one JSON object a line."),
 )
+_MANIFEST = (
+    Parameter("prefix", "Only keys that start with it."),
+    Parameter("id", "Exactly this manifest, else 412 says what changed."),
+    Parameter("refresh", "1: list now, whatever the freshness.", "boolean"),
+    Parameter("since", "A listing that began at this Unix time or later will do; `since_s` of the 202 before."),
+)
 _REVALIDATE = (Parameter("revalidate", "1: ask the backend now, whatever the freshness.", "boolean"),)
 _CHECK = (Parameter("check", "1: keep it only if its backend answers.", "boolean"),)
 _BYTES = "application/octet-stream"
@@ -91,6 +98,11 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "list", "GET", "/-/v1/list/{bucket}", "One page of a listing: ListPage, or CachedPage with `cached`.",
         "read", _LISTING, answer=(ListPage, calls.CachedPage),
+    ),
+    Route(
+        "manifest", "GET", "/-/v1/manifest/{bucket}",
+        "All objects under a prefix as one manifest; 202 and a ManifestState while it is being listed.",
+        "read", _MANIFEST, media=MANIFEST,
     ),
     Route("buckets", "GET", "/-/v1/buckets", "All buckets that the caller may read.", answer=list[Bucket]),
     Route("bucket", "GET", "/-/v1/buckets/{bucket}", "One bucket's settings; secrets are masked.", answer=Bucket),
