@@ -47,7 +47,8 @@ def info(key: str, data_bytes: int, version: str = "v1", **headers: str) -> Obje
 @dataclass
 class Cold:
     """An object that only the backend has. `pieces` are how it lands; `hold_at` waits for `release` before the piece
-    that reaches it; `fail_at` fails there; `whole` sends it inside `Opened`; `memory` lands in a memfd."""
+    that reaches it; `fail_at` fails there; `whole` sends it inside `Opened`; `memory` lands in a memfd; `silent` says
+    nothing at all."""
 
     data: bytes
     version: str = "v1"
@@ -57,6 +58,7 @@ class Cold:
     whole: bool = False
     memory: bool = False
     error: ForebayError | None = None
+    silent: bool = False
     release: threading.Event = field(default_factory=threading.Event)
 
 
@@ -192,6 +194,8 @@ class FakeEngine:
             if cold is None:
                 self._find(asked.bucket)
                 raise NotFound(f"{asked.key} does not exist", code="NoSuchKey")
+            if cold.silent:
+                return
             if cold.error is not None:
                 raise cold.error
             if asked.version and asked.version != cold.version:

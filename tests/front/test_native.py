@@ -15,6 +15,7 @@ from tests.front.fake_engine import Cold, Node
 
 from forebay.core import calls
 from forebay.core.access import Grant, Identity, encode_identities
+from forebay.core.batch import BatchCall, Item
 from forebay.core.calls import CachedPage
 from forebay.core.errors import Denied, NotFound
 from forebay.core.metrics import METRICS, Snapshot
@@ -52,6 +53,8 @@ def body_for(route: Any) -> Any:
         return "anything"
     if route.body is calls.CopyCall:
         return calls.CopyCall("b", "k", "b", "k")
+    if route.body is BatchCall:
+        return BatchCall([Item("b", "k")])
     return calls.JobCall("b", "p/") if route.body is not None else None
 
 

@@ -30,6 +30,7 @@ from forebay.node import child
 from forebay.node.derived import Derived
 from forebay.node.door import Door
 from forebay.node.http.auth import Auth
+from forebay.node.http.batch import Batches
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.intake import Intake
 from forebay.node.http.lane import Lane
@@ -125,8 +126,15 @@ class Front:
         domains = (self.settings.domain,) if self.settings.domain else ()
         puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
+<<<<<<< /tmp/b4/head__src__forebay__node__front.py
         native = Native(self._reads, puts, self._store, self.link.call, self._auth, self._missing, door=self.door)
         native.manifests = ManifestAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
+=======
+        batches = Batches(self._reads, self._store, self.link, self._auth, clock=self._clock)
+        native = Native(
+            self._reads, puts, self._store, self.link.call, self._auth, self._missing, batches=batches, door=self.door
+        )
+>>>>>>> /tmp/b4/patches/src__forebay__node__front.py.00.mine
         self.server = Server(
             s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
         )

@@ -47,11 +47,12 @@ BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this lon
 class Read:
     """One conversation about one object. Close it, whatever happened."""
 
-    __slots__ = ("_error", "_landed", "_link", "_opened", "_waiter", "closed", "number")
+    __slots__ = ("_error", "_landed", "_link", "_opened", "_waiter", "closed", "number", "taken")
 
     def __init__(self, link: Link, number: int) -> None:
         self.number = number
         self.closed = False
+        self.taken = 0  # how many messages came
         self._link = link
         self._opened: wire.Opened | None = None
         self._landed: deque[wire.Landed] = deque()
@@ -95,7 +96,18 @@ class Read:
         finally:
             self._waiter = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for the next message."""
+        return self._waiter is not None
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether bytes landed that are in the engine's memory until they are consumed, since no disk takes them."""
+        return any(landed.path.startswith("/proc/") for landed in self._landed)
+
     def take(self, message: wire.Opened | wire.Landed | ForebayError) -> None:
+        self.taken += 1
         if isinstance(message, wire.Opened):
             self._opened = message
         elif isinstance(message, wire.Landed):

@@ -34,6 +34,7 @@ from forebay.core.errors import Bug, Busy, ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.node.http import parsing
 from forebay.node.http.counting import VERB_AT, VERB_OTHER
+from forebay.node.http.framing import ChunkFraming
 from forebay.node.http.lane import TARGET_BYTES as LANE_BYTES
 from forebay.node.http.receiving import PIECE_BYTES, Receiver
 from forebay.node.http.requests import (
@@ -81,7 +82,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_eof",
         "_file",
         "_file_size",
-        "_framed",
+        "_framing",
         "_handler",
         "_head",
         "_http11",
@@ -143,7 +144,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._head = b""  # the head of a body in parts, until its first piece
         self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
         self._mute = False  # HEAD
-        self._framed = False  # chunk framing
+        self._framing: ChunkFraming | None = None
         self.peer = ""
         self._http11 = True
         self._status = 0
@@ -571,10 +572,10 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._stage = PARTS
         self._status = status
         self._owed = size_bytes
-        self._framed = size_bytes is None and self._http11
+        self._framing = ChunkFraming() if size_bytes is None and self._http11 else None
         if size_bytes is not None:
             framing = b"Content-Length: %d\r\n" % size_bytes
-        elif self._framed:
+        elif self._framing is not None:
             framing = b"Transfer-Encoding: chunked\r\n"
         else:
             framing, self._keep = b"", False
@@ -586,23 +587,26 @@ class Connection(Sender, asyncio.BufferedProtocol):
             b"" if self._keep and self._http11 else self._connection_line(),
         )
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         self._owe(len(data))
         if self._mute or not data:
             return
-        if self._framed:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._framing is not None:
+            data = self._framing.whole(data)
         head, self._head = self._head, b""
         self._counts.sent_bytes += len(head) + len(data)
         self._since_s = self._server.now_s
         await self._put_and_wait(head + data if head else data)
 
-    async def write_file(self, fd: int, offset: int, size_bytes: int) -> None:
-        self._owe(size_bytes)
-        if self._mute or not size_bytes:
+    async def write_file(self, fd: int, offset: int, size_bytes: int, before: bytes | memoryview = b"") -> None:
+        assert size_bytes > 0, "an empty piece has no file"
+        self._owe(len(before) + size_bytes)
+        if self._mute:
             return
-        assert not self._framed, "a body of files has a known size"
         head, self._head = self._head, b""
+        if self._framing is not None:
+            head += self._framing.opening(len(before) + size_bytes)
+        head += before
         self._counts.sent_bytes += len(head) + size_bytes
         self._since_s = self._server.now_s
         await self._put_and_wait(head, fd, offset, size_bytes)
@@ -618,9 +622,9 @@ class Connection(Sender, asyncio.BufferedProtocol):
     async def end(self) -> None:
         assert self._stage == PARTS, "start the body first"
         assert self._mute or not self._owed, "less body than announced"
-        last = self._head + (b"0\r\n\r\n" if self._framed and not self._mute else b"")
+        last = self._head + (b"" if self._framing is None or self._mute else self._framing.last())
         self._head = b""
-        self._framed = False
+        self._framing = None
         if last:
             self._counts.sent_bytes += len(last)
             await self._put_and_wait(last)
@@ -711,6 +715,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
 
     def _fault(self, error: OSError) -> None:
         if self._wake(error):
+            self._owe(-self._file_left)
             return
         file, fault = self._file, self._on_fault
         assert file is not None
@@ -720,7 +725,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         log.warning("a data file failed while it was sent: %s; the rest is read through the engine", error)
         self._stage = PARTS
         self._owed = self._file_left
-        self._framed = False
+        self._framing = None
         self._head = b""
         fault(self._file_size - self._file_left)
         if self._task is None:

@@ -17,6 +17,11 @@ class FrontCounts:
     """Counters of one front. `requests` is indexed by `VERB_AT[method] + status // 100`."""
 
     __slots__ = (
+        "batch_bytes",
+        "batch_failed",
+        "batch_hits",
+        "batch_misses",
+        "batches",
         "connections",
         "connections_refused",
         "connections_total",
@@ -40,6 +45,11 @@ class FrontCounts:
     def __init__(self) -> None:
         self.requests = [0] * (len(VERBS) * 6)
         self.requests_refused = 0
+        self.batches = 0
+        self.batch_hits = 0  # items of batches; those that were had count among hits and misses too
+        self.batch_misses = 0
+        self.batch_failed = 0
+        self.batch_bytes = 0
         self.hits = 0
         self.lane_hits = 0  # hits that the fast lane answered: each is a GET with status 200 too
         self.hit_bytes = 0
@@ -65,6 +75,11 @@ class FrontCounts:
             series("forebay_reads_total", result="error"): self.read_errors,
             series("forebay_read_bytes_total", result="hit"): self.hit_bytes,
             series("forebay_read_bytes_total", result="miss"): self.miss_bytes,
+            "forebay_batches_total": self.batches,
+            series("forebay_batch_items_total", result="hit"): self.batch_hits,
+            series("forebay_batch_items_total", result="miss"): self.batch_misses,
+            series("forebay_batch_items_total", result="failed"): self.batch_failed,
+            "forebay_batch_bytes_total": self.batch_bytes,
             "forebay_sent_bytes_total": self.sent_bytes,
             "forebay_connections_open": self.connections,
             "forebay_connections_total": self.connections_total,

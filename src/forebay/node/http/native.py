@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from forebay.core import calls, limits
+from forebay.core.batch import BatchCall
 from forebay.core.calls import CachedEntry, CachedPage
 from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.listing import after_prefix
@@ -28,6 +29,7 @@ from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.node.door import Door
 from forebay.node.http import openapi
 from forebay.node.http.auth import Auth
+from forebay.node.http.batch import Batches
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.manifests import ManifestAnswers
@@ -82,6 +84,7 @@ class Native:
         auth: Auth,
         ready: Callable[[], str],
         *,
+        batches: Batches,
         door: Door | None = None,
     ) -> None:
         self._reads = reads
@@ -90,6 +93,7 @@ class Native:
         self._call = call
         self._auth = auth
         self._missing = ready
+        self._batches = batches
         self._host_door = door
         self._description: bytes | None = None
 
@@ -123,6 +127,9 @@ class Native:
             return self._puts.take(request, None, bucket, check_key(taken["key"]))
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
+        if route.body is BatchCall:
+            self._auth.bearer(request)  # before it sends as much
+            return BoundedBody(limits.BATCH_BODY_BYTES_MAX)
         return BoundedBody(limits.JSON_BODY_BYTES_MAX)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
@@ -185,10 +192,15 @@ class Native:
 
         exchange.spawn(answer())
 
+<<<<<<< /tmp/b4/head__src__forebay__node__http__native.py
     def _manifest(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         if self.manifests is None:
             raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
         self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
+=======
+    def _batch(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._batches.answer(request, exchange, self._auth.bearer(request))
+>>>>>>> /tmp/b4/patches/src__forebay__node__http__native.py.00.mine
 
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:

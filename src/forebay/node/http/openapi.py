@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from forebay import __version__
+from forebay.core.calls import JobCall
 from forebay.node.http.routes import ROUTES, Route
 
 
@@ -68,7 +69,7 @@ def _operation(route: Route, by_type: dict[str, Any]) -> dict[str, Any]:
             ),
         ],
         "responses": {
-            "202" if route.method == "POST" else "200": ok,
+            "202" if route.body is JobCall else "200": ok,
             "default": {
                 "description": "An error, and what to do.",
                 "content": {"application/json": {"schema": by_type[repr(ErrorBody)]}},

@@ -181,7 +181,7 @@ class Reads:
         file.release()
         if len(body) == size:
             return body
-        self._suspect(bucket, key, object_id, reason)
+        self.suspect(bucket, key, object_id, reason)
         return None
 
     def _send_file(self, exchange: Exchange, bucket: str, key: str, file: LeasedFile, plan: Plan) -> None:
@@ -189,14 +189,15 @@ class Reads:
         record = file.record
 
         def fault(sent_bytes: int) -> None:
-            self._suspect(bucket, key, record.object_id, "the file failed or ended while it was sent")
+            self.suspect(bucket, key, record.object_id, "the file failed or ended while it was sent")
             exchange.spawn(self._rest(exchange, bucket, key, record.version, start + sent_bytes, end))
 
         block_bytes = record.block_bytes
         self._link.touch(record.object_id, start // block_bytes, (end - 1) // block_bytes + 1)
         exchange.send_file(status, head, file, start, end - start, fault, self.counts.hit_seconds)
 
-    def _suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        """The record says that the bytes are here, and they are not: have the engine look before the next one asks."""
         self.counts.suspects += 1
         self._store.dropped([object_id])
         self._link.suspect(bucket, key, object_id, reason)
@@ -233,7 +234,7 @@ class Reads:
                 read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
                 read, opened = await self.reopen(bucket, key, opened.record.version, plan.start, plan.end)
             exchange.start(plan.status, plan.head, size)
-            await self._stream(exchange, read, opened, plan.start, plan.end)
+            await self.stream(exchange, read, opened, plan.start, plan.end)
             await exchange.end()
         except ForebayError as error:
             if status_of(error) >= 500:  # a key that does not exist is an answer
@@ -248,7 +249,7 @@ class Reads:
         """The rest of a response whose head and first bytes are sent: the same version, or nothing."""
         read, opened = await self.reopen(bucket, key, version, start, end)
         try:
-            await self._stream(exchange, read, opened, start, end)
+            await self.stream(exchange, read, opened, start, end)
             await exchange.end()
         finally:
             read.close()
@@ -265,8 +266,8 @@ class Reads:
             raise
         return read, opened
 
-    async def _stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
-        """Send [start, end) as it lands."""
+    async def stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
+        """Send [start, end) as it lands, as pieces of the body that was begun."""
         if opened.body is not None:
             if len(opened.body) != end - start:
                 raise Bug("the engine sent a body of another size than it said: please report it")

@@ -141,13 +141,14 @@ class Exchange(Protocol):
         Without a size the body is chunked (HTTP/1.0: ended by closing)."""
         ...
 
-    async def write(self, data: bytes) -> None:
-        """Send a piece of the body; returns when the socket has taken it."""
+    async def write(self, data: bytes | memoryview) -> None:
+        """Send a piece of the body; returns when the socket has taken it, and `data` may change again."""
         ...
 
-    async def write_file(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Send a piece of the body from a file by sendfile; returns when the socket has taken it. The caller keeps
-        `fd` open until then. `Unavailable` if the file ends early."""
+    async def write_file(self, fd: int, offset: int, size_bytes: int, before: bytes | memoryview = b"") -> None:
+        """Send a piece of the body, `before` and then `size_bytes` of a file by sendfile; returns when the socket has
+        taken it. The caller keeps `fd` open until then. `FileFailed` if the file ends early: of a body of known size
+        the rest of the piece is then owed still."""
         ...
 
     async def end(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from forebay.core import calls
+from forebay.core import batch, calls
 from forebay.core.access import Verb
 from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
@@ -90,6 +90,10 @@ ROUTES: tuple[Route, ...] = (
         "object_copy", "POST", "/-/v1/copy/{bucket}/{key}",
         "Make the object a copy of the one that the body names; conditions hold.", "write",
         body=calls.CopyCall, answer=calls.Written,
+    ),
+    Route(
+        "batch", "POST", "/-/v1/batch", "Many objects, ranges and members in one answer, in their order.", "read",
+        body=batch.BatchCall, media=batch.MEDIA,
     ),
     Route(
         "stat", "GET", "/-/v1/stat/{bucket}/{key}", "What the node knows of it.", "read", _REVALIDATE,

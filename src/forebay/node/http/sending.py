@@ -34,6 +34,16 @@ class ClientGone(ConnectionError):
     """The client closed the connection while something was written to it."""
 
 
+class FileFailed(Unavailable):
+    """A file failed or ended while a piece of it was written: its last `left_bytes` were not sent."""
+
+    left_bytes = 0
+
+    @property
+    def kind(self) -> str:
+        return "Unavailable"
+
+
 class Sender:
     """See the module's header. A subclass says what follows when all is sent, and when file or client fail."""
 
@@ -99,7 +109,7 @@ class Sender:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ClientGone("the client is gone"))
 
-    def _put(self, data: bytes, file_fd: int = -1, offset: int = 0, left: int = 0) -> bool:
+    def _put(self, data: bytes | memoryview, file_fd: int = -1, offset: int = 0, left: int = 0) -> bool:
         """Send `data`, then `left` bytes of the file. True if the socket took all at once; else `_pump` carries on
         and calls `_sent`, `_fault` or `_vanished`."""
         assert not self._sending, "two answers at once"
@@ -198,8 +208,8 @@ class Sender:
         moved, self._held = held != self._held, held
         return moved
 
-    async def _put_and_wait(self, data: bytes, file_fd: int = -1, offset: int = 0, left: int = 0) -> None:
-        """`_put`, and return when the socket has taken everything. `ClientGone`; `Unavailable` if the file ends."""
+    async def _put_and_wait(self, data: bytes | memoryview, file_fd: int = -1, offset: int = 0, left: int = 0) -> None:
+        """`_put`, and return when the socket has taken everything. `ClientGone`; `FileFailed` if the file ends."""
         if self._fd < 0:
             raise ClientGone("the client is gone")
         assert self._waiter is None, "two writers at once"
@@ -221,7 +231,9 @@ class Sender:
             if error is None:
                 waiter.set_result(None)
             else:
-                waiter.set_exception(Unavailable(f"a file failed while it was sent ({error}): read again"))
+                failed = FileFailed(f"a file failed while it was sent ({error}): read again")
+                failed.left_bytes = self._file_left
+                waiter.set_exception(failed)
         return True
 
     # what a subclass decides

@@ -130,7 +130,7 @@ class TlsConnection(Connection):
             view = view[self._tls.write(view) :]
         return self._outgoing.read()
 
-    def _put(self, data: bytes, file_fd: int = -1, offset: int = 0, left: int = 0) -> bool:
+    def _put(self, data: bytes | memoryview, file_fd: int = -1, offset: int = 0, left: int = 0) -> bool:
         if self._fd < 0:
             return False
         try:
