@@ -94,7 +94,7 @@ def test_where_a_bucket_shall_be(front: BucketFront, body: bytes, status: int, c
         ({"x-amz-acl": "public-read-write"}, 501, "NotImplemented", None),
         ({"x-amz-acl": "friends"}, 400, "InvalidArgument", None),
         ({"x-amz-grant-read": "id=1"}, 501, "NotImplemented", None),
-        ({"x-amz-bucket-object-lock-enabled": "true"}, 400, "InvalidRequest", None),
+        ({"x-amz-bucket-object-lock-enabled": "true"}, 501, "NotImplemented", None),
     ],
 )
 def test_what_a_bucket_shall_be(

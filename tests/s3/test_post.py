@@ -253,6 +253,30 @@ def test_a_form_is_held_to_its_policy(
     assert nothing_stored(keyed) == (status != 204)
 
 
+def test_a_checksum_needs_no_condition_since_it_allows_nothing(keyed: BucketFront) -> None:
+    fields = signed(key="in/k")
+    right = base64.b64encode(hashlib.sha256(b"data").digest()).decode()
+    wrong = base64.b64encode(hashlib.sha256(b"other").digest()).decode()
+    assert said(post(keyed, {**fields, "x-amz-checksum-sha256": wrong})) == (400, "BadDigest")
+    assert nothing_stored(keyed)
+    assert post(keyed, {**fields, "x-amz-checksum-sha256": right}).status == 204
+    refused = signed(key="in/k", conditions=[["eq", "$x-amz-checksum-sha256", right]])
+    assert said(post(keyed, {**refused, "x-amz-checksum-sha256": wrong})) == (403, "AccessDenied"), "a condition holds"
+
+
+def test_a_form_without_a_signature_learns_that_a_bucket_is_not_there(keyed: BucketFront) -> None:
+    body = form({"key": "k"}, b"x")
+    assert said(keyed.ask("POST", "/none", CONTENT_TYPE, body)) == (404, "NoSuchBucket")
+    assert said(keyed.ask("POST", "/photos", CONTENT_TYPE, body)) == (403, "AccessDenied")
+
+
+def test_a_form_is_known_however_its_type_is_written(front: BucketFront) -> None:
+    headers = {"content-type": f"Multipart/Form-Data; Boundary={BOUNDARY}"}
+    assert front.ask("POST", "/photos", headers, form({"KEY": "k", "Content-TYPE": "a/b"}, b"x")).status == 204
+    assert stored(front).key == "k"
+    assert dict(stored(front).headers)["content-type"] == "a/b"
+
+
 def test_who_may_not_write_may_not_sign_a_form(keyed: BucketFront) -> None:
     assert said(post(keyed, signed("reader", key="k"))) == (403, "AccessDenied")
     assert said(post(keyed, {"key": "k"})) == (403, "AccessDenied")

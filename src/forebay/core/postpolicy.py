@@ -12,10 +12,11 @@ Signatures of Version 2 (`AWSAccessKeyId`, `signature`) are taken for forms: man
 cover the policy's text as those of Version 4 do, with an HMAC that is not broken.
 
 Rejected: ignoring fields that no condition names (a holder of the form could set metadata, tags or a redirect that the
-signer never thought of).
+signer never thought of); insisting on conditions for checksums, as one could read S3's documents (its own suites send
+them without).
 
-Invariants. (1) A form passes only if each field but those in `_FREE` is named by a condition. (2) Nothing but `Denied`
-and `Invalid` is raised, whatever the input.
+Invariants. (1) A form passes only if each field but those in `_FREE` and `_IGNORED` is named by a condition. (2)
+Nothing but `Denied` and `Invalid` is raised, whatever the input.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _FREE: Final = frozenset(
         "bucket",
     )  # a condition may name them all the same
 )
-_IGNORED: Final = "x-ignore-"  # fields that start so are for the site's own use
+_IGNORED: Final = ("x-ignore-", "x-amz-checksum-")  # the site's own fields, and what can only refuse a damaged file
 _TIME = re.compile(r"(\d{4})-(\d{2})-(\d{2})T(\d{2}):(\d{2}):(\d{2})(?:\.\d{1,9})?Z")
 _DOLLAR = re.compile(r"(?<!\\)((?:\\\\)*)\\\$")  # \$ is S3's spelling of a dollar sign; JSON does not know it
 

@@ -121,7 +121,7 @@ class Auth:
         verified = self._verifier.verify(now_s, request.method, request.path, request.query, request.headers, body)
         if verified is None:
             if bucket is not None and not bucket.url:
-                raise NotFound("The specified bucket does not exist: look at the name", code="NoSuchBucket")
+                raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
         return Caller(self._owner(verified.key_id, now_s), verified)
 
@@ -135,12 +135,14 @@ class Auth:
             )
         return identity
 
-    def signed_policy(self, fields: Mapping[str, str]) -> Identity:
+    def signed_policy(self, fields: Mapping[str, str], bucket: Bucket) -> Identity:
         """Who signed the policy of a form upload; `fields` are the form's, names in lower case. The caller still
-        compares the form with the policy, and its time."""
+        compares the form with the policy, and its time. Raises as `signed`."""
         if self.open:
             return ANYONE
         if "policy" not in fields:
+            if not bucket.url:
+                raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
         key_id = legacy_signer(fields, self._identities.secrets) or self._verifier.verify_policy(fields).key_id
         return self._owner(key_id, self._wall_s())
@@ -204,6 +206,10 @@ class Auth:
                 f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
                 code="AccessDenied",
             )
+
+
+def _no_such_bucket() -> NotFound:
+    return NotFound("The specified bucket does not exist: look at the name", code="NoSuchBucket")
 
 
 def _check_page(request: Request) -> None:

@@ -34,7 +34,7 @@ from forebay.core.calls import (
     TagCall,
     TagsSaid,
 )
-from forebay.core.errors import Busy, Denied, Exists, Invalid, NotFound
+from forebay.core.errors import Busy, Denied, Exists, Invalid, NotFound, NotSupported
 from forebay.core.tags import format_tags, parse_tags
 from forebay.core.types import LOCAL_URL, Bucket, ListPage, check_bucket_name, check_key
 from forebay.node.http import s3_acl, s3_cors, s3_tagging
@@ -173,9 +173,7 @@ class BucketsApi:
     async def _put_bucket(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         region = _asked_region(request.body)
         if request.header(b"x-amz-bucket-object-lock-enabled").lower() == "true":
-            raise Invalid(
-                "Object Lock is not served: leave x-amz-bucket-object-lock-enabled out", code="InvalidRequest"
-            )
+            raise NotSupported("Object Lock is not served: leave x-amz-bucket-object-lock-enabled out")
         s3_acl.check_ownership(request)
         acl = s3_acl.canned_acl(request) or "private"
         name = _check_new_name(bucket.name)

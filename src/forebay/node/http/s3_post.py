@@ -137,7 +137,7 @@ class Forms:
                 code="InvalidArgument",
             )
         fields["key"] = postpolicy.fill_in(fields["key"], form.filename)
-        identity = self._auth.signed_policy(fields)
+        identity = self._auth.signed_policy(fields, bucket)
         if "policy" in fields:
             form.policy = postpolicy.parse_policy(fields["policy"])
             postpolicy.check_form(form.policy, self._auth.now_s(), bucket.name, fields)
