@@ -20,6 +20,7 @@ from forebay.core import limits
 from forebay.core.derived import KeepCall, Kept
 from forebay.core.errors import Invalid
 from forebay.core.manifest import ManifestCall, ManifestPartCall, ManifestState
+from forebay.core.members import AppendCall
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
 
@@ -429,6 +430,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "flush": (JobCall, JobState),  # done when all that was dirty when it began is in the backend
     "put": (PutCall, Written),
     "put_open": (PutOpenCall, PutOpened),
+    "append": (AppendCall, Written),  # one more member of a tar
     "keep": (KeepCall, Kept),  # something derived from an object
     "delete": (DeleteCall, Nothing),
     "copy": (CopyCall, Written),

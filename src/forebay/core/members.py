@@ -93,6 +93,34 @@ class Member(NamedTuple):
             )
 
 
+class MembersPage(msgspec.Struct, frozen=True):
+    """A page of a shard's members as JSON: (name, size) in the archive's order; `next`: `first` of the next page."""
+
+    bucket: str
+    key: str
+    version: str
+    etag: str
+    kind: str
+    plain: bool
+    count: int
+    members: list[tuple[str, int]]
+    next: int | None = None
+
+
+class AppendCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Make these bytes (`body`, or the temp file `path`, which stays the caller's) one more member of a tar, which is
+    made if there is none. `Busy` (`NotHere`): fetch the shard first, then ask again."""
+
+    bucket: str
+    key: str
+    name: str
+    size_bytes: int
+    path: str = ""
+    body: bytes | None = None
+    if_match: str | None = None
+    if_none_match: str | None = None
+
+
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
     """What `encode` makes, and `GET /-/v1/members` answers."""
 

@@ -30,8 +30,10 @@ object.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -46,6 +48,7 @@ from forebay.core.types import ObjectInfo
 from forebay.node.http.requests import Call
 from forebay.node.records import is_version
 from forebay.node.store import LeasedFile, Put, StoreReader, VolumeUsage
+from forebay.ports import clock
 
 log = logging.getLogger("forebay.derived")
 
@@ -141,6 +144,18 @@ class DerivedWriter:
         except OSError:
             self.abort()
             raise
+
+    def wait_for_room(self, patience_s: float) -> None:
+        """Wait, in a worker thread, until the disk has some room again: what is written takes it, and the engine's
+        eviction, which looks now and then, gives it back. OSError (ENOSPC) after `patience_s`."""
+        until_s = clock.monotonic_s() + patience_s
+        while True:
+            at = os.fstatvfs(self._fd)
+            if at.f_bavail * at.f_frsize >= min(limits.RESERVE_BYTES_MAX, at.f_blocks * at.f_frsize // 100) // 2:
+                return
+            if clock.monotonic_s() > until_s:
+                raise OSError(errno.ENOSPC, "the disk is full")
+            time.sleep(0.1)
 
     def _end_block(self) -> None:
         self._sums.append(self._block.intdigest())

@@ -36,6 +36,7 @@ from forebay.core.types import Bucket
 from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node import child
+from forebay.node.appending import Appends
 from forebay.node.buckets import Buckets, OpenBackend
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
@@ -204,6 +205,10 @@ class Engine:
             lambda: self.uploads,
         )
         self.keeping = Keeping(self.store, self.writes, self.clock.wall_s)
+        derived = Derived(self.index, lambda verb, call: self.keeping.keep(call), self.room.touched)
+        self.appends = Appends(
+            self.index, self.writes, derived, self._workers, flush=self.flush, wall_s=self.clock.wall_s
+        )
         self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
         self.uploads = UploadBook(
             self._meta,

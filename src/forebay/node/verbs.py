@@ -24,6 +24,7 @@ from forebay.core.freshness import fresh_until_s
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
+from forebay.node.appending import Appends
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
@@ -72,6 +73,7 @@ class Engine(Protocol):
     streams: Streams
     copies: Copies
     keeping: Keeping
+    appends: Appends
     listings: Listings
     manifests: Manifests
     flusher: Flusher
@@ -117,6 +119,7 @@ class Verbs:
             "metrics": self._metrics,
             "put": self._put,
             "put_open": engine.streams.open,
+            "append": engine.appends.append,
             "keep": engine.keeping.keep,
             "delete": engine.writes.delete,
             "copy": engine.copies.copy,

@@ -17,6 +17,7 @@ from forebay.core.access import Verb
 from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.manifest import MEDIA_TYPE as MANIFEST
+from forebay.core.members import MembersPage
 from forebay.core.types import Bucket, ListPage
 from forebay.node.http.requests import decode_component
 
@@ -62,6 +63,12 @@ _MANIFEST = (
     Parameter("since", "A listing that began at this Unix time or later will do; `since_s` of the 202 before."),
 )
 _REVALIDATE = (Parameter("revalidate", "1: ask the backend now, whatever the freshness.", "boolean"),)
+_MEMBER = (Parameter("member", "One member of the shard (tar, zip) by its name, instead of all of it."),)
+_MEMBERS = (
+    Parameter("format", "`msgpack`: the index as the client reads it, whole; `json`: a page."),
+    Parameter("first", "Of a page of JSON: the number of the first member; `next` of the page before.", "integer"),
+    Parameter("limit", "At most so many members in a page, up to 10,000.", "integer"),
+)
 _CHECK = (Parameter("check", "1: keep it only if its backend answers.", "boolean"),)
 _BYTES = "application/octet-stream"
 
@@ -75,8 +82,14 @@ ROUTES: tuple[Route, ...] = (
     Route("ready", "GET", "/-/readyz", "This front has its engine and a volume: send requests.", None),
     Route("metrics", "GET", "/-/metrics", "Counters of the whole node, as Prometheus reads them.", media="text/plain"),
     Route("describe", "GET", "/-/openapi.json", "This description.", None),
-    Route("object", "GET", "/-/v1/objects/{bucket}/{key}", "An object's bytes; Range and If-* hold.", media=_BYTES),
-    Route("object", "HEAD", "/-/v1/objects/{bucket}/{key}", "What a GET would say, without the body.", media=_BYTES),
+    Route(
+        "object", "GET", "/-/v1/objects/{bucket}/{key}", "An object's bytes; Range and If-* hold.", "read", _MEMBER,
+        media=_BYTES,
+    ),
+    Route(
+        "object", "HEAD", "/-/v1/objects/{bucket}/{key}", "What a GET would say, without the body.", "read", _MEMBER,
+        media=_BYTES,
+    ),
     Route(
         "object_put", "PUT", "/-/v1/objects/{bucket}/{key}",
         "Make the body the object; If-Match, If-None-Match: * and checksums hold.", "write",
@@ -90,6 +103,15 @@ ROUTES: tuple[Route, ...] = (
         "object_copy", "POST", "/-/v1/copy/{bucket}/{key}",
         "Make the object a copy of the one that the body names; conditions hold.", "write",
         body=calls.CopyCall, answer=calls.Written,
+    ),
+    Route(
+        "members", "GET", "/-/v1/members/{bucket}/{key}", "The members of a shard; If-* hold.", "read", _MEMBERS,
+        answer=MembersPage,
+    ),
+    Route(
+        "member_append", "POST", "/-/v1/members/{bucket}/{key}",
+        "Make the body one more member of a tar in a bucket written back or local; If-* hold.", "write",
+        (Parameter("name", "The member's name."),), body=bytes, answer=calls.Written,
     ),
     Route(
         "batch", "POST", "/-/v1/batch", "Many objects, ranges and members in one answer, in their order.", "read",
