@@ -65,6 +65,13 @@ def test_a_write_may_name_the_acl_that_its_object_has_anyway(
         assert front.ask("POST", f"/{bucket}/large?uploads", acl).status == status
 
 
+def test_everybody_is_named_before_the_owner(front: BucketFront) -> None:
+    """The order that S3's suites compare; clients do not care."""
+    for target in ("/public?acl", "/public/k?acl"):
+        permissions = front.get(target).xml.findall("AccessControlList/Grant/Permission")
+        assert [found.text for found in permissions] == ["READ", "FULL_CONTROL"]
+
+
 def test_a_document_for_an_object_says_what_its_bucket_says(front: BucketFront) -> None:
     for bucket, body, status in (
         ("private", (POLICY % OWNER).encode(), 200),
