@@ -35,12 +35,14 @@ from forebay.node.http.counting import FrontCounts
 from forebay.node.http.intake import Intake
 from forebay.node.http.lane import Lane
 from forebay.node.http.manifests import ManifestAnswers
+from forebay.node.http.members import Members
 from forebay.node.http.native import Native
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
 from forebay.node.http.s3 import S3
 from forebay.node.http.s3_errors import RequestIds
 from forebay.node.http.server import Server, Timeouts, listen
+from forebay.node.http.shards import Shards
 from forebay.node.link import GRACE_S, Link
 from forebay.node.settings import Settings
 from forebay.node.store.reader import StoreReader
@@ -105,6 +107,7 @@ class Front:
         )
         self._tls = tls_files(settings, clock.wall_s)
         self.server: Server | None = None
+        self._shards: Shards | None = None
         self.port = 0
 
     async def start(self, listener: socket.socket | None = None, *, reuse_port: bool = False) -> None:
@@ -127,8 +130,24 @@ class Front:
         puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
         batches = Batches(self._reads, self._store, self.link, self._auth, clock=self._clock)
+        self._shards = Shards(
+            self._reads,
+            self._store,
+            self.link,
+            Derived(self._store, self.link.call, self.link.touch),
+            place=self._welcomed.node_id,
+            clock=self._clock,
+        )
         native = Native(
-            self._reads, puts, self._store, self.link.call, self._auth, self._missing, batches=batches, door=self.door
+            self._reads,
+            puts,
+            self._store,
+            self.link.call,
+            self._auth,
+            self._missing,
+            batches=batches,
+            members=Members(self._shards, self._reads, puts, self.link.call),
+            door=self.door,
         )
         native.manifests = ManifestAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
         self.server = Server(
@@ -143,6 +162,8 @@ class Front:
             await self.server.stop(grace_s)
         self.door.stop()
         await self.link.stop()
+        if self._shards is not None:
+            await self._shards.aclose()
         self._store.close()
 
     def snapshot(self) -> Snapshot:

@@ -33,6 +33,7 @@ from forebay.node.http.batch import Batches
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.manifests import ManifestAnswers
+from forebay.node.http.members import Members
 from forebay.node.http.object_headers import write_conditions
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
@@ -85,6 +86,7 @@ class Native:
         ready: Callable[[], str],
         *,
         batches: Batches,
+        members: Members | None = None,
         door: Door | None = None,
     ) -> None:
         self._reads = reads
@@ -94,6 +96,7 @@ class Native:
         self._auth = auth
         self._missing = ready
         self._batches = batches
+        self._shards = members
         self._host_door = door
         self._description: bytes | None = None
 
@@ -124,7 +127,10 @@ class Native:
             assert route.may is not None
             bucket = self._reads.bucket(taken["bucket"])
             self._auth.require(self._auth.bearer(request), route.may, bucket.name)
-            return self._puts.take(request, None, bucket, check_key(taken["key"]))
+            key = check_key(taken["key"])
+            if route.name == "member_append":
+                return self._members_of_shards.take(request, bucket, key)
+            return self._puts.take(request, None, bucket, key)
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
         if route.body is BatchCall:
@@ -151,6 +157,9 @@ class Native:
         identity = self._auth.bearer(request)
         bucket = self._reads.bucket(name)
         self._auth.require_read(identity, bucket)
+        if b"member=" in request.query and (member := decode_query(request.query).get("member")) is not None:
+            self._members_of_shards.serve(request, exchange, bucket, check_key(decode_component(key)), member)
+            return
         asked, decide = None, None
         if not DECIDED_BY.isdisjoint(request.headers):
             asked = asked_range(request)
@@ -192,13 +201,27 @@ class Native:
 
         exchange.spawn(answer())
 
+    @property
+    def _members_of_shards(self) -> Members:
+        if self._shards is None:
+            raise NotFound("this front serves no members of shards", code="NoSuchPath")
+        return self._shards
+
+    def _members(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        bucket = self._reads.bucket(taken["bucket"])
+        self._members_of_shards.index(request, exchange, bucket, check_key(taken["key"]))
+
+    def _member_append(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        bucket = self._reads.bucket(taken["bucket"])
+        self._members_of_shards.append(request, exchange, bucket, check_key(taken["key"]))
+
+    def _batch(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._batches.answer(request, exchange, self._auth.bearer(request))
+
     def _manifest(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         if self.manifests is None:
             raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
         self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
-
-    def _batch(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
-        self._batches.answer(request, exchange, self._auth.bearer(request))
 
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
