@@ -38,7 +38,7 @@ MODIFIED = "Tue, 15 Nov 1994 12:45:26 GMT"
 
 OTHER_CALLS = (  # which the fake engine does not know, but S3 makes
     *("stat", "tag", "upload_create", "upload_part", "upload_complete", "upload_abort", "uploads", "upload_parts"),
-    *("bucket_create", "bucket_rules", "bucket_delete"),
+    *("bucket_create", "bucket_rules", "bucket_delete", "upload_part_copy"),
 )
 
 
@@ -318,15 +318,17 @@ class Front:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
         pieces: int = 1 << 20,
+        announced: bool = True,
         **more: str,
     ) -> Answer:
-        """One request; `more` are headers too, `_` for `-`. The body arrives `pieces` bytes at a time."""
+        """One request; `more` are headers too, `_` for `-`. The body arrives `pieces` bytes at a time; its length is
+        in the headers if `announced`."""
         raw = target.encode() if isinstance(target, str) else target
         sent = {b"host": b"127.0.0.1:9400"}
         sent |= {name.lower().encode(): value.encode() for name, value in (headers or {}).items()}
         sent |= {name.replace("_", "-").encode(): value.encode() for name, value in more.items()}
         path, _, query = raw.partition(b"?")
-        if body is not None:
+        if body is not None and announced:
             sent.setdefault(b"content-length", b"%d" % len(body))
         request = Request(method.encode(), raw, path, query, sent)
         exchange = FakeExchange(self.handler, request)

@@ -127,11 +127,20 @@ def test_what_would_have_to_be_forgotten_is_refused(front: Front, header: dict[s
     refused(front.put("/corpus/new", b"x", header), 501, "NotImplemented", front)
 
 
+@pytest.mark.parametrize("data", [b"", b"in chunks", BIG])
+def test_a_put_in_chunks_says_its_length_by_its_end(front: Front, data: bytes) -> None:
+    headers = {"transfer-encoding": "chunked", "x-amz-content-sha256": hashlib.sha256(data).hexdigest()}
+    assert front.ask("PUT", "/corpus/new", headers, data, pieces=777, announced=False).status == 200
+    assert front.get("/corpus/new").body == data
+    other = {**headers, "x-amz-content-sha256": hashlib.sha256(b"other").hexdigest()}
+    front.reads.calls.clear()
+    answer = front.ask("PUT", "/corpus/other", other, data, announced=False)
+    refused(answer, 400, "XAmzContentSHA256Mismatch", front)
+    assert front.left_over == []
+
+
 def test_a_put_needs_a_length(front: Front) -> None:
     refused(front.ask("PUT", "/corpus/new"), 411, "MissingContentLength", front)
-    chunked = {"transfer-encoding": "chunked"}
-    answer = front.ask("PUT", "/corpus/new", chunked)
-    refused(answer, 411, "MissingContentLength", front)
     assert front.ask("PUT", "/corpus/new", {"content-length": "0"}).status == 200
     huge = {"content-length": str(limits.PUT_BYTES_MAX + 1)}
     front.reads.calls.clear()

@@ -11,6 +11,9 @@ A body is unframed where its payload form says that it is framed (`STREAMING-…
 `Content-Encoding: aws-chunked` alone means nothing: clients that let their users set the header send it with plain
 bytes, and S3 takes them so.
 
+A body in chunks of HTTP's own need not say how long it is: S3 refuses it, other stores take it, and its end cannot be
+mistaken. It is bounded like all others.
+
 Invariant. A body that is longer than was announced here is never taken.
 """
 
@@ -67,7 +70,10 @@ class Intake:
             return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
         size_bytes = _length(request, chunked is not None)
         if size_bytes is None:
-            raise Invalid("You must provide the Content-Length HTTP header.", code="MissingContentLength")
+            if b"transfer-encoding" not in request.headers:
+                raise Invalid("You must provide the Content-Length HTTP header.", code="MissingContentLength")
+            wanted = wanted._replace(md5=md5 or hash128, hash128=False)  # it may be short
+            return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
         if size_bytes > bytes_max:
             raise Invalid(
                 f"Your proposed upload exceeds the maximum allowed size of {bytes_max} bytes: use a multipart upload",

@@ -98,8 +98,9 @@ class Puts:
         incoming.plan = plan
         size_bytes = incoming.size_bytes
         through = bucket.write == "through" and bool(bucket.url)
-        assert size_bytes is not None, "Intake.open insists on a length"
-        if self._streams is not None and through and incoming.path and size_bytes >= limits.STREAM_BYTES_MIN:
+        long = size_bytes is not None and size_bytes >= limits.STREAM_BYTES_MIN
+        if self._streams is not None and through and incoming.path and long:
+            assert size_bytes is not None
             promised = tuple((HEADERS[name], value) for name, value in promised_checksums(request).items())
             opening = PutOpenCall(
                 bucket.name,
