@@ -17,7 +17,6 @@ from forebay.core.access import Verb
 from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.manifest import MEDIA_TYPE as MANIFEST
-from forebay.core.members import MembersPage
 from forebay.core.types import Bucket, ListPage
 from forebay.node.http.requests import decode_component
 
@@ -106,7 +105,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "members", "GET", "/-/v1/members/{bucket}/{key}", "The members of a shard; If-* hold.", "read", _MEMBERS,
-        answer=MembersPage,
+        media="application/msgpack",
     ),
     Route(
         "member_append", "POST", "/-/v1/members/{bucket}/{key}",
