@@ -181,16 +181,20 @@ def test_a_part_keeps_the_checksum_that_its_upload_asks_for():
 
 def test_a_promised_checksum_is_compared():
     value = of("CRC32", b"x")
-    uploads.check_promised({}, "", "", "")
-    uploads.check_promised({"CRC32": value}, "CRC32", "FULL_OBJECT", value)
-    uploads.check_promised({"CRC32": value}, "CRC32", "COMPOSITE", value + "-2")
-    uploads.check_promised({"CRC32": value + "-2"}, "CRC32", "COMPOSITE", value + "-2")
+    uploads.check_form({}, "", "")
+    uploads.check_form({"CRC32": value}, "CRC32", "FULL_OBJECT")
+    uploads.check_form({"CRC32": value + "-2"}, "CRC32", "COMPOSITE")
+    assert code(uploads.check_form, {"CRC32": "bad"}, "CRC32", "FULL_OBJECT") == "BadDigest"
+    assert code(uploads.check_form, {"CRC32": value + "-2"}, "CRC32", "FULL_OBJECT") == "InvalidRequest"
+    assert code(uploads.check_form, {"SHA1": value}, "CRC32", "FULL_OBJECT") == "InvalidRequest"
+    assert code(uploads.check_form, {"CRC32": value}, "", "") == "InvalidRequest"
+    uploads.check_promised({}, "")
+    uploads.check_promised({"CRC32": value}, value)
+    uploads.check_promised({"CRC32": value}, value + "-2")
+    uploads.check_promised({"CRC32": value + "-2"}, value + "-2")
     differs = of("CRC32", b"y")
-    assert code(uploads.check_promised, {"CRC32": differs}, "CRC32", "FULL_OBJECT", value) == "BadDigest"
-    assert code(uploads.check_promised, {"CRC32": value + "-3"}, "CRC32", "COMPOSITE", value + "-2") == "BadDigest"
-    assert code(uploads.check_promised, {"CRC32": "bad"}, "CRC32", "FULL_OBJECT", value) == "InvalidRequest"
-    assert code(uploads.check_promised, {"SHA1": value}, "CRC32", "FULL_OBJECT", value) == "InvalidRequest"
-    assert code(uploads.check_promised, {"CRC32": value}, "", "", "") == "InvalidRequest"
+    assert code(uploads.check_promised, {"CRC32": differs}, value) == "BadDigest"
+    assert code(uploads.check_promised, {"CRC32": value + "-3"}, value + "-2") == "BadDigest"
 
 
 def test_parts_have_numbers_and_sizes_that_s3_takes():

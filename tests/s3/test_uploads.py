@@ -84,7 +84,8 @@ class Shelf:
         parts = {number: part for number, (part, _) in self.parts[state.upload_id].items()}
         chosen = uploads.choose(parts, call.parts, state.checksum_algorithm, state.checksum_type, call.size_bytes)
         value = uploads.checksum_of(state.checksum_algorithm, state.checksum_type, chosen)
-        uploads.check_promised(call.checksums, state.checksum_algorithm, state.checksum_type, value)
+        uploads.check_form(call.checksums, state.checksum_algorithm, state.checksum_type)
+        uploads.check_promised(call.checksums, value)
         data = b"".join(self.parts[state.upload_id][part.number][1] for part in chosen)
         etag = uploads.etag_of([part.md5 for part in chosen])
         self.front.reads.buckets[call.bucket][call.key] = Object(data, {}, etag)
@@ -191,7 +192,7 @@ def test_checksums_go_there_and_back(front: Front, shelf: Shelf) -> None:
     assert one.headers["x-amz-checksum-crc32"] == crc32(b"data")
     whole = crc32(zlib.crc32(b"data").to_bytes(4, "big"))
     body = asked((1, one.headers["etag"]), ChecksumCRC32=crc32(b"data"))
-    assert complete(front, upload, body, x_amz_checksum_crc32="bad").code == "InvalidRequest"
+    assert complete(front, upload, body, x_amz_checksum_crc32="bad").code == "BadDigest"
     assert complete(front, upload, body, x_amz_checksum_crc32=crc32(b"other")).code == "BadDigest"
     missing = asked((1, one.headers["etag"]))
     assert complete(front, upload, missing).code == "InvalidRequest"

@@ -210,8 +210,8 @@ def test_a_checksum_is_compared_kept_and_said(front: Front, algorithm: str, data
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
-        ({"x-amz-checksum-crc32": "AAAA"}, "InvalidRequest"),
-        ({"x-amz-checksum-crc32": "!!!!!!=="}, "InvalidRequest"),
+        ({"x-amz-checksum-crc32": "AAAA"}, "BadDigest"),
+        ({"x-amz-checksum-crc32": "!!!!!!=="}, "BadDigest"),
         ({"x-amz-checksum-crc99": "AAAAAA=="}, "InvalidRequest"),
         ({"x-amz-checksum-crc32": crc32(b"x"), "x-amz-checksum-sha1": "A" * 27 + "="}, "InvalidRequest"),
         ({"x-amz-sdk-checksum-algorithm": "CRC32"}, "InvalidRequest"),

@@ -284,21 +284,32 @@ def checksum_of(algorithm: str, kind: str, parts: Sequence[Part]) -> str:
     return base64.b64encode(value.to_bytes(DIGEST_BYTES[algorithm], "big")).decode()
 
 
-def check_promised(promised: Mapping[str, str], algorithm: str, kind: str, value: str) -> None:
-    """Compare what the client says the object's checksum will be. `Invalid`: BadDigest where it differs,
-    InvalidRequest for what cannot be a checksum of this upload."""
+def check_form(promised: Mapping[str, str], algorithm: str, kind: str) -> None:
+    """Return if what the client says of the object's checksum can be one of this upload. `Invalid`: InvalidRequest for
+    another kind, BadDigest for what no checksum can be."""
     for name, said in promised.items():
         digest, _, count = said.partition("-")
-        if name != algorithm or not _is_digest(name, digest) or (count and kind != "COMPOSITE"):
+        if name != algorithm or (count and kind != "COMPOSITE"):
             raise Invalid(
                 f"Value for x-amz-checksum-{name.lower()} header is invalid: this upload has "
                 f"{f'a {kind} checksum of {algorithm}' if algorithm else 'no checksum'}",
                 code="InvalidRequest",
             )
+        if not _is_digest(name, digest):
+            raise _no_match(name, "it is base64 of another length, or none")
+
+
+def check_promised(promised: Mapping[str, str], value: str) -> None:
+    """Compare what the client says the object's checksum will be, which has passed `check_form`. `Invalid`
+    (BadDigest) where it differs."""
+    for name, said in promised.items():
+        digest, _, count = said.partition("-")
         if digest != value.partition("-")[0] or (count and said != value):
-            raise Invalid(
-                f"The {name.lower()} you specified did not match what we calculated: {value}", code="BadDigest"
-            )
+            raise _no_match(name, value)
+
+
+def _no_match(name: str, value: str) -> Invalid:
+    return Invalid(f"The {name.lower()} you specified did not match what we calculated: {value}", code="BadDigest")
 
 
 def _is_digest(algorithm: str, text: str) -> bool:

@@ -461,9 +461,10 @@ class UploadBook:
         """Make the object; the upload is closed meanwhile, and ended afterwards."""
         kept = upload.kept
         algorithm, kind = kept.checksum_algorithm, kept.checksum_type
+        rules.check_form(call.checksums, algorithm, kind)
         chosen = rules.choose(upload.parts, call.parts, algorithm, kind, call.size_bytes)
         value = rules.checksum_of(algorithm, kind, chosen)
-        rules.check_promised(call.checksums, algorithm, kind, value)
+        rules.check_promised(call.checksums, value)
         etag, now_s = rules.etag_of([part.md5 for part in chosen]), self._clock.wall_s()
         checksums = {algorithm: value} if value else {}
         size_bytes = sum(part.size_bytes for part in chosen)

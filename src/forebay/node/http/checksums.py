@@ -91,13 +91,17 @@ def check_algorithm(name: str) -> str:
 
 
 def check_value(algorithm: str, value: str) -> str:
-    """`value` in its one spelling if it can be a checksum of that kind, else `Invalid`."""
+    """`value` in its one spelling if it can be a checksum of that kind, else `Invalid` (`BadDigest`: what no checksum
+    can be matches no body)."""
     try:
         raw = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):
         raw = b""
     if len(raw) != SIZES[algorithm]:
-        raise Invalid(f"Value for {HEADERS[algorithm]} header is invalid.", code="InvalidRequest")
+        raise Invalid(
+            f"Value for {HEADERS[algorithm]} header is invalid: it is base64 of {SIZES[algorithm]} bytes",
+            code="BadDigest",
+        )
     return base64.b64encode(raw).decode()
 
 
