@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from forebay.core import calls
+from forebay.core.doorwire import DoorAt
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
 from forebay.core.metrics import Snapshot, render
 from forebay.core.types import Bucket, ListEntry, ListPage
@@ -46,6 +47,7 @@ class FakeNode:
         self.on_body: Callable[[str, int], None] = lambda _key, _done: None
         self.answer_raw: bytes | None = None  # instead of anything HTTP
         self.fail_next: list[ForebayError] = []
+        self.door: DoorAt | None = None
         self.page_limit = 1000
         self.no_etag = False
         self.modified: dict[tuple[str, str], float] = {}  # of what was written here
@@ -216,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._json(self._start(parts[0], msgspec.json.decode(body, type=calls.JobCall)))
             case "status":
                 return self._json(self._status())
+            case "door" if node.door is not None:
+                return self._json(node.door)
             case "map":
                 return self._json(calls.NodeMap(1, [calls.MapNode("n1", node.url)]))
         raise NotFound(f"no such path {path}: see docs/protocol.md")

@@ -51,6 +51,7 @@ _COLLECT_BYTES = 256 * limits.KIB  # room for a body of unknown length that is c
 _SEND_BYTES = 4 * limits.MIB  # one sendfile: how often progress is told
 _PIECE_BYTES = 256 * limits.KIB  # of a file that is read here
 _NOW = getattr(socket, "MSG_DONTWAIT", 0)
+CUT = "Cut"  # the code of the error for a connection that ended before the whole answer came
 
 
 class Stale(Exception):
@@ -102,6 +103,7 @@ class Connection:
         self.served = 0  # requests answered whole
         self.reusable = False
         self._body_sent = True
+        self._keep_alive = False
         self._sock = _open(place, patience_s, trust or default_trust)
         self._tls = place.scheme == "https"
 
@@ -131,19 +133,45 @@ class Connection:
             self.close()
             raise
 
-    def _exchange(self, request: Request, more: tuple[tuple[str, str], ...]) -> Response:
+    def begin(self, request: Request, more: tuple[tuple[str, str], ...] = ()) -> tuple[Response, bytes]:
+        """Send `request` and read the head of its answer, for a body that is taken as somebody asks for it.
+
+        Of a success with a Content-Length the body is left: its first bytes are returned, the rest comes by
+        `receive_into`, and `end` says that all was taken. The body of anything else is in the response. Errors as of
+        `exchange`.
+        """
+        self.reusable = False
         try:
-            self._sock.sendall(build_request(request, self.place.authority, more))
-            data = self._send_body(request)
-            if not data:
-                data = self._sock.recv(_FIRST_BYTES)
-        except (BlockingIOError, TimeoutError):
-            raise self._silent() from None
-        except OSError as error:
-            raise self._gone(error) from error
-        if not data:
-            raise self._gone(None)
-        head, data = self._head(data, request.method)
+            head, data = self._ask(request, more)
+            response = Response(head.status, head.headers)
+            if not response.ok or head.length is None or head.chunked:
+                body = self._collect(head, data)
+                self.served += 1
+                self.reusable = self.reusable and head.keep_alive
+                return Response(head.status, head.headers, body, len(body)), b""
+            if len(data) > head.length:
+                raise Corrupt("the answer is longer than its Content-Length says: check what listens at this URL")
+        except BaseException:
+            self.close()
+            raise
+        self._keep_alive = head.keep_alive
+        return response, data
+
+    def receive_into(self, view: memoryview) -> int:
+        """More of the body that `begin` left; 0 when the other side has ended it."""
+        try:
+            return self._receive_into(view)
+        except BaseException:
+            self.close()
+            raise
+
+    def end(self) -> None:
+        """The body that `begin` left was taken to its end."""
+        self.served += 1
+        self.reusable = self._keep_alive
+
+    def _exchange(self, request: Request, more: tuple[tuple[str, str], ...]) -> Response:
+        head, data = self._ask(request, more)
         response = Response(head.status, head.headers)
         if request.sink is not None and response.ok:
             request.sink.begin(response)
@@ -155,6 +183,21 @@ class Connection:
         self.served += 1
         self.reusable = self.reusable and head.keep_alive and self._body_sent
         return Response(head.status, head.headers, body, size)
+
+    def _ask(self, request: Request, more: tuple[tuple[str, str], ...]) -> tuple[Head, bytes]:
+        """Send all of it; the head of the answer, and what came along of its body."""
+        try:
+            self._sock.sendall(build_request(request, self.place.authority, more))
+            data = self._send_body(request)
+            if not data:
+                data = self._sock.recv(_FIRST_BYTES)
+        except (BlockingIOError, TimeoutError):
+            raise self._silent() from None
+        except OSError as error:
+            raise self._gone(error) from error
+        if not data:
+            raise self._gone(None)
+        return self._head(data, request.method)
 
     def _send_body(self, request: Request) -> bytes:
         """Send what `build_request` left out; what has arrived of the answer meanwhile. An answer that comes instead of

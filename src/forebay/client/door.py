@@ -177,7 +177,7 @@ class HostDoor:
         self._reads = 0
         self._read_bytes = 0
         self._reported_s = clock.monotonic_s()
-        self._sweeping = False
+        self._sweeping: threading.Event | None = None  # set to have it look now
         self._sock: socket.socket | None = None
         self._frames = doorwire.answer_frames()
         self._fds: deque[int] = deque()  # received, of messages that are not complete
@@ -212,6 +212,8 @@ class HostDoor:
                 self._report(clock.monotonic_s())
             self._disconnect()
             self._try_at_s = 0.0
+            if self._sweeping is not None:
+                self._sweeping.set()
 
     # --- reading -----------------------------------------------------------------------------------------------------
     def read_many(self, items: Sequence[Item]) -> list[bytes | memoryview | None]:
@@ -334,10 +336,10 @@ class HostDoor:
             oldest = sorted(self._files.items(), key=lambda entry: entry[1].used_s)
             for old_name, old in oldest[: max(1, self._files_open_max // 8)]:
                 self._forget(old_name, old)
-        if not self._sweeping:
+        if self._sweeping is None:
+            self._sweeping = now = threading.Event()
             with contextlib.suppress(RuntimeError):  # the interpreter is about to end
-                threading.Thread(target=_sweep, args=(weakref.ref(self),), name="host-door", daemon=True).start()
-                self._sweeping = True
+                threading.Thread(target=_sweep, args=(weakref.ref(self), now), name="host-door", daemon=True).start()
         return held
 
     def _forget(self, name: Name, held: _Held) -> None:
@@ -364,8 +366,9 @@ class HostDoor:
                 self._report(now_s)
             except _Lost:
                 self._lost()
-            self._sweeping = bool(self._files)
-            return self._sweeping
+            if not self._files:
+                self._sweeping = None
+            return self._sweeping is not None
 
     # --- what was read -----------------------------------------------------------------------------------------------
     def _count(self, reads: int, read_bytes: int, now_s: float) -> None:
@@ -593,11 +596,11 @@ def _welcome(sock: socket.socket) -> DoorWelcome | None:
             return None
 
 
-def _sweep(ref: weakref.ref[HostDoor]) -> None:
+def _sweep(ref: weakref.ref[HostDoor], now: threading.Event) -> None:
     """A thread that lives as long as something is open."""
-    pause = threading.Event()
     while True:
-        pause.wait(limits.CLIENT_FILE_IDLE_S / 4)
+        now.wait(limits.CLIENT_FILE_IDLE_S / 4)
+        now.clear()
         door = ref()
         if door is None or not door.sweep():
             return

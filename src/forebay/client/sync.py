@@ -15,10 +15,11 @@ read to its end never returns to the pool.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from forebay.client import exposition, flows
 from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
@@ -26,6 +27,7 @@ from forebay.client.calling import Calling, Fields
 from forebay.client.connection import Connection, Stale
 from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
+from forebay.client.files import ObjectReader, ObjectWriter, open_object
 from forebay.client.http1 import Request, Response
 from forebay.client.manifest import manifest
 from forebay.client.sinks import IntoBuffer, IntoFd
@@ -55,8 +57,12 @@ def connect(
     return Client(url, token=token, patience_s=patience_s, ca=ca)
 
 
+def _remake(url: str, token: str, patience_s: float | None, ca: str | None) -> Client:
+    return Client(url, token=token, patience_s=patience_s, ca=ca)
+
+
 class Client:
-    """A node as blocking calls. Safe to share between threads and across fork; close it, or use it with `with`.
+    """A node as blocking calls. Share it between threads, fork, pickle it; close it, or use it with `with`.
 
     Every method raises `core.errors` kinds; `Unavailable` with code `NoNode` when nothing answers at the URL.
     """
@@ -71,6 +77,8 @@ class Client:
         trust: Trust | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca, trust)
+        self._made_of = (self._calling.place.url, self._calling.token, patience_s, ca)
+        self._portable = trust is None
         self.place = self._calling.place
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
@@ -89,6 +97,11 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<Client {self.url}, {len(self._idle)} idle>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self._portable:
+            raise TypeError("a client with its own `trust` cannot be pickled: give it `ca` instead")
+        return _remake, self._made_of  # the token goes along: another process has the same rights
 
     def close(self) -> None:
         """Close kept connections; later calls raise `Closed`. May be called twice."""
@@ -148,11 +161,29 @@ class Client:
 
     def _exchange(self, connection: Connection, request: Request, more: Fields) -> Response:
         response = connection.exchange(request, more)
-        if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
+        self.give_back(connection)
+        return response
+
+    def begin(self, request: Request) -> tuple[Connection, Response, bytes]:
+        """Send a GET whose body is taken from the connection as somebody asks for it (`Connection.begin`); then
+        `give_back` the connection, or close it."""
+        request, more = self._calling.dress(request)
+        kept = self._take(request)
+        if kept is not None:
+            try:
+                return kept, *kept.begin(request, more)
+            except Stale:
+                pass
+        connection = Connection(self.place, self._calling.patience_s, self._calling.context)
+        return connection, *connection.begin(request, more)
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep it for the next request, if it can be used again."""
+        room = len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and self._pid == os.getpid()
+        if connection.reusable and room and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
-        return response
 
     def _take(self, request: Request) -> Connection | None:
         if self._closed:
@@ -200,6 +231,47 @@ class Client:
         """The whole object to the file `path`, atomically; a download cut short is resumed (see `download.py`)."""
         return download(self.run, bucket, key, path, progress)
 
+    @overload
+    def open(self, bucket: str, key: str, mode: Literal["rb"] = "rb", *, etag: str = "") -> ObjectReader: ...
+    @overload
+    def open(
+        self, bucket: str, key: str, mode: Literal["rb"] = "rb", *, buffering: int, etag: str = ""
+    ) -> io.BufferedReader | ObjectReader: ...
+    @overload
+    def open(
+        self,
+        bucket: str,
+        key: str,
+        mode: Literal["wb", "xb"],
+        *,
+        etag: str = "",
+        content_type: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectWriter: ...
+    def open(
+        self,
+        bucket: str,
+        key: str,
+        mode: str = "rb",
+        *,
+        buffering: int = 0,
+        etag: str = "",
+        content_type: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectReader | ObjectWriter | io.BufferedReader:
+        """The object as a binary file (see `files.py`).
+
+        `rb`: seekable, pinned to the version it has now, unbuffered, or with `buffering` bytes through an
+        `io.BufferedReader`. `wb`: what is written becomes the object when it is closed, or nothing does; `xb`: only if
+        there is none. With `etag`, `Precondition` if it is another version, when it is opened or written.
+        """
+        return open_object(self, bucket, key, mode, buffering, etag, content_type, metadata)
+
+    def changed(self, bucket: str, key: str) -> None:
+        """This process has changed the object: what is open of it is another version."""
+        if self._door is not None:
+            self._door.forget(bucket, key)
+
     def put(
         self,
         bucket: str,
@@ -218,16 +290,25 @@ class Client:
         now, with `only_new` only if there is none; else `Precondition`. `progress` is called with the size of each
         piece sent. `Busy` when the bucket has as many unwritten bytes as it may: try again later.
         """
-        return self.run(put_data(bucket, key, data, Plan.of(content_type, metadata, etag, only_new), progress))
+        try:
+            return self.run(put_data(bucket, key, data, Plan.of(content_type, metadata, etag, only_new), progress))
+        finally:
+            self.changed(bucket, key)
 
     def delete(self, bucket: str, key: str, *, etag: str = "") -> None:
         """Delete the object; one that is not there is fine. With `etag`, `Precondition` if it is another version."""
-        self.run(flows.delete(bucket, key, etag=etag))
+        try:
+            self.run(flows.delete(bucket, key, etag=etag))
+        finally:
+            self.changed(bucket, key)
 
     def copy(self, source_bucket: str, source_key: str, bucket: str, key: str, *, only_new: bool = False) -> Written:
         """Copy an object inside the node, headers and all; its bytes do not come here."""
         condition = "*" if only_new else None
-        return self.run(flows.copy(CopyCall(source_bucket, source_key, bucket, key, if_none_match=condition)))
+        try:
+            return self.run(flows.copy(CopyCall(source_bucket, source_key, bucket, key, if_none_match=condition)))
+        finally:
+            self.changed(bucket, key)
 
     def head(self, bucket: str, key: str) -> flows.Got:
         """What a read would say of the object, without its bytes."""
