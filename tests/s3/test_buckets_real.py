@@ -53,11 +53,13 @@ def multipart(fields: dict[str, str], data: bytes) -> tuple[dict[str, str], byte
 
 @pytest.mark.real
 def test_a_bucket_lives_and_dies_by_boto3(node: RealNode, s3: Any) -> None:
-    s3.create_bucket(Bucket="fresh", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    there = {"LocationConstraint": "eu-west-1"}
+    s3.create_bucket(Bucket="fresh", CreateBucketConfiguration=there)
     with pytest.raises(ClientError) as caught:
-        s3.create_bucket(Bucket="fresh")
+        s3.create_bucket(Bucket="fresh", CreateBucketConfiguration=there)
     assert code(caught) == (409, "BucketAlreadyOwnedByYou")
     s3.put_object(Bucket="fresh", Key="k", Body=BIG)
+    s3.create_bucket(Bucket="fresh")
     assert s3.get_object(Bucket="fresh", Key="k")["Body"].read() == BIG
     with pytest.raises(ClientError) as caught:
         s3.delete_bucket(Bucket="fresh")
