@@ -316,3 +316,42 @@ def test_a_client_that_vanishes_while_the_disk_is_stuck_leaves_nothing(
     stuck.set()
     eventually(lambda: files(node) == [])
     eventually(lambda: descriptors() <= before)
+
+
+def test_a_client_that_goes_before_its_small_write_is_answered(node: Node, eventually: Eventually) -> None:
+    node.engine.mute.add("put")
+    before = descriptors()
+    with node.connect() as client:
+        client.send(head("/b/small", "Content-Length: 5") + b"hello")
+        eventually(lambda: "put" in [verb for verb, _ in node.engine.calls])
+    eventually(lambda: node.snapshot().values["forebay_connections_open"] == 0)
+    (number,) = [message.call for message in node.seen(wire.Call) if message.verb == "put"]
+    late = calls.encode_answer(calls.Written("e", "v", 5, 0.0))
+    node.call(lambda: node.engine.say(wire.Answer(number, late)))
+    with node.connect() as client:
+        node.engine.mute.clear()
+        assert client.ask("/b/small", "PUT", b"again").status == 200
+    eventually(lambda: descriptors() <= before)
+
+
+def test_small_writes_that_wait_when_the_engine_dies_are_each_503(node: Node, eventually: Eventually) -> None:
+    node.engine.mute.add("put")
+    clients = [node.connect() for _ in range(5)]
+    for number, client in enumerate(clients):
+        client.send(head(f"/b/{number}", "Content-Length: 5") + b"hello" + head("/b/old", method="GET"))
+    eventually(lambda: len([message for message in node.seen(wire.Call) if message.verb == "put"]) == 5)
+    node.run(node.engine.stop())
+    for client in clients:
+        with client:
+            assert client.answer("PUT").status == 503, "and what was pipelined behind it is served"
+            assert client.answer().status in (404, 503)
+
+
+def test_small_writes_wait_for_an_engine_that_comes_back(node: Node, eventually: Eventually) -> None:
+    node.run(node.engine.stop())
+    eventually(lambda: not node.front.link.connected)
+    with node.connect() as client:
+        client.send(head("/b/k", "Content-Length: 5") + b"hello")
+        node.run(node.engine.start())
+        assert client.answer("PUT").status == 200
+        assert client.ask("/b/k").body == b"hello"

@@ -103,6 +103,7 @@ class Incoming:
         self.large = size_bytes is None or size_bytes > memory_bytes_max
         self.stream: Stream | None = None
         self.plan: object = None
+        self.put_to: tuple[str, str] | None = None  # of a PutObject: bucket and key
         self.result: Received
         self.path = ""
         self._wanted = wanted
@@ -114,9 +115,11 @@ class Incoming:
         self._fd = -1
         self._taken = 0
         self._sums: list[int] = []
-        self._block = xxhash.xxh3_64()
         self._block_left = limits.BLOCK_BYTES
-        names = dict.fromkeys((*wanted.algorithms, *wanted.promised, *((wanted.trailer,) if wanted.trailer else ())))
+        names: dict[str, None] = {}
+        if wanted.algorithms or wanted.promised or wanted.trailer:
+            names = dict.fromkeys((*wanted.algorithms, *wanted.promised, wanted.trailer))
+            names.pop("", None)
         if wanted.md5 or wanted.md5_promised:
             names["MD5"] = None
         if signs_sha256(wanted.payload):
@@ -177,6 +180,7 @@ class Incoming:
         except OSError as error:
             raise _no_room(str(error)) from None
         self.path = path
+        self._block = xxhash.xxh3_64()
         kept, self._body = self._body, None
         if kept:
             self._store(memoryview(kept), 0)

@@ -34,6 +34,7 @@ from forebay.core.s3names import Addressing
 from forebay.core.types import Bucket, check_key
 from forebay.node.http import s3_attributes, s3_errors, s3_listing
 from forebay.node.http.auth import Auth
+from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
@@ -160,6 +161,11 @@ class S3:
     # --- writing -----------------------------------------------------------------------------------------------------
     def _write(self, request: Request, exchange: Exchange, name: str, key: str) -> None:
         """PUT, POST or DELETE, whose body is there."""
+        sink = request.sink
+        if isinstance(sink, Incoming) and sink.put_to is not None:  # which operation it is was found before its body
+            name, key = sink.put_to
+            self._objects.put(request, exchange, self._reads.bucket(name), key)
+            return
         if request.sink is None and request.method != b"DELETE":
             request.sink = self.take_body(request)  # it has no body; what takes one knows what to make of that
             request.body = request.sink.finish()

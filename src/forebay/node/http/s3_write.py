@@ -66,7 +66,9 @@ class Objects:
             self._auth.require_write(caller.identity, bucket)
             if _SOURCE in request.headers:
                 return self._intake.document(request, caller)
-            return self._puts.take(request, caller, bucket, check_key(key))
+            incoming = self._puts.take(request, caller, bucket, check_key(key))
+            incoming.put_to = (bucket.name, key)
+            return incoming
         if method == b"POST" and not key and "delete" in query:
             self._auth.require_write(caller.identity, bucket)
             return self._intake.document(request, caller)
@@ -86,13 +88,7 @@ class Objects:
                 call = self._copy_call(request, identity, bucket, key)
                 exchange.spawn(self._copy(request, exchange, call))
             else:
-                assert isinstance(request.sink, Incoming)
-                answer = _PutAnswer(self, request, exchange, request.sink)
-                if self._puts.begin(bucket.name, key, request.sink, answer.take):
-                    exchange.hold(answer)
-                else:
-                    putting = self._puts.put(bucket.name, key, request.sink)
-                    exchange.spawn(self._put(request, exchange, request.sink, putting))
+                self.put(request, exchange, bucket, key)
         elif method == b"DELETE" and key:
             exchange.spawn(self._delete(request, exchange, bucket.name, key))
         elif method == b"POST" and not key and "delete" in query:
@@ -102,6 +98,18 @@ class Objects:
         return True
 
     # --- PutObject ---------------------------------------------------------------------------------------------------
+    def put(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
+        """Make the body that came, for which `take_body` gave the sink, the object."""
+        incoming = request.sink
+        assert isinstance(incoming, Incoming)
+        assert request.caller is not None, "a body is taken from nobody"
+        self._auth.require_write(request.caller.identity, bucket)
+        answer = _PutAnswer(self, request, exchange, incoming)
+        if self._puts.begin(bucket.name, key, incoming, answer.take):
+            exchange.hold(answer)
+        else:
+            exchange.spawn(self._put(request, exchange, incoming, self._puts.put(bucket.name, key, incoming)))
+
     async def _put(
         self, request: Request, exchange: Exchange, incoming: Incoming, putting: asyncio.Future[Written]
     ) -> None:

@@ -121,7 +121,6 @@ class Index:
         self.records = self.tables["records"]
         self.begin = self.env.begin
         self._pending: dict[str, dict[bytes, bytes | None]] = {name: {} for name in TABLES}
-        self.pending = 0
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value, pending changes first. `Corrupt` when LMDB finds its file broken."""
@@ -136,22 +135,25 @@ class Index:
 
     def put(self, table: str, key: bytes, value: bytes | None) -> None:
         """With the next `flush`: set, or with None delete."""
-        changes = self._pending[table]
-        self.pending += key not in changes
-        changes[key] = value
+        self._pending[table][key] = value
+
+    @property
+    def pending(self) -> int:
+        """How many changes the next `flush` makes."""
+        return sum(map(len, self._pending.values()))
 
     def discard(self) -> None:
         """Forget what is pending."""
         for changes in self._pending.values():
             changes.clear()
-        self.pending = 0
 
     def flush(self) -> int:
         """Write what is pending in one transaction; how many changes.
 
         `OSError` (ENOSPC, EIO, …) or `Corrupt` when it cannot: nothing was changed, everything is still pending.
         """
-        if not self.pending:
+        done = self.pending
+        if not done:
             return 0
         while True:
             try:
@@ -164,7 +166,6 @@ class Index:
                 self.env.set_mapsize(self.env.info()["map_size"] * 2)
             except lmdb.Error as error:
                 raise as_error(error, self.path) from error
-        done = self.pending
         self.discard()
         return done
 

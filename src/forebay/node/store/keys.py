@@ -42,6 +42,11 @@ def record_key(bucket: str, key: str) -> str:
     return key if raw_bytes > WHOLE_BYTES_MAX else ""
 
 
+def long_key(entry: bytes, key: str) -> str:
+    """As `record_key`, where the entry is at hand."""
+    return key if len(entry) > WHOLE_BYTES_MAX else ""
+
+
 def split(entry: bytes, long_key: str = "") -> tuple[str, str]:
     """Bucket and key of an entry; `long_key` is its record's `key`."""
     bucket, _, key = entry.partition(b"\0")

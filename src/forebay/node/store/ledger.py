@@ -45,7 +45,12 @@ def _group_key(object_id: int, group: int) -> bytes:
 
 def put_record(volume: Volume, bucket: str, key: str, record: Record, old: Record | None, inline_sum: int = 0) -> None:
     """Make `record` the record of the key; `old` is what was there. Another object's traces must go first."""
-    index, entry = volume.index, keys.index_key(bucket, key)
+    enter(volume, bucket, keys.index_key(bucket, key), record, old, inline_sum)
+
+
+def enter(volume: Volume, bucket: str, entry: bytes, record: Record, old: Record | None, inline_sum: int) -> None:
+    """As `put_record`, where the index key is at hand."""
+    index = volume.index
     index.put("records", entry, encode_record(record))
     if old is None or old.object_id != record.object_id:
         index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)

@@ -104,8 +104,7 @@ class _Step:
         note = self.change.note
         if note is None or not self.durable:
             return None
-        long_key = keys.record_key(self.bucket, self.key)
-        return Entry(note, self.record, self.inline_sum, long_key)
+        return Entry(note, self.record, self.inline_sum, keys.long_key(self.entry, self.key))
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ class Puts:
     def prepare(self, changes: Sequence[Change]) -> Prepared:
         prepared = Prepared()
         names: set[tuple[str, str]] = set()
-        asked: set[Volume] = set()  # whose disk was asked for its free space: nothing is written before `make_durable`
+        rooms: dict[str, int] = {}  # by volume, asked once: nothing is written before `make_durable`
         for change in changes:
             key = change.info.key if isinstance(change, Put) else change.key
             assert (change.bucket, key) not in names, f"two changes of {change.bucket}/{key} at once"
@@ -186,13 +185,13 @@ class Puts:
             step = _Step(change, change.bucket, key)
             prepared.steps.append(step)
             try:
-                self._decide(step, asked)
+                self._decide(step, rooms)
             except ForebayError as error:
                 step.error = error
                 _discard(change.path if isinstance(change, Put) else "")
         return prepared
 
-    def _decide(self, step: _Step, asked: set[Volume]) -> None:
+    def _decide(self, step: _Step, rooms: dict[str, int]) -> None:
         change, bucket, key = step.change, step.bucket, step.key
         volume = step.volume = self._volumes.home(bucket, key)
         if volume.state == "out":
@@ -211,9 +210,11 @@ class Puts:
             return
         self._decide_put(step, change, volume)
         size_bytes = change.info.size_bytes
-        here_bytes = size_bytes if step.source else 0
-        self._volumes.check_room(volume, size_bytes, here_bytes=here_bytes, fresh=volume not in asked)
-        asked.add(volume)
+        room_bytes = rooms.get(volume.path)
+        if room_bytes is None:
+            room_bytes = rooms[volume.path] = self._volumes.room_bytes(volume)
+        if size_bytes > room_bytes:
+            self._volumes.check_room(volume, size_bytes, here_bytes=size_bytes if step.source else 0)
         if step.source:
             self._arriving.add(change.object_id)
 
@@ -245,7 +246,7 @@ class Puts:
             state=int(change.state),
             used_minute=int(clock.wall_s() // 60),
             inline=body,
-            key=keys.record_key(step.bucket, step.key),
+            key=keys.long_key(step.entry, step.key),
             block_bytes=block_bytes,
         )
 
@@ -362,7 +363,7 @@ class Puts:
         volume.lost.pop(step.entry, None)
         kept = None
         if change.note is not None and not step.durable:
-            kept = Entry(change.note, None, 0, keys.record_key(step.bucket, step.key))
+            kept = Entry(change.note, None, 0, keys.long_key(step.entry, step.key))
         if isinstance(change, Put):
             assert step.record is not None
             sums = array("Q", map(files.stored_sum, change.sums)) if step.source else _NO_SUMS

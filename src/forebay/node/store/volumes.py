@@ -14,6 +14,7 @@ Invariants. (1) An object id is never used twice: ids are noted on every volume 
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -138,19 +139,29 @@ class VolumeSet:
             )
         return volume
 
-    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0, fresh: bool = True) -> None:
+    def room_bytes(self, volume: Volume) -> int:
+        """How long a write may be that surely has room, as the disk is now; `check_room` judges a longer one."""
+        free_bytes, evictable_bytes, capacity_bytes = self._rooms(volume)
+        return min(free_bytes + evictable_bytes, capacity_bytes)
+
+    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0) -> None:
         """`Unavailable` (`InsufficientStorage`) if a write of that size has no room, even when all that can be evicted
-        were; `here_bytes` of it are on the disk already. Not `fresh`: the disk was asked for another just now."""
-        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
-        try:
-            free_bytes = volume.free_bytes(fresh=fresh)
-        except OSError as error:
-            raise volume.trouble(error, "asking for free space") from error
-        evictable_bytes = volume.usage.bytes + volume.change.bytes - owned_bytes
+        were; `here_bytes` of it are on the disk already."""
+        free_bytes, evictable_bytes, capacity_bytes = self._rooms(volume)
         if free_bytes + evictable_bytes < size_bytes - here_bytes:
             raise no_room(volume, f"{size_bytes} bytes do not fit")
-        if self._capacity_bytes is not None and self._share(volume) < owned_bytes + size_bytes:
+        if capacity_bytes < size_bytes:
             raise no_room(volume, f"{size_bytes} bytes are more than the capacity leaves")
+
+    def _rooms(self, volume: Volume) -> tuple[int, int, int]:
+        """What the disk has free, what could be evicted, and what the capacity leaves to owned bytes."""
+        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
+        try:
+            free_bytes = volume.free_bytes(fresh=True)
+        except OSError as error:
+            raise volume.trouble(error, "asking for free space") from error
+        capacity_bytes = sys.maxsize if self._capacity_bytes is None else self._share(volume) - owned_bytes
+        return free_bytes, volume.usage.bytes + volume.change.bytes - owned_bytes, capacity_bytes
 
     def _share(self, volume: Volume) -> int:
         """The part of `capacity_bytes` that falls to this volume."""

@@ -418,7 +418,9 @@ class Store(VolumeSet):
     ) -> Record | None:
         self._take_over(bucket, key)
         old = volume.record(entry, key)
-        self._put(volume, bucket, key, record, old, inline_sum)
+        if old is not None and old.object_id != record.object_id:
+            ledger.remove_traces(volume, old)
+        ledger.enter(volume, bucket, entry, record, old, inline_sum)
         if sums:
             ledger.put_all_sums(volume, record.object_id, sums)
         if old is not None and old.inline is None:  # of an inline one nobody holds a file
