@@ -13,11 +13,13 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zstandard
 from tests.front.shard_place import Place, place
 
 from forebay.core import members
+from forebay.core.batch import FRAME, BatchCall, Item
 from forebay.core.calls import JobCall
 from forebay.core.errors import Corrupt
 from forebay.node.http.unpacking import unpack
@@ -241,6 +243,71 @@ def test_without_room_members_are_read_as_they_pass_and_packed_ones_are_refused(
         refused = here.get("remote", "x.tar.gz", "3")
         assert (refused.status, refused.error) == (507, ("Unavailable", "InsufficientStorage"))
         assert here.temp_files() == []
+
+
+# --- in batches ------------------------------------------------------------------------------------------------------
+def frames(body: bytes) -> list[tuple[int, int, int, bytes]]:
+    """Status, flags, size of the whole and bytes of each item of a batch's answer."""
+    found, at = [], 0
+    while at < len(body):
+        status, flags, zero, size, total = FRAME.unpack_from(body, at)
+        assert zero == 0
+        at += FRAME.size
+        found.append((status, flags, total, body[at : at + size]))
+        assert len(found[-1][3]) == size, "cut"
+        at += size
+    return found
+
+
+def batch(here: Place, items: list[Item], form: str = "frames") -> bytes:
+    body = msgspec.json.encode(BatchCall(items, form))  # type: ignore[arg-type]
+    answer = here.ask("POST", "/-/v1/batch", body, {"Content-Type": "application/json"})
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_members_in_a_batch_from_every_kind_of_shard_in_order(here: Place, warm: bool) -> None:
+    for form in FORMS:
+        here.remote.place(form, packed(form))
+        if warm:
+            assert here.get("remote", form, SAMPLES[0][0]).status == 200
+    chosen = random.Random(4).choices(range(len(SAMPLES)), k=120)
+    items = [Item("remote", FORMS[n % len(FORMS)], member=SAMPLES[at][0]) for n, at in enumerate(chosen)]
+    wanted = [SAMPLES[at][1] for at in chosen]
+    answers = frames(batch(here, items))
+    assert [(status, total, data) for status, _, total, data in answers] == [(200, len(data), data) for data in wanted]
+    parts = [Item("remote", form, 3, 20, "train/0040.jpg") for form in FORMS]
+    sample = dict(SAMPLES)["train/0040.jpg"]
+    assert [answer[2:] for answer in frames(batch(here, parts))] == [(len(sample), sample[3:20])] * len(FORMS)
+    with tarfile.open(fileobj=io.BytesIO(batch(here, items[:12], "tar"))) as archive:
+        assert [archive.extractfile(info).read() for info in archive] == wanted[:12]  # type: ignore[union-attr]
+    assert here.builds() == len(FORMS)
+
+
+def test_what_is_wrong_with_a_member_stands_in_its_place(here: Place) -> None:
+    here.remote.place("x.tar", packed("x.tar"))
+    here.remote.place("cut.tar", packed("x.tar")[:-40_000])
+    name, data = SAMPLES[9]
+    etag = here.get("remote", "x.tar", name).headers["etag"].strip('"')
+    items = [
+        Item("remote", "x.tar", member=name),
+        Item("remote", "x.tar", member="nothing"),
+        Item("remote", "cut.tar", member=name),
+        Item("remote", "none.tar", member=name),
+        Item("nowhere", "x.tar", member=name),
+        Item("remote", "x.tar", 10_000, None, name),
+        Item("remote", "x.tar", member=name, etag="other"),
+        Item("remote", "x.tar", member=name, etag=etag),
+        Item("remote", "x.tar", member=SAMPLES[0][0]),
+        Item("remote", "x.tar", 0, 1024),
+    ]
+    answers = frames(batch(here, items))
+    assert [answer[0] for answer in answers] == [200, 404, 502, 404, 404, 416, 412, 200, 200, 200]
+    codes = [msgspec.msgpack.decode(answer[3])[2] for answer in answers if answer[0] == 404]
+    assert codes == ["NoSuchMember", "NoSuchKey", "NoSuchBucket"]
+    assert [answers[at][3] for at in (0, 7, 8)] == [data, data, b""]
+    assert answers[9][3] == packed("x.tar")[:1024]
 
 
 # --- appending -------------------------------------------------------------------------------------------------------

@@ -129,7 +129,6 @@ class Front:
         domains = (self.settings.domain,) if self.settings.domain else ()
         puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
         s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
-        batches = Batches(self._reads, self._store, self.link, self._auth, clock=self._clock)
         self._shards = Shards(
             self._reads,
             self._store,
@@ -138,6 +137,7 @@ class Front:
             place=self._welcomed.node_id,
             clock=self._clock,
         )
+        batches = Batches(self._reads, self._store, self.link, self._auth, shards=self._shards, clock=self._clock)
         native = Native(
             self._reads,
             puts,

@@ -6,8 +6,12 @@ every size is known and the answer has a Content-Length. Then the steps are sent
 
     small hits      read into one buffer beside their headers, which is sent when it is full: no object for each item
     large hits      by sendfile, with what the buffer holds before them
+    packed          members of shards that are no range of them: read into memory, or sent, when they are due
     questions       BATCH_COLD_AHEAD of them are with the engine at once, and are taken in order; their bytes go out as
                     they land, so a slow client holds up the engine's windows and nothing here
+
+Where members are is found out first, once for each shard; then most of them are ranges like others, of the version that
+their places are true of.
 
 Leases are taken when bytes are read, not when they are planned, since sending may take long: the record is looked up
 again then, once for each object, and what is no longer as planned is asked of the engine (for the very version whose
@@ -35,6 +39,7 @@ from forebay.core import batch, limits
 from forebay.core.access import Identity
 from forebay.core.batch import FRAME, BatchCall, Item
 from forebay.core.errors import Bug, ForebayError, NotSupported, Precondition, Unavailable
+from forebay.core.members import MemberIndex
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec, check_key
 from forebay.core.wire import Opened
@@ -42,8 +47,10 @@ from forebay.node.http.auth import Auth
 from forebay.node.http.reads import Reads, may_serve
 from forebay.node.http.requests import Exchange, Request, status_of
 from forebay.node.http.sending import FileFailed
+from forebay.node.http.shards import Shards, Span
 from forebay.node.http.tar_form import TarForm
 from forebay.node.link import Link, Read
+from forebay.node.records import is_version
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
@@ -54,6 +61,8 @@ HELD_MAX = 128  # leases (and inline objects read again) that one batch holds at
 INLINE_BYTES_KEPT_MAX = 16 * limits.MIB  # of small objects between plan and sending; more are looked up again
 LOOKUPS_AT_ONCE = 512  # about a millisecond; then others have their turn
 PATIENCE_S = 1.0
+
+SHARDS_AT_ONCE = 8  # whose members are found out at once, when nobody knows them yet
 
 _HEADER_BYTES = FRAME.size
 
@@ -78,17 +87,29 @@ class Known:
 
 
 class Ask:
-    """A question to the engine. `version`: only that, whose size was announced."""
+    """A question to the engine. `version`: only that, whose size was announced. `total`: the size of the member that
+    the range is of; None for an object's, which the answer says."""
 
-    __slots__ = ("item", "version")
+    __slots__ = ("item", "total", "version")
 
-    def __init__(self, item: Item, version: str = "") -> None:
+    def __init__(self, item: Item, version: str = "", total: int | None = None) -> None:
         self.item = item
         self.version = version
+        self.total = total
 
 
-Hit = tuple[Known, int, int]  # the object and the half-open range of it
-Step = Hit | bytes | Ask
+class Packed:
+    """[start, end) of a member that is no range of its shard."""
+
+    __slots__ = ("end", "span", "start")
+
+    def __init__(self, span: Span, start: int, end: int) -> None:
+        self.span, self.start, self.end = span, start, end
+
+
+Hit = tuple[Known, int, int, int]  # the object, the half-open range of it, and the size of the whole (or of a member)
+Step = Hit | bytes | Ask | Packed
+Shard = tuple[Record, MemberIndex]
 
 
 class FrameForm:
@@ -118,8 +139,16 @@ class Batches:
     """The batches of one front."""
 
     def __init__(
-        self, reads: Reads, store: StoreReader, link: Link, auth: Auth, *, clock: clocks.Clock = clocks.system
+        self,
+        reads: Reads,
+        store: StoreReader,
+        link: Link,
+        auth: Auth,
+        *,
+        shards: Shards | None = None,
+        clock: clocks.Clock = clocks.system,
     ) -> None:
+        self.shards = shards
         self.reads = reads
         self.store = store
         self.link = link
@@ -145,6 +174,8 @@ class _Answer:
         self._identity = identity
         self._buckets: dict[str, Bucket | ForebayError] = {}
         self._plan: list[Step] = []
+        self._shards: dict[tuple[str, str], Shard | ForebayError] = {}
+        self._packed = False
         self._total = 0  # bytes of the answer, as far as it is known
         self._sized = False
         self._buffer = bytearray(BUFFER_BYTES)
@@ -161,9 +192,11 @@ class _Answer:
     async def run(self) -> None:
         self._counts.batches += 1
         try:
+            if any(item.member for item in self._items):
+                await self._find_shards()
             await self._make_plan()
             self._unasked.extend(at for at, step in enumerate(self._plan) if type(step) is Ask)
-            self._sized = self._form.sized and not self._unasked
+            self._sized = self._form.sized and not self._unasked and not self._packed
             self._exchange.start(200, self._form.head, self._total if self._sized else None)
             if self._unasked:
                 self._look_after()
@@ -182,6 +215,24 @@ class _Answer:
         self._ahead.clear()
 
     # --- the plan ----------------------------------------------------------------------------------------------------
+    async def _find_shards(self) -> None:
+        """Where the members of all shards are that are named, several shards at a time."""
+        names = dict.fromkeys((item.bucket, item.key) for item in self._items if item.member)
+        turns = asyncio.Semaphore(SHARDS_AT_ONCE)
+
+        async def find(name: tuple[str, str]) -> None:
+            try:
+                async with turns:
+                    if self._batches.shards is None:
+                        raise NotSupported("members of shards are not served here: ask the node itself")
+                    self._shards[name] = await self._batches.shards.index(self._bucket(name[0]), check_key(name[1]))
+            except ForebayError as error:
+                self._shards[name] = error
+
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(find(name))
+
     async def _make_plan(self) -> None:
         known: dict[tuple[str, str], Known] = {}
         plan, room = self._plan, limits.BATCH_BYTES_MAX
@@ -203,7 +254,7 @@ class _Answer:
             if at.record is None or item.member or item.etag or not 0 <= start < end:
                 step = self._uncommon(item, at)
             elif at.whole or at.record.has(start, end):
-                step = (at, start, end)
+                step = (at, start, end, size)
             else:
                 step = Ask(item)
             if type(step) is tuple:
@@ -215,6 +266,14 @@ class _Answer:
                 length = len(step)
             elif type(step) is Ask:
                 length = 0
+            elif type(step) is Packed:
+                length = _HEADER_BYTES + step.end - step.start
+                if total + length > room:
+                    step = self._form.failed(item, batch.full(length))
+                    self._counts.batch_failed += 1
+                    length = len(step)
+                else:
+                    self._packed = True
             total += length
             plan.append(step)
             if not len(plan) % LOOKUPS_AT_ONCE:
@@ -228,7 +287,7 @@ class _Answer:
             if at.error is not None:
                 raise at.error
             if item.member:
-                raise NotSupported("members of shards are not served in batches here: read them one by one")
+                return self._member(item, at)
             record = at.record
             if record is None:
                 if item.start < 0 or (end is not None and end <= item.start) or item.start > limits.OBJECT_BYTES_MAX:
@@ -240,9 +299,34 @@ class _Answer:
             stop = size if end is None or end > size else end
             if item.start < 0 or (item.start >= stop and not (end is None and size == item.start == 0)):
                 raise batch.outside(item.start, end, size)
-            return (at, item.start, stop) if record.has(item.start, stop) else Ask(item)
+            return (at, item.start, stop, size) if record.has(item.start, stop) else Ask(item)
         except ForebayError as error:
             return self._form.failed(item, error)
+
+    def _member(self, item: Item, at: Known) -> Step:
+        """The step for a member: of the version that its place is true of."""
+        found = self._shards[item.bucket, item.key]
+        if isinstance(found, ForebayError):
+            raise found
+        shard, index = found
+        if item.etag and item.etag != shard.etag:
+            raise _changed(item)
+        member = index.find(item.member)
+        member.check_readable()
+        size, start = member.size_bytes, item.start
+        stop = size if item.end is None or item.end > size else item.end
+        if start < 0 or (start >= stop and not (item.end is None and size == start == 0)):
+            raise batch.outside(start, item.end, size)
+        span = Span(item.bucket, item.key, shard, member, index.plain)
+        if not span.ranged:
+            return Packed(span, start, stop)
+        first, last = member.start + start, member.start + stop
+        record = at.record
+        if record is not None and is_version(record, index.version) and record.has(first, last):
+            return (at, first, last, size)
+        if first == last:
+            return Packed(span, start, stop)
+        return Ask(Item(item.bucket, item.key, first, last), shard.version, size)
 
     def _look_up(self, name: str, key: str) -> Known:
         """What is here of an object that the caller may read."""
@@ -301,13 +385,13 @@ class _Answer:
                     used += len(step)
                     continue
                 break
-            at, start, end = step
+            at, start, end, whole = step
             size = end - start
             body_at = used + _HEADER_BYTES
             stop = body_at + size
             if size > SMALL_BYTES_MAX or stop > BUFFER_BYTES or not self._ready(at, start, end):
                 break
-            pack(buffer, used, 200, 0, 0, size, at.size)
+            pack(buffer, used, 200, 0, 0, size, whole)
             if at.file is None:
                 inline = at.inline
                 assert inline is not None, "ready without bytes"
@@ -397,18 +481,48 @@ class _Answer:
         step, item = self._plan[position], self._items[position]
         if type(step) is bytes:
             await self._add(step)
+        elif type(step) is Packed:
+            await self._send_packed(item, step)
         elif type(step) is tuple:
             if not await self._send_hit(item, *step):
-                assert step[0].record is not None
-                version = step[0].record.version if self._sized else ""
-                await self._send_asked(item, await self._ask(Ask(item, version)), step[2] - step[1])
+                ask = self._asked_instead(item, step)
+                await self._send_asked(item, await self._ask(ask), step[2] - step[1], total=ask.total)
         else:
             await self._ask_ahead()
             asked = self._ahead.pop(position, None)
             assert type(step) is Ask
-            await self._send_asked(item, await self._ask(step) if asked is None else asked)
+            await self._send_asked(item, await self._ask(step) if asked is None else asked, total=step.total)
 
-    async def _send_hit(self, item: Item, at: Known, start: int, end: int) -> bool:
+    def _asked_instead(self, item: Item, step: Hit) -> Ask:
+        """The question for a hit that is not at hand after all."""
+        at, start, end, whole = step
+        assert at.record is not None, "a hit has a record"
+        if item.member:
+            return Ask(Item(item.bucket, item.key, start, end), at.record.version, whole)
+        return Ask(item, at.record.version if self._sized else "")
+
+    async def _send_packed(self, item: Item, step: Packed) -> None:
+        """A member that must be inflated, or is in a plain form. Only a long one can still fail when it has begun."""
+        assert self._batches.shards is not None, "its place was found"
+        shards, span, size = self._batches.shards, step.span, step.end - step.start
+        data = None
+        try:
+            if size <= limits.MIB:
+                data = await shards.read(span, step.start, step.end)
+        except ForebayError as error:
+            self._counts.batch_failed += 1
+            await self._add(self._form.failed(item, error))
+            return
+        self._count_hits(1, size)
+        await self._add(self._form.begin(item, 0, size, span.member.size_bytes, span.record.modified_s))
+        if data is not None:
+            await self._add(data)
+        else:
+            await self._flush()
+            await shards.send(self._exchange, span, step.start, step.end)
+        await self._add(self._form.after(size))
+
+    async def _send_hit(self, item: Item, at: Known, start: int, end: int, whole: int) -> bool:
         """A hit of any size, in any form. False if its bytes are not at hand after all."""
         if self._used + limits.KIB > BUFFER_BYTES:
             await self._flush()
@@ -422,7 +536,7 @@ class _Answer:
             if read is None:
                 return False
             small = read
-        await self._add(self._form.begin(item, 0, size, at.size, at.record.modified_s))
+        await self._add(self._form.begin(item, 0, size, whole, at.record.modified_s))
         self._count_hits(1, size)
         if small or not size:
             await self._add(small)
@@ -463,8 +577,11 @@ class _Answer:
         self._reads.suspect(at.bucket, at.key, at.object_id, reason)
         return None
 
-    async def _send_asked(self, item: Item, asked: Read | ForebayError, announced: int | None = None) -> None:
-        """What the engine says of an item: its bytes as they land, or its error. `announced`: a size that was."""
+    async def _send_asked(
+        self, item: Item, asked: Read | ForebayError, announced: int | None = None, *, total: int | None = None
+    ) -> None:
+        """What the engine says of an item: its bytes as they land, or its error. `announced`: a size that was; `total`:
+        the size of the member that it is of."""
         counts = self._counts
         await self._flush()
         try:
@@ -493,7 +610,8 @@ class _Answer:
                 counts.batch_bytes += size
             record = opened.record
             flags = 0 if opened.hit else batch.COLD
-            await self._add(self._form.begin(item, flags, size, record.size_bytes, record.modified_s))
+            whole = record.size_bytes if total is None else total
+            await self._add(self._form.begin(item, flags, size, whole, record.modified_s))
             if size:
                 await self._flush()
                 await self._reads.stream(self._exchange, asked, opened, opened.start, opened.end)
