@@ -106,6 +106,43 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     assert everything(tmp_path) == []
 
 
+PUT_THAT_STOPS_BEFORE_THE_RENAME = """
+import asyncio, os, sys
+from forebay.backends.directory import DirectoryBackend
+from forebay.backends.seam import Body
+
+def stop(source, target):
+    print("named", flush=True)
+    sys.stdin.read()
+
+os.replace = stop
+asyncio.run(DirectoryBackend(sys.argv[1]).put("a/key", Body(3, b"new")))
+"""
+
+
+def test_what_a_process_left_that_was_killed_before_the_rename_goes_and_what_a_living_one_has_stays(
+    tmp_path: Path,
+) -> None:
+    run(DirectoryBackend(str(tmp_path)).put("a/key", some(b"old")))
+    command = [sys.executable, "-c", PUT_THAT_STOPS_BEFORE_THE_RENAME, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "named\n"
+        (named,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "key"]
+        assert named.read_bytes() == b"new"
+        assert asyncio.run(list_all(DirectoryBackend(str(tmp_path)))) == (["a/key"], [])
+        assert named.exists(), "its process lives"
+        process.kill()
+    strange = named.with_name("000000000000-1-1")
+    strange.write_bytes(b"of another machine, perhaps at work")
+    assert asyncio.run(list_all(DirectoryBackend(str(tmp_path)))) == (["a/key"], [])
+    assert [path.name for path in named.parent.iterdir()] == [strange.name]
+    assert (tmp_path / "a/key").read_bytes() == b"old"
+    strange.unlink()
+    run(DirectoryBackend(str(tmp_path)).put("a/key", some(b"newer")))
+    assert everything(tmp_path) == ["a", "a/key"]
+
+
 def test_names_of_files_that_are_being_written_are_no_keys(tmp_path: Path) -> None:
     (tmp_path / ".forebay-put-1-1").write_bytes(b"left behind")
 
@@ -116,6 +153,8 @@ def test_names_of_files_that_are_being_written_are_no_keys(tmp_path: Path) -> No
             await backend.head(".forebay-put-1-1")
         with pytest.raises(Invalid):
             await backend.put("a/.forebay-put-1-1", some(b""))
+        with pytest.raises(Invalid):
+            await backend.put(".forebay-put-unfinished/key", some(b""))
 
     run(story())
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from forebay.backends import errors, newfile, pages
 from forebay.backends.newfile import NewFile
+from forebay.backends.unfinished import Unfinished
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body
 from forebay.core import limits
@@ -113,6 +114,7 @@ class DirectoryBackend(Refusing):
         self.root = root.rstrip("/") or "/"
         self._clock = clock or SystemClock()
         self._kept: OrderedDict[str, _Names] = OrderedDict()
+        self._unfinished = Unfinished(self.root.rstrip("/"))
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> DirectoryFetch:
         check_key(key)
@@ -136,7 +138,11 @@ class DirectoryBackend(Refusing):
         return None if info.version == version else info
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
-        return await asyncio.to_thread(pages.page, self, prefix, delimiter, start_after, limit)
+        return await asyncio.to_thread(self._page, prefix, delimiter, start_after, limit)
+
+    def _page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        self._unfinished.sweep()
+        return pages.page(self, prefix, delimiter, start_after, limit)
 
     async def probe(self) -> None:
         await asyncio.to_thread(self._probe)
@@ -171,7 +177,8 @@ class DirectoryBackend(Refusing):
 
     def _new(self, path: str, what: str) -> NewFile:
         self._probe()  # a root that is gone (an unmounted disk) is not made anew
-        return NewFile(path, what)
+        self._unfinished.sweep()
+        return NewFile(path, what, self._unfinished)
 
     async def delete(self, key: str, *, expect: str | None = None) -> None:
         check_key(key)
@@ -187,6 +194,7 @@ class DirectoryBackend(Refusing):
 
     def _remove(self, path: str, what: str, expect: str | None) -> None:
         self._probe()
+        self._unfinished.sweep()
         newfile.remove(path, self.root, what, expect, version_of)
 
     async def copy(
@@ -201,7 +209,7 @@ class DirectoryBackend(Refusing):
         try:
             if source_version and source.version != source_version:
                 raise errors.changed(self._what(source_key))
-            file = NewFile(path, self._what(key))
+            file = self._new(path, self._what(key))
             try:
                 file.append_from(fd, 0, source.size_bytes)
                 if version_of(os.fstat(fd)) != source.version:
@@ -232,7 +240,7 @@ class DirectoryBackend(Refusing):
         """The file that `key` names, or `NotFound`: such a key cannot exist here."""
         if "\0" in key or any(segment in ("", ".", "..") for segment in key.split("/")):
             raise errors.no_such_key(self._what(key))
-        if newfile.is_temporary(key.rpartition("/")[2]):
+        if any(newfile.is_temporary(segment) for segment in key.split("/")):
             raise errors.no_such_key(self._what(key))
         return f"{self.root}/{key}"
 

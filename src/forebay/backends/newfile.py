@@ -3,7 +3,8 @@
 Theory. The bytes go to a file without a name (O_TMPFILE) in the directory where it shall be, so a process that is
 killed leaves nothing behind. They are synced, then the file gets its name: by link(2) where nothing may be there yet,
 which is atomic among all programs, else by a temporary name and rename(2), and the directory is synced. File systems
-without nameless files get a temporary name from the start; `is_temporary` says which names listings leave out.
+without nameless files get a temporary name from the start. Where those names are, and who removes what a killed process
+leaves there: `unfinished.py`; `is_temporary` says which names listings leave out.
 
 A condition on a version is looked at just before the rename, under a lock that every writer of this process takes. A
 program outside that replaces the file in that moment is not seen: file systems have no such condition.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import threading
@@ -27,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay.backends import errors
+from forebay.backends import errors, unfinished
+from forebay.backends.unfinished import Unfinished
 from forebay.core.errors import Corrupt, Invalid, Unavailable
 from forebay.core.types import Headers
 
@@ -35,8 +36,6 @@ HEADERS_ATTRIBUTE = "user.forebay.headers"
 PIECE_BYTES = 1 << 20
 TRIES_MAX = 20  # a directory that deletes remove while it is being made
 
-_TEMPORARY = ".forebay-put-"
-_numbers = itertools.count()
 # One lock per key would be a table that only grows; two keys that share one merely wait for a rename.
 _locks = [threading.Lock() for _ in range(64)]
 _NO_ATTRIBUTES = (errno.ENOTSUP, errno.EPERM, errno.ENOSYS)
@@ -48,14 +47,15 @@ VersionOf = Callable[[os.stat_result], str]
 
 def is_temporary(name: str) -> bool:
     """Whether a file of this name (without directories) is one that is still being written."""
-    return name.startswith(_TEMPORARY)
+    return name.startswith(unfinished.PREFIX)
 
 
 class NewFile:
-    """One file on its way to `path`. `what` names the object in messages."""
+    """One file on its way to `path`. `what` names the object in messages; `names` gives it one meanwhile."""
 
-    def __init__(self, path: str, what: str) -> None:
+    def __init__(self, path: str, what: str, names: Unfinished) -> None:
         self._path, self._what, self._folder = path, what, os.path.dirname(path)
+        self._names = names
         self._named = ""
         self._fd = -1
         self._hash: hashlib._Hash | None = None
@@ -70,10 +70,9 @@ class NewFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
-            named = self._fresh_name()
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-            self._fd = self._in_folder(lambda: os.open(named, flags, 0o666))
-            self._named = named
+            self._names = self._in_folder(lambda: self._names.near(self._folder))
+            self._named, self._fd = self._names.name(lambda path: os.open(path, flags, 0o666))
 
     def _in_folder(self, act: Callable[[], ResultT]) -> ResultT:
         """Do what needs the folder, making it as often as a delete takes it away, since it is empty until then."""
@@ -87,9 +86,6 @@ class NewFile:
                     continue
                 return act()
         raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._folder)
-
-    def _fresh_name(self) -> str:
-        return f"{self._folder}/{_TEMPORARY}{os.getpid()}-{next(_numbers)}"
 
     def hash(self) -> None:
         """Keep an MD5 of what is appended, for `publish` to compare."""
@@ -156,16 +152,16 @@ class NewFile:
                 raise errors.exists(self._what) from None
             return
         if not self._named:
-            named = self._fresh_name()
-            self._in_folder(lambda: self._link(named))
-            self._named = named
-        os.replace(self._named, self._path)
+            self._names = self._in_folder(lambda: self._names.near(self._folder))
+            self._named, _ = self._names.name(self._link)
+        self._in_folder(lambda: os.replace(self._named, self._path))
         self._named = ""
+        self._names.done()
 
     def _link(self, path: str) -> None:
         source = self._named or f"/proc/self/fd/{self._fd}"
         # With a directory descriptor Python uses linkat(2), which follows the link in /proc; link(2) does not.
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.link(source, path, src_dir_fd=folder, follow_symlinks=True)
         finally:
@@ -205,6 +201,7 @@ class NewFile:
         if named:
             with contextlib.suppress(OSError):
                 os.unlink(named)
+            self._names.done()
 
     def __del__(self) -> None:
         self.close()  # a caller that was cancelled while the file was made never got it

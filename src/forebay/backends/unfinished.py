@@ -1,0 +1,97 @@
+"""Names of files on their way into a directory tree: one folder at its root, so that what a killed process left is found.
+
+Theory. A file that replaces another has a name of its own for a moment before it is renamed, and a file system without
+nameless files gives it one from the start. A process killed in between leaves that name. Beside the object it would be
+found only by walking the whole tree; in one folder, a look into that is enough, and whoever writes or lists first takes
+it. The folder is there only while it is needed.
+
+A name says whose it is: the machine's boot, the process, a number. What a process of this boot left that is no more is
+removed at once; what comes from elsewhere (another machine on a shared file system, an earlier boot) only when it is
+old.
+
+Below a root may lie other file systems, and folders that alone may be written. What goes there has its folder there
+(`near`), where only this process finds it again.
+
+Invariants. (1) A file of a living process is never removed. (2) The folder is empty or absent when nobody writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from forebay.ports import clock
+
+PREFIX = ".forebay-put-"  # what begins like this is no object
+FOLDER = PREFIX + "unfinished"
+STRANGE_AGE_S = 86_400.0  # a file of another machine that nobody has touched for so long is nobody's
+
+_numbers = itertools.count(int(clock.wall_s() * 1e6))  # a process id comes again: its numbers do not
+ResultT = TypeVar("ResultT")
+
+
+def boot() -> str:
+    """Names this machine since it started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
+    except OSError:
+        return "unknown"  # not Linux: nothing is known to be dead, all waits until it is old
+
+
+class Unfinished:
+    """The names under one root. Everything here blocks."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._folder = f"{root}/{FOLDER}"
+        self._boot = boot()
+        self._swept = False
+
+    def near(self, folder: str) -> Unfinished:
+        """These names, or others in `folder` if a file cannot go from here to there by a rename."""
+        if os.stat(folder).st_dev == os.stat(self._root).st_dev and os.access(self._root, os.W_OK | os.X_OK):
+            return self
+        return Unfinished(folder)
+
+    def name(self, make: Callable[[str], ResultT]) -> tuple[str, ResultT]:
+        """A new name and what `make` made under it. `OSError` as of `make`."""
+        while True:
+            path = f"{self._folder}/{self._boot}-{os.getpid()}-{next(_numbers)}"
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._folder, 0o777)
+            with contextlib.suppress(FileNotFoundError):  # another write just ended, and took the folder away
+                return path, make(path)
+            if not os.path.isdir(self._root):
+                raise FileNotFoundError(errno.ENOENT, "the directory is gone", self._root)
+
+    def done(self) -> None:
+        """A name was renamed or removed: the folder goes if it was the last."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder)
+
+    def sweep(self) -> None:
+        """Once for each `Unfinished`: remove what processes that are gone have left."""
+        if self._swept:
+            return
+        self._swept = True
+        try:
+            found = os.listdir(self._folder)
+        except OSError:
+            return
+        for name in found:
+            with contextlib.suppress(OSError):
+                if self._is_left(name):
+                    os.unlink(f"{self._folder}/{name}")
+        self.done()
+
+    def _is_left(self, name: str) -> bool:
+        whose, _, rest = name.partition("-")
+        pid = rest.partition("-")[0]
+        if whose == self._boot and pid.isascii() and pid.isdigit():
+            return not os.path.exists(f"/proc/{pid}")
+        return clock.wall_s() - os.stat(f"{self._folder}/{name}").st_ctime > STRANGE_AGE_S
