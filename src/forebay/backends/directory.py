@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from forebay.backends import errors, newfile, pages
 from forebay.backends.newfile import NewFile
-from forebay.backends.unfinished import Unfinished
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body
+from forebay.backends.unfinished import Unfinished
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, NotSupported, Unavailable
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key

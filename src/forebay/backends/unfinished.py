@@ -1,4 +1,4 @@
-"""Names of files on their way into a directory tree: one folder at its root, so that what a killed process left is found.
+"""Names of files on their way into a directory: one folder at its root, so that what a killed process left is found.
 
 Theory. A file that replaces another has a name of its own for a moment before it is renamed, and a file system without
 nameless files gives it one from the start. A process killed in between leaves that name. Beside the object it would be
@@ -63,7 +63,7 @@ class Unfinished:
         while True:
             path = f"{self._folder}/{self._boot}-{os.getpid()}-{next(_numbers)}"
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self._folder, 0o777)
+                Path(self._folder).mkdir()
             with contextlib.suppress(FileNotFoundError):  # another write just ended, and took the folder away
                 return path, make(path)
             if not os.path.isdir(self._root):
@@ -72,7 +72,7 @@ class Unfinished:
     def done(self) -> None:
         """A name was renamed or removed: the folder goes if it was the last."""
         with contextlib.suppress(OSError):
-            os.rmdir(self._folder)
+            Path(self._folder).rmdir()
 
     def sweep(self) -> None:
         """Once for each `Unfinished`: remove what processes that are gone have left."""
