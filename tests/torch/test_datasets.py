@@ -9,7 +9,6 @@ import zipfile
 
 import numpy as np
 import pytest
-from PIL import Image
 from tests.torch.memory_source import MemorySource, shard, tokens
 
 import torch
@@ -17,6 +16,8 @@ from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
 from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.decoders import picture
 from forebay.torch.source import Facts
+
+Image = pytest.importorskip("PIL.Image")
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------

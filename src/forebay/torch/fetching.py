@@ -8,13 +8,19 @@ Threads are enough where nothing is decoded: the time goes into sockets and copi
 others, and a batch need not be sent from one process to another. They are daemons, so that a program that ends is
 not kept by a read that waits for a node.
 
+Worker processes end with the training process, however that ends: each watches it through a descriptor of the process
+itself. torch's own watch looks at the parent every 5 s, and under `forkserver` the parent is not the training process:
+workers of one that was killed would stay for good.
+
 Invariants. (1) Results come in the order of the steps. (2) At most `depth` batches are made or kept ahead. (3) After
 `close` no new fetch begins.
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +100,33 @@ class Fetching(TorchDataset):  # type: ignore[misc]  # torch is not followed by 
         facts.read_s += clock.monotonic_s() - began_s
         facts.items += len(indices)
         return samples
+
+
+class Following:
+    """What a worker process does first: follow the training process, then the caller's `worker_init`."""
+
+    def __init__(self, worker_init: Callable[[int], None] | None) -> None:
+        self._leader_pid = os.getpid()
+        self._worker_init = worker_init
+
+    def __call__(self, number: int) -> None:
+        try:
+            leader = os.pidfd_open(self._leader_pid)
+        except ProcessLookupError:
+            os._exit(1)
+        except (AttributeError, OSError):  # no such thing on this platform: torch's own watch has to do
+            leader = -1
+        if leader >= 0:
+            threading.Thread(target=_follow, args=(leader,), name="forebay-follow", daemon=True).start()
+        if self._worker_init is not None:
+            self._worker_init(number)
+
+
+def _follow(leader: int) -> None:
+    poll = select.poll()
+    poll.register(leader, select.POLLIN)
+    poll.poll()  # readable when that process has ended
+    os._exit(1)
 
 
 def as_is(batch: Any) -> Any:

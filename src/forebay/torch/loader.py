@@ -30,7 +30,7 @@ import torch
 from forebay.core.errors import ForebayError, Invalid
 from forebay.ports import clock
 from forebay.torch.dataset import WINDOW_BYTES, Shuffle
-from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, as_is, collate, pinned
+from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
 from forebay.torch.partition import Last
 from forebay.torch.schedule import Place, Schedule
 from forebay.torch.stall import StallMeter
@@ -208,7 +208,7 @@ class DataLoader:
                 prefetch_factor=self._prefetch,
                 persistent_workers=True,
                 multiprocessing_context=self._start_method,
-                worker_init_fn=self._worker_init,
+                worker_init_fn=Following(self._worker_init),
             )
         return iter(self._inner)
 
