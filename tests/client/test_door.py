@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import resource
 import signal
+import tarfile
 import threading
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +24,7 @@ from tests.client.fake_node import FakeNode
 from forebay.client import door as client_door
 from forebay.client.door import HostDoor
 from forebay.client.sync import Client
-from forebay.core import doorwire, limits
+from forebay.core import doorwire, limits, members
 from forebay.core.batch import Item
 from forebay.core.doorwire import DoorAt, DoorOpened
 from forebay.core.errors import Denied, NotFound, Unavailable
@@ -122,6 +125,59 @@ def test_what_is_odd_is_left_to_http(door: HostDoor, large: int) -> None:
     assert door.read_many([Item("b", "large", 0, 5, etag=f"e{large}")]) == [DATA[:5]]
     assert door.readinto("b", "large", 3_000_001, bytearray(1)) is None
     assert door.readinto("b", "large", 0, bytearray(1), etag="another") is None
+
+
+def test_members_of_shards_are_ranges_of_their_files(front: FakeDoor, tmp_path: Path) -> None:
+    packed, zipped = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for number in range(30):
+            entry = tarfile.TarInfo(f"m{number}")
+            entry.size = 1000 + number
+            archive.addfile(entry, io.BytesIO(DATA[number : number + entry.size]))
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive_of_zip:
+        archive_of_zip.writestr("deflated", bytes(5000))
+    indexes = {}
+    for key, data in (("t", packed.getvalue()), ("z", zipped.getvalue())):
+        object_id = front.put("b", key, data, tmp_path)
+        kind: Any = {"t": "tar", "z": "zip"}[key]
+        indexes["b", key] = members.build(
+            kind,
+            lambda start, size, data=data: data[start : start + size],
+            len(data),
+            version="v",
+            etag=f"e{object_id}",
+        )
+    looked: list[str] = []
+
+    def known(bucket: str, key: str) -> members.MemberIndex | None:
+        looked.append(key)
+        if key == "odd":
+            raise NotFound("no such shard")
+        return indexes.get((bucket, key))
+
+    door = HostDoor(front.where, members=known)
+    items = [
+        Item("b", "t", member="m7"),
+        Item("b", "t", 10, 20, member="m29"),
+        Item("b", "t", 10, member="m0"),
+        Item("b", "t", 0, 1001, member="m0"),
+        Item("b", "t", 1000, member="m0"),
+        Item("b", "t", -1, 5, member="m1"),
+        Item("b", "t", member="none"),
+        Item("b", "t", member="m1", etag="another"),
+        Item("b", "z", member="deflated"),
+        Item("b", "odd", member="m"),
+        Item("b", "unknown", member="m"),
+        Item("b", "t", 0, 100),
+    ]
+    wanted = [DATA[7:1014], DATA[39:49], DATA[10:1000], *[None] * 8, packed.getvalue()[:100]]
+    assert door.read_many(items) == wanted
+    assert sorted(looked) == ["odd", "t", "unknown", "z"], "once for each batch"
+    assert door.read_many(items) == wanted
+    front.put("b", "t", packed.getvalue() + bytes(512), tmp_path)
+    front.drop(1)
+    until(lambda: door.read_many(items)[:3] == [None] * 3)  # it is another version than the index is of
+    door.close()
 
 
 def test_what_is_dropped_is_closed_before_the_next_use(

@@ -55,6 +55,8 @@ from forebay.core.doorwire import (
     DoorWelcome,
 )
 from forebay.core.errors import Corrupt, ForebayError
+from forebay.core.members import MemberIndex
+from forebay.core.zipdir import STORED
 from forebay.ports import clock
 
 PATIENCE_S = 5.0  # for one answer of the door: it reads an index and opens files; HTTP has more patience
@@ -152,16 +154,23 @@ class _Lost(Exception):
 
 
 class HostDoor:
-    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP.
+    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP; `members`
+    gives the index of a shard (bucket, key), where it is known, so that its members are ranges of a file.
 
     Every method answers None for what the door has not; then ask over HTTP. None raises for what node or disks do.
     """
 
     def __init__(
-        self, ask_where: Callable[[], DoorAt], token: str = "", *, files_open_max: int = limits.CLIENT_FILES_OPEN_MAX
+        self,
+        ask_where: Callable[[], DoorAt],
+        token: str = "",
+        *,
+        members: Callable[[str, str], MemberIndex | None] | None = None,
+        files_open_max: int = limits.CLIENT_FILES_OPEN_MAX,
     ) -> None:
         self._ask_where = ask_where
         self._token = token
+        self._members = members
         self._files_open_max = files_open_max
         self._off = sys.platform != "linux"
         self._begin()
@@ -217,8 +226,7 @@ class HostDoor:
 
     # --- reading -----------------------------------------------------------------------------------------------------
     def read_many(self, items: Sequence[Item]) -> list[bytes | memoryview | None]:
-        """The bytes of each item, in order; None where HTTP must be asked. Items inside members of shards are None:
-        make them ranges of their shards first."""
+        """The bytes of each item, in order; None where HTTP must be asked."""
         answers: list[bytes | memoryview | None] = [None] * len(items)
         if self._off or not items:
             return answers
@@ -227,9 +235,14 @@ class HostDoor:
         missing: dict[Name, list[int]] = {}
         now_s, used_s = clock.wall_s(), clock.monotonic_s()
         reads = read_bytes = 0
+        indexes: dict[Name, MemberIndex | None] = {}
+        inside: dict[int, Item] = {}  # items in members, as ranges of their shards
         for at, item in enumerate(items):
             if item.member:
-                continue
+                place = self._place(item, indexes)
+                if place is None:
+                    continue
+                item = inside[at] = place
             name = (item.bucket, item.key)
             held = files.get(name)
             if held is None or held.fresh_until_s <= now_s:
@@ -247,7 +260,9 @@ class HostDoor:
                 read_bytes += len(body)
         if missing:
             with self._lock:
-                self._read_missing(items, answers, missing)
+                self._read_missing(
+                    items if not inside else [inside.get(at, item) for at, item in enumerate(items)], answers, missing
+                )
         self._count(reads, read_bytes, used_s)
         return answers
 
@@ -270,6 +285,28 @@ class HostDoor:
                         self._read_bytes += len(body)
             if isinstance(found, _Held) and found.size_bytes <= found.block_bytes:
                 found.touched.clear()  # the front has counted that when it gave it
+
+    def _place(self, item: Item, indexes: dict[Name, MemberIndex | None]) -> Item | None:
+        """The item as a range of the version of its shard that the index is of; None if it is not simply that."""
+        name = (item.bucket, item.key)
+        if name not in indexes:
+            index = None
+            if self._members is not None:
+                with contextlib.suppress(ForebayError):
+                    index = self._members(*name)
+            indexes[name] = index
+        index = indexes[name]
+        if index is None or index.plain or not index.etag or item.etag not in ("", index.etag):
+            return None
+        number = index.number(item.member)
+        if number is None:
+            return None
+        member = index.member(number)
+        start = member.start + item.start
+        end = member.end if item.end is None else member.start + item.end
+        if member.method != STORED or not member.start <= start < end <= member.end:
+            return None
+        return Item(item.bucket, item.key, start, end, "", index.etag)
 
     def pread(self, bucket: str, key: str, start: int, size_bytes: int, *, etag: str = "") -> bytes | None:
         """`size_bytes` of the object from `start` on."""
