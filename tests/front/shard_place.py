@@ -91,6 +91,10 @@ class Place:
             self.loop.close()
 
     # --- as a client -------------------------------------------------------------------------------------------------
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.fronts[0].port}"
+
     def ask(
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, *, front: int = 0
     ) -> Answer:

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import TypeVar
 
-from forebay.client import flows
+from forebay.client import flows, members
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import Collected, Stale
 from forebay.client.http1 import (
@@ -35,6 +35,7 @@ from forebay.client.http1 import (
     parse_head,
 )
 from forebay.client.manifest import manifest
+from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
@@ -210,6 +211,7 @@ class Client:
         ca: str | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca)
+        self._members = members.Kept()
         self._idle: list[_Connection] = []
         self._closed = False
 
@@ -302,9 +304,21 @@ class Client:
         return _Connection(self._calling, reader, writer)
 
     # --- objects -----------------------------------------------------------------------------------------------------
-    async def get(self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "") -> bytes:
-        """The bytes of the object, or of a range of it. With `etag`, `Precondition` if it is another version now."""
-        return (await self.run(flows.get(bucket, key, range=range, etag=etag)))[1]
+    async def get(
+        self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "", member: str | None = None
+    ) -> bytes:
+        """The bytes of the object, or of a range of it; see `forebay.Client.get`."""
+        return (await self.run(flows.get(bucket, key, range=range, etag=etag, member=member)))[1]
+
+    async def members(self, bucket: str, key: str) -> Members:
+        """The members of a shard as it is now; see `forebay.Client.members`."""
+        return await self.run(self._members.read(bucket, key))
+
+    async def append_member(
+        self, bucket: str, key: str, name: str, data: Data, *, etag: str = "", only_new: bool = False
+    ) -> Written:
+        """Make `data` one more member of a tar; see `forebay.Client.append_member`."""
+        return await self.run(members.append(bucket, key, name, data, etag=etag, only_new=only_new))
 
     async def get_into(
         self, bucket: str, key: str, buffer: bytearray | memoryview, *, range: RangeSpec | None = None, etag: str = ""

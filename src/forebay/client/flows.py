@@ -120,7 +120,8 @@ def _ask(request: Request, what: str) -> Flow[Response]:
     return response
 
 
-def _ask_json(request: Request, what: str, type_: Any) -> Flow[Any]:
+def ask_json(request: Request, what: str, type_: Any) -> Flow[Any]:
+    """The JSON of the answer as a `type_`; raised what it says instead. `what` is the thing asked for."""
     response = yield from _ask(request, what)
     try:
         return msgspec.json.decode(response.body, type=type_)
@@ -142,17 +143,29 @@ def object_target(bucket: str, key: str) -> str:
 
 
 def get(
-    bucket: str, key: str, *, sink: Sink | None = None, range: RangeSpec | None = None, etag: str = ""
+    bucket: str,
+    key: str,
+    *,
+    sink: Sink | None = None,
+    range: RangeSpec | None = None,
+    etag: str = "",
+    member: str | None = None,
 ) -> Flow[tuple[Got, bytes]]:
-    """The object, or a range of it, into `sink`, else returned. With `etag` only that version will do."""
+    """The object, or a range of it, into `sink`, else returned. With `etag` only that version will do; with `member` it
+    is that file in a shard."""
     headers = []
     if range is not None:
         first = "" if range.first is None else str(range.first)
         headers.append(("Range", f"bytes={first}-{'' if range.last is None else range.last}"))
     if etag:
         headers.append(("If-Match", f'"{etag}"'))
-    request = Request("GET", object_target(bucket, key), tuple(headers), sink=sink)
-    response = yield from _ask(request, f"{bucket}/{key}")
+    target = object_target(bucket, key)
+    if member is not None:
+        if not member:
+            raise Invalid("a member has a name: give one, or leave it out for the whole shard")
+        target = with_query(target, (("member", member),))
+    request = Request("GET", target, tuple(headers), sink=sink)
+    response = yield from _ask(request, f"{bucket}/{key}" if member is None else f"{member!r} in {bucket}/{key}")
     return got(response), response.body
 
 
@@ -195,7 +208,7 @@ def put(
 ) -> Flow[Written]:
     """Make `body`, or what `source` holds, the object."""
     request = Request("PUT", object_target(bucket, key), headers, body, source=source)
-    written: Written = yield from _ask_json(request, f"{bucket}/{key}", Written)
+    written: Written = yield from ask_json(request, f"{bucket}/{key}", Written)
     return written
 
 
@@ -209,14 +222,14 @@ def copy(call: CopyCall) -> Flow[Written]:
     """Copy an object inside the node."""
     target = encode_path("-/v1/copy", call.bucket, call.key)
     what = f"copying {call.source_bucket}/{call.source_key} to {call.bucket}/{call.key}"
-    written: Written = yield from _ask_json(_post(target, call), what, Written)
+    written: Written = yield from ask_json(_post(target, call), what, Written)
     return written
 
 
 def stat(bucket: str, key: str, *, revalidate: bool = False) -> Flow[ObjectState]:
     """What the node knows of an object."""
     target = with_query(encode_path("-/v1/stat", bucket, key), (("revalidate", "1" if revalidate else ""),))
-    state: ObjectState = yield from _ask_json(Request("GET", target), f"{bucket}/{key}", ObjectState)
+    state: ObjectState = yield from ask_json(Request("GET", target), f"{bucket}/{key}", ObjectState)
     return state
 
 
@@ -226,7 +239,7 @@ def list_page(bucket: str, prefix: str, delimiter: str, start_after: str, limit:
         encode_path("-/v1/list", bucket),
         (("prefix", prefix), ("delimiter", delimiter), ("start_after", start_after), ("limit", str(limit))),
     )
-    page: ListPage = yield from _ask_json(Request("GET", target), f"listing {bucket}/{prefix}", ListPage)
+    page: ListPage = yield from ask_json(Request("GET", target), f"listing {bucket}/{prefix}", ListPage)
     return page
 
 
@@ -234,27 +247,27 @@ def cached_page(bucket: str, prefix: str, delimiter: str, start_after: str, limi
     """One page of what the node's index knows of a bucket; the backend is not asked."""
     pairs = (("prefix", prefix), ("delimiter", delimiter), ("start_after", start_after), ("limit", str(limit)))
     target = with_query(encode_path("-/v1/list", bucket), (*pairs, ("cached", "1")))
-    page: CachedPage = yield from _ask_json(Request("GET", target), f"listing {bucket}/{prefix}", CachedPage)
+    page: CachedPage = yield from ask_json(Request("GET", target), f"listing {bucket}/{prefix}", CachedPage)
     return page
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
 def buckets() -> Flow[list[Bucket]]:
     """All buckets of the node, by name."""
-    found: list[Bucket] = yield from _ask_json(Request("GET", "/-/v1/buckets"), "the buckets", list[Bucket])
+    found: list[Bucket] = yield from ask_json(Request("GET", "/-/v1/buckets"), "the buckets", list[Bucket])
     return sorted(found, key=lambda bucket: bucket.name)
 
 
 def bucket(name: str) -> Flow[Bucket]:
     """One bucket's settings; secrets in its options read `***`."""
-    found: Bucket = yield from _ask_json(Request("GET", encode_path("-/v1/buckets", name)), f"bucket {name}", Bucket)
+    found: Bucket = yield from ask_json(Request("GET", encode_path("-/v1/buckets", name)), f"bucket {name}", Bucket)
     return found
 
 
 def bucket_put(bucket: Bucket, *, check: bool) -> Flow[Bucket]:
     """Create or change a bucket; with `check` the node first asks the backend whether it answers."""
     target = with_query(encode_path("-/v1/buckets", bucket.name), (("check", "1" if check else ""),))
-    kept: Bucket = yield from _ask_json(_post(target, bucket, "PUT"), f"bucket {bucket.name}", Bucket)
+    kept: Bucket = yield from ask_json(_post(target, bucket, "PUT"), f"bucket {bucket.name}", Bucket)
     return kept
 
 
@@ -272,40 +285,40 @@ def bucket_check(name: str) -> Flow[None]:
 def start_job(verb: JobVerb, bucket: str, prefix: str, keys: Iterable[str], dry_run: bool) -> Flow[JobState]:
     """Start a job and return its first state."""
     call = JobCall(bucket, prefix, list(keys), dry_run)
-    state: JobState = yield from _ask_json(_post(f"/-/v1/{verb}", call), f"{verb} {bucket}/{prefix}", JobState)
+    state: JobState = yield from ask_json(_post(f"/-/v1/{verb}", call), f"{verb} {bucket}/{prefix}", JobState)
     return state
 
 
 def job(name: str) -> Flow[JobState]:
-    state: JobState = yield from _ask_json(Request("GET", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
+    state: JobState = yield from ask_json(Request("GET", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
     return state
 
 
 def jobs() -> Flow[list[JobState]]:
     """All jobs the node remembers, newest first."""
-    found: list[JobState] = yield from _ask_json(Request("GET", "/-/v1/jobs"), "the jobs", list[JobState])
+    found: list[JobState] = yield from ask_json(Request("GET", "/-/v1/jobs"), "the jobs", list[JobState])
     return found
 
 
 def job_cancel(name: str) -> Flow[JobState]:
-    state: JobState = yield from _ask_json(Request("DELETE", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
+    state: JobState = yield from ask_json(Request("DELETE", encode_path("-/v1/jobs", name)), f"job {name}", JobState)
     return state
 
 
 # --- node ------------------------------------------------------------------------------------------------------------
 def status() -> Flow[NodeState]:
-    state: NodeState = yield from _ask_json(Request("GET", "/-/v1/status"), "the node's status", NodeState)
+    state: NodeState = yield from ask_json(Request("GET", "/-/v1/status"), "the node's status", NodeState)
     return state
 
 
 def node_map() -> Flow[NodeMap]:
-    found: NodeMap = yield from _ask_json(Request("GET", "/-/v1/map"), "the map", NodeMap)
+    found: NodeMap = yield from ask_json(Request("GET", "/-/v1/map"), "the map", NodeMap)
     return found
 
 
 def door() -> Flow[DoorAt]:
     """Where clients on the node's host find its door."""
-    found: DoorAt = yield from _ask_json(Request("GET", "/-/v1/door"), "the node's door", DoorAt)
+    found: DoorAt = yield from ask_json(Request("GET", "/-/v1/door"), "the node's door", DoorAt)
     return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from forebay.client import exposition, flows
+from forebay.client import exposition, flows, members
 from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import Connection, Stale
@@ -30,6 +30,7 @@ from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
 from forebay.client.http1 import Request, Response
 from forebay.client.manifest import manifest
+from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
@@ -80,6 +81,7 @@ class Client:
         self._made_of = (self._calling.place.url, self._calling.token, patience_s, ca)
         self._portable = trust is None
         self.place = self._calling.place
+        self._members = members.Kept()
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
         self._closed = False
@@ -202,9 +204,35 @@ class Client:
             connection.close()
 
     # --- objects -----------------------------------------------------------------------------------------------------
-    def get(self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "") -> bytes:
-        """The bytes of the object, or of a range of it. With `etag`, `Precondition` if it is another version now."""
-        return self.run(flows.get(bucket, key, range=range, etag=etag))[1]
+    def get(
+        self, bucket: str, key: str, *, range: RangeSpec | None = None, etag: str = "", member: str | None = None
+    ) -> bytes:
+        """The bytes of the object, or of a range of it. With `etag`, `Precondition` if it is another version now.
+
+        With `member` they are those of one file in a shard (tar, zip); `NotFound` (`NoSuchMember`) if it has none.
+        """
+        return self.run(flows.get(bucket, key, range=range, etag=etag, member=member))[1]
+
+    def members(self, bucket: str, key: str) -> Members:
+        """The members of a shard as it is now. Kept, and only confirmed by the node the next time.
+
+        `Corrupt` for what is no shard, or was cut; `NotSupported` for one that the node cannot read.
+        """
+        return self.run(self._members.read(bucket, key))
+
+    def append_member(
+        self, bucket: str, key: str, name: str, data: Data, *, etag: str = "", only_new: bool = False
+    ) -> Written:
+        """Make `data` (bytes, a path, or an open binary file) one more member of a tar, which is made if there is none.
+
+        In buckets written `back` or `local`, else `NotSupported`. Whole or not at all, as a new version of the tar; of
+        several at once none is lost. With `etag` only if the tar is that version, with `only_new` only if there is
+        none; else `Precondition`. It may cost a copy of the tar: append what is large, or write shards yourself.
+        """
+        try:
+            return self.run(members.append(bucket, key, name, data, etag=etag, only_new=only_new))
+        finally:
+            self.changed(bucket, key)
 
     def get_into(
         self, bucket: str, key: str, buffer: bytearray | memoryview, *, range: RangeSpec | None = None, etag: str = ""
