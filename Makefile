@@ -7,7 +7,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv system test check bench demo sim fix clean
+.PHONY: help venv system test check bench peers demo sim fix clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -25,8 +25,12 @@ test: venv system ## everything CI runs: format, lint, types, imports, tests, si
 
 check: test ## the same as test
 
-bench: venv system ## every row of the speed table with its peer: make bench [NAME=warm|cold|epoch] [ARGS=--quick]
+bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|cold|epoch|scale|write|loader] [ARGS=--quick]
+	@$(if $(filter loader all,$(or $(NAME),all)),scripts/setup peers)
 	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
+
+peers: ## .venv-peers: the data loaders that `make bench NAME=loader` compares with, at fixed versions
+	@scripts/setup peers
 
 demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/
 	@exec $(PY) -m demo $(ARGS)

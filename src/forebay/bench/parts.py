@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -231,8 +231,11 @@ class Lab:
     def upload(self, objects: Objects) -> None:
         """The same bytes in the remote bucket; uploaded once."""
         self.make(objects)
+        self.upload_files([objects.key(index) for index in range(objects.count)])
+
+    def upload_files(self, keys: Sequence[str]) -> None:
+        """Files of `files` in the remote bucket; each uploaded once."""
         weed = self.weed
-        keys = [objects.key(index) for index in range(objects.count)]
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda key: self._upload_one(weed, key), [key for key in keys if key not in self._uploaded]))
 

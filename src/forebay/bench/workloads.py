@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale", "write"]
+    group: Literal["warm", "cold", "epoch", "scale", "write", "loader"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -100,10 +100,11 @@ class Row:
     seconds: float = 3.0  # of load per side and round, where load is timed
     connections: int = 8
     range_bytes: int = 0
-    peer: Literal["nginx", "seaweedfs", "direct", "single", "limit", "write+fsync", "sink", "fio", "unlimited"] = (
-        "direct"
-    )
+    peer: Literal[
+        "nginx", "seaweedfs", "direct", "single", "limit", "write+fsync", "sink", "fio", "unlimited", "best peer"
+    ] = "direct"
     signed: bool = False
+    decode: bool = False
     epochs: int = 0
     demand: float = 0.0  # trainer's demand as a multiple of the link's rate
     cache_bytes: int = 0
@@ -124,8 +125,34 @@ SHARDS_QUICK = Objects("shard", MIB, 24)
 
 WRITTEN = Objects("written", 10 * MIB, 16)
 
+SAMPLES_100K = Objects("samples-100k", 100_000, 2_000)  # stand for 10,000 and 200,000: the rates are per sample
+SAMPLES_10K = Objects("samples-10k", 10_000, 10_000)
+
 WAN = Link(200 * MB, 0.020)
 LAN = Link(200 * MB)
+
+
+def _loader(objects: Objects, link: Link, *, decode: bool = False) -> Row:
+    """Epoch 1 is held to its goal where the bucket is far: nearby, everybody waits for the bucket's own processor."""
+    size = f"{objects.size_bytes // 1000} KB"
+    first = at_least(1.2) if link.latency_s >= 0.02 and not decode else REPORTED
+    return Row(
+        f"loader-{objects.size_bytes // 1000}k-{link.latency_s * 1000:.0f}ms{'-decoded' if decode else ''}",
+        "loader",
+        f"{objects.count:,} samples of {size}{', decoded' if decode else ''}, bucket at {link}",
+        "forebay.bench.loader:epochs",
+        (objects,),
+        (Objects(f"{objects.name}-few", objects.size_bytes, 200),),
+        link,
+        {
+            "epoch 1, shards": first,
+            "epoch 1, objects": REPORTED,
+            "epoch 2, shards": at_least(2.0),
+            "epoch 2, objects": REPORTED,
+        },
+        peer="best peer",
+        decode=decode,
+    )
 
 
 def _warm(
@@ -335,7 +362,12 @@ ROWS: tuple[Row, ...] = (
         connections=1,
         rounds=5,
     ),
+    *(
+        _loader(objects, Link(latency_s=latency_s), decode=decode)
+        for objects in (SAMPLES_100K, SAMPLES_10K)
+        for latency_s, decode in ((0.0, False), (0.005, False), (0.020, False), (0.0, True), (0.020, True))
+    ),
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale", "write")
+GROUPS = ("warm", "cold", "epoch", "scale", "write", "loader")

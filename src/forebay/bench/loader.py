@@ -1,0 +1,205 @@
+"""Loader rows: epochs of `forebay.torch` beside the loaders that people use today, on the same samples.
+
+Theory. Every side reads the same JPEG files, in the form that it wants (tar shards, MDS shards, litdata chunks, one
+object each), from the same SeaweedFS behind the same link. Every run is a process of its own with empty caches: its
+first epoch is cold and its second finds what the peer, or the node, kept on this machine's disk. Forebay is compared
+with the *best* peer of each round, whichever that is. Decoding, where it is on, is the same function on both sides.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from forebay.bench import load, peers
+from forebay.bench.parts import BUCKET, Lab
+from forebay.bench.report import Result
+from forebay.bench.servers import MissingProgram
+from forebay.bench.stats import compared
+from forebay.bench.workloads import MIB, Objects, Row
+
+SHARD_BYTES = 64 * MIB
+BATCH, SEED, EPOCHS = 64, 20261121, 2
+PICTURES = 32  # different pictures; each sample has bytes of its own behind one
+TIMEOUT_S = 1800.0
+PEERS = tuple(peers.PEERS)
+
+
+def peers_python() -> str:
+    """The interpreter of the environment that has the peers."""
+    path = os.environ.get("FOREBAY_BENCH_PEERS", ".venv-peers/bin/python")
+    if not Path(path).exists():
+        raise MissingProgram("the peers are missing: run `make peers`, or name their python in FOREBAY_BENCH_PEERS")
+    return path
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+def pictures(size_bytes: int) -> list[bytes]:
+    """JPEG files of at most `size_bytes`, parts of a real photograph, as large as fits."""
+    from matplotlib import cbook
+    from PIL import Image
+
+    with cbook.get_sample_data("grace_hopper.jpg") as file:
+        photo = Image.open(file).convert("RGB")
+    chance = random.Random(size_bytes)
+    found = []
+    for _ in range(PICTURES):
+        side = min(photo.size)
+        while True:
+            left, top = (chance.randrange(whole - side + 1) for whole in photo.size)
+            out = io.BytesIO()
+            photo.crop((left, top, left + side, top + side)).save(out, "JPEG", quality=92)
+            if len(out.getvalue()) <= size_bytes - 16:
+                break
+            side = side * 9 // 10
+        found.append(out.getvalue())
+    return found
+
+
+def make_samples(folder: Path, objects: Objects) -> None:
+    """`count` files of exactly `size_bytes`: a picture, then bytes of its own, which decoders skip."""
+    folder.mkdir(parents=True)
+    chance, made = random.Random(objects.name), pictures(objects.size_bytes)
+    for index in range(objects.count):
+        picture = made[index % len(made)]
+        own = chance.randbytes(objects.size_bytes - len(picture))
+        (folder / f"{index:07d}.jpg").write_bytes(picture + own)
+
+
+def make_shards(files: Path, folder: Path, objects: Objects) -> list[str]:
+    """Tar shards of the samples, as WebDataset has them; their names."""
+    folder.mkdir()
+    each = max(1, SHARD_BYTES // objects.size_bytes)
+    names = []
+    for first in range(0, objects.count, each):
+        names.append(f"{first // each:05d}.tar")
+        with tarfile.open(folder / names[-1], "w") as shard:
+            for index in range(first, min(objects.count, first + each)):
+                shard.add(files / f"{index:07d}.jpg", arcname=f"{index:07d}.jpg")
+    return names
+
+
+class Forms:
+    """The samples in the bucket, in every form; `name` is the prefix of all of them."""
+
+    def __init__(self, lab: Lab, objects: Objects) -> None:
+        self.objects, root = objects, lab.files / f"loader-{objects.name}"
+        self.name = root.name
+        if root.exists():
+            self.shards = sorted(path.name for path in (root / "tar").iterdir())
+            return
+        make_samples(root / "files", objects)
+        self.shards = make_shards(root / "files", root / "tar", objects)
+        folders = {form: str(root / form) for form in ("files", "mds", "lit")}
+        work = {"samples": objects.count, **folders}
+        _run([peers_python(), peers.__file__, "prepare"], work, {})
+        lab.upload_files([str(path.relative_to(lab.files)) for path in sorted(root.rglob("*")) if path.is_file()])
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+def _run(command: list[str], work: dict[str, Any], env: dict[str, str]) -> list[dict[str, float]]:
+    """The epochs of one process. `LoadFailed` with the end of what it said."""
+    done = subprocess.run(
+        command,
+        input=json.dumps(work),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **env},
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise load.LoadFailed(f"{command[-1]} ended with {done.returncode}: {said[-1] if said else ''}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"epoch"')]
+
+
+def _peer(lab: Lab, forms: Forms, name: str, endpoint: str, how: str) -> list[float]:
+    """Samples a second of each epoch of a peer."""
+    cache = lab.dir / "peer-cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir()
+    work = {
+        "endpoint": endpoint,
+        "bucket": BUCKET,
+        "shards": [f"{forms.name}/tar/{name}" for name in forms.shards],
+        "mds": f"{forms.name}/mds",
+        "lit": f"{forms.name}/lit",
+        "objects": f"{forms.name}/files/",
+        "cache": str(cache),
+        "samples": forms.objects.count,
+        **_common(how),
+        "workers": 2,
+    }
+    env = {
+        "S3_ENDPOINT_URL": endpoint,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    return _rates(_run([peers_python(), peers.__file__, name], work, env), name)
+
+
+def _ours(lab: Lab, forms: Forms, kind: str, endpoint: str, how: str) -> list[float]:
+    """Samples a second of each epoch through a node that begins empty."""
+    with lab.node(core=None) as node:
+        node.add_bucket(BUCKET, lab, endpoint)
+        work = {
+            "url": node.endpoint,
+            "kind": kind,
+            "place": f"{BUCKET}/{forms.name}/{'files' if kind == 'objects' else 'tar'}/",
+            "samples": forms.objects.count,
+            **_common(how),
+            "workers": 2 if how else 0,
+        }
+        return _rates(_run([sys.executable, "-m", "forebay.bench.trainee"], work, {}), f"forebay {kind}")
+
+
+def _common(how: str) -> dict[str, Any]:
+    return {"decode": how, "batch": BATCH, "seed": SEED, "epochs": EPOCHS}
+
+
+def _rates(epochs: list[dict[str, float]], who: str) -> list[float]:
+    if len(epochs) != EPOCHS:
+        raise load.LoadFailed(f"{who} told of {len(epochs)} epochs, not {EPOCHS}")
+    return [epoch["samples"] / epoch["seconds"] for epoch in epochs]
+
+
+def epochs(lab: Lab, row: Row) -> Result:
+    """Both epochs of every side, each round with empty caches."""
+    (objects,) = row.quick if lab.quick else row.objects
+    how = "image" if row.decode else ""
+    forms = Forms(lab, objects)
+    sides = [*PEERS, "shards", "objects"]
+    rates: dict[str, list[list[float]]] = {side: [] for side in sides}
+    with lab.remote(row.link) as remote:
+        for turn in range(1 if lab.quick else row.rounds):
+            for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
+                run = _peer if side in PEERS else _ours
+                rates[side].append(run(lab, forms, side, remote.endpoint, how))
+    measures = []
+    for epoch in range(EPOCHS):
+        best = [max(rates[peer][turn][epoch] for peer in PEERS) for turn in range(len(rates["shards"]))]
+        for side in ("shards", "objects"):
+            goal = row.goals[f"epoch {epoch + 1}, {side}"]
+            mine = [pair[epoch] for pair in rates[side]]
+            measures.append(compared(f"epoch {epoch + 1}, {side}", "samples/s", goal, mine, best, "best peer"))
+    notes = tuple(
+        f"{side}: {_median(rates[side], 0):,.0f} and {_median(rates[side], 1):,.0f} a second" for side in sides
+    )
+    return Result(row, tuple(measures), notes=notes, extra={"rates": rates})
+
+
+def _median(rates: list[list[float]], epoch: int) -> float:
+    return statistics.median(pair[epoch] for pair in rates)

@@ -1,0 +1,204 @@
+"""Epochs of one peer's loader, in the peers' own interpreter: `python peers.py PEER`, the work as JSON on stdin.
+
+Theory. The peers pin other versions of shared libraries than Forebay's tests do (botocore above all), so they live in
+an environment of their own (`make peers`), and this file imports nothing of Forebay. It prints one JSON line for each
+epoch: samples, seconds from asking for the first batch to the end, seconds to the first batch. Making the dataset
+object counts to the first epoch, since that is where some of them list or download. Each peer is used as its
+documentation says for object storage: shards for those that have them, a local cache where they offer one, persistent
+worker processes, and whole batches left as lists, so that nobody pays for collating.
+
+Invariant. An epoch that does not yield every sample once is an error, not a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import sys
+import time
+import types
+from typing import Any
+
+
+def decode(data: bytes, how: str) -> int:
+    """What the training would do with a sample's bytes."""
+    if how == "image":
+        image = importlib.import_module("PIL.Image").open(io.BytesIO(data)).convert("RGB")
+        return int(importlib.import_module("numpy").asarray(image).shape[0])
+    return len(data)
+
+
+def collate(samples: list[Any]) -> list[Any]:
+    """Nothing: batches are lists."""
+    return samples
+
+
+def loader(dataset: Any, work: dict[str, Any]) -> Any:
+    torch_data = importlib.import_module("torch.utils.data")
+    workers = work["workers"]
+    return torch_data.DataLoader(
+        dataset,
+        batch_size=work["batch"],
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=collate,
+        shuffle=work.get("map_style", False) or None,
+    )
+
+
+def webdataset(work: dict[str, Any]) -> Any:
+    wds = importlib.import_module("webdataset")
+    urls = [f"{work['endpoint']}/{work['bucket']}/{key}" for key in work["shards"]]
+    dataset = (
+        wds.WebDataset(
+            [f"pipe:curl -s -f {url}" for url in urls],
+            cache_dir=work["cache"],
+            shardshuffle=len(urls),
+            nodesplitter=wds.split_by_node,
+            workersplitter=wds.split_by_worker,
+            empty_check=False,
+            seed=work["seed"],
+        )
+        .shuffle(1000)
+        .map(functools.partial(of_webdataset, how=work["decode"]))
+        .batched(work["batch"], collation_fn=collate)
+    )
+    return wds.WebLoader(dataset, batch_size=None, num_workers=work["workers"], persistent_workers=work["workers"] > 0)
+
+
+def of_webdataset(sample: dict[str, Any], how: str) -> int:
+    return decode(sample["jpg"], how)
+
+
+def import_streaming() -> Any:
+    """The package names classes of torchvision, whose wheel wants a CUDA build of torch: where there is none it gets
+    empty ones while it is imported."""
+    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
+    absent = importlib.util.find_spec("torchvision") is None
+    if absent:
+        for name in names:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+        setattr(sys.modules["torchvision.datasets"], "VisionDataset", object)  # noqa: B010 - not an attribute of modules
+        setattr(sys.modules["torchvision.transforms.functional"], "to_tensor", None)  # noqa: B010
+    try:
+        return importlib.import_module("streaming")
+    finally:
+        for name in names if absent else ():
+            del sys.modules[name]
+
+
+def streaming(work: dict[str, Any]) -> Any:
+    mosaic = import_streaming()
+    mosaic.base.util.clean_stale_shared_memory()
+
+    class Decoded(mosaic.StreamingDataset):  # type: ignore[misc, name-defined]
+        def __getitem__(self, index: int) -> int:
+            return decode(super().__getitem__(index)["data"], work["decode"])
+
+    dataset = Decoded(
+        remote=f"s3://{work['bucket']}/{work['mds']}",
+        local=work["cache"],
+        shuffle=True,
+        shuffle_seed=work["seed"],
+        batch_size=work["batch"],
+    )
+    return loader(dataset, work)
+
+
+def litdata(work: dict[str, Any]) -> Any:
+    lit = importlib.import_module("litdata")
+
+    # it reaches a bucket over plain HTTP only if its client is told so, for which it has no option
+    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+
+    class Decoded(lit.StreamingDataset):  # type: ignore[misc, name-defined]
+        def __getitem__(self, index: int) -> int:
+            return decode(super().__getitem__(index), work["decode"])
+
+    dataset = Decoded(
+        f"s3://{work['bucket']}/{work['lit']}",
+        cache_dir=work["cache"],
+        shuffle=True,
+        seed=work["seed"],
+        storage_options={"endpoint_url": work["endpoint"], "aws_access_key_id": "any", "aws_secret_access_key": "any"},
+    )
+    return lit.StreamingDataLoader(
+        dataset,
+        batch_size=work["batch"],
+        num_workers=work["workers"],
+        persistent_workers=work["workers"] > 0,
+        collate_fn=collate,
+    )
+
+
+def s3torchconnector(work: dict[str, Any]) -> Any:
+    connector = importlib.import_module("s3torchconnector")
+    dataset = connector.S3MapDataset.from_prefix(
+        f"s3://{work['bucket']}/{work['objects']}",
+        region="us-east-1",
+        endpoint=work["endpoint"],
+        transform=functools.partial(of_s3, how=work["decode"]),
+        s3client_config=connector.S3ClientConfig(force_path_style=True),
+    )
+    return loader(dataset, {**work, "map_style": True})
+
+
+def of_s3(reader: Any, how: str) -> int:
+    return decode(reader.read(), how)
+
+
+PEERS = {
+    "webdataset": webdataset,
+    "mosaicml-streaming": streaming,
+    "litdata": litdata,
+    "s3torchconnector": s3torchconnector,
+}
+
+
+def read_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def prepare(work: dict[str, Any]) -> None:
+    """The same samples in the forms that two of the peers need: MDS shards, litdata's chunks."""
+    paths = [f"{work['files']}/{index:07d}.jpg" for index in range(work["samples"])]
+    writer = import_streaming().MDSWriter
+    with writer(out=work["mds"], columns={"data": "bytes"}, size_limit=64 << 20) as shards:
+        for path in paths:
+            shards.write({"data": read_file(path)})
+    importlib.import_module("litdata").optimize(
+        fn=read_file, inputs=paths, output_dir=work["lit"], num_workers=1, chunk_bytes="64MB"
+    )
+
+
+def main() -> None:
+    work = json.load(sys.stdin)
+    if sys.argv[1] == "prepare":
+        prepare(work)
+        return
+    began = time.perf_counter()
+    batches = PEERS[sys.argv[1]](work)
+    for epoch in range(work["epochs"]):
+        if epoch:
+            began = time.perf_counter()
+        count, first_s = 0, None
+        for batch in batches:
+            if first_s is None:
+                first_s = time.perf_counter() - began
+            count += len(batch)
+        taken_s = time.perf_counter() - began
+        if count != work["samples"]:
+            raise SystemExit(f"epoch {epoch + 1} gave {count} of {work['samples']} samples")
+        print(
+            json.dumps({"epoch": epoch + 1, "samples": count, "seconds": taken_s, "first_batch_s": first_s}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
