@@ -7,10 +7,12 @@ import asyncio
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import stat
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from forebay.client.sync import Client
 from forebay.core import doorwire, limits
+from forebay.core.batch import Item
 from forebay.core.doorwire import (
     DoorClosed,
     DoorCold,
@@ -33,6 +37,8 @@ from forebay.core.doorwire import (
     DoorUsed,
     DoorWelcome,
 )
+from forebay.core.errors import NotFound, Precondition, Unavailable
+from forebay.core.types import RangeSpec
 
 from .conftest import MIB, NodeProcess, pattern, until
 
@@ -428,3 +434,99 @@ def test_a_path_that_is_too_long_leaves_a_node_without_a_door(tmp_path: Path) ->
         front.door.stop()
 
     asyncio.run(run())
+
+
+# --- with the client that people use ---------------------------------------------------------------------------------
+def test_a_client_on_this_host_reads_files_and_asks_http_for_the_rest(shared: NodeProcess, bucket: Path) -> None:
+    name = warm(shared, bucket, "large", "small")
+    with Client(shared.endpoint) as client:
+        items = [Item(name, "large", 5 * MIB, 6 * MIB), Item(name, "small"), Item(name, "empty"), Item(name, "none")]
+        found = client.door.read_many(items)
+        assert found == [LARGE[5 * MIB : 6 * MIB], b"hello", None, None]
+        before = shared.metric("forebay_reads_total")
+        for _ in range(50):
+            assert client.door.pread(name, "large", 9 * MIB, 5) == LARGE[9 * MIB :]
+        client.door.close()
+        until(lambda: shared.metric("forebay_reads_total") >= before + 50)
+        many = client.get_many(items, on_error="report")
+        assert [many[0], many[1], many[2]] == [LARGE[5 * MIB : 6 * MIB], b"hello", b""]
+        assert isinstance(many[3], NotFound)
+
+
+def test_files_are_one_version_however_they_are_read(shared: NodeProcess, bucket: Path) -> None:
+    name = warm(shared, bucket, "large")
+    with Client(shared.endpoint) as client, Client(shared.endpoint) as remote:
+        remote.door.off()
+        near, far = client.open(name, "large"), remote.open(name, "large")
+        assert client.door.files_open == 1
+        assert (near.size, near.etag) == (far.size, far.etag)
+        assert near.read(MIB) == far.read(MIB) == LARGE[:MIB]
+        client.door.off()  # what was begun in the file goes on over HTTP
+        assert near.read(MIB) == LARGE[MIB : 2 * MIB]
+        with remote.open(name, "large", "wb") as file:
+            file.write(pattern(20 * MIB, 3))
+        for reader in (near, far):
+            reader.seek(6 * MIB)
+            with pytest.raises(Precondition):
+                reader.read(10)
+        with remote.open(name, "large") as file:
+            assert file.readall() == pattern(20 * MIB, 3)
+
+
+def test_what_a_client_writes_it_reads(shared: NodeProcess, bucket: Path) -> None:
+    name = warm(shared, bucket)
+    with Client(shared.endpoint) as client:
+        for number in range(10):
+            with client.open(name, "mine", "wb") as file:
+                file.write(pattern(200_000, number))
+            assert client.get(name, "mine") == pattern(200_000, number)
+            with client.open(name, "mine") as reader:
+                assert reader.readall() == pattern(200_000, number), number
+
+
+def test_no_reader_ever_sees_a_hole_or_another_version(node: Any, bucket: Path) -> None:
+    """Processes read through descriptors while everything is evicted, fetched again, and a front dies."""
+    one = node("--fronts", "2", "--capacity", "72MiB")
+    datas = {f"k{number}": pattern(12 * MIB + number, number) for number in range(8)}
+    for key, data in datas.items():
+        (bucket / key).write_bytes(data)
+    name = warm(one, bucket)
+
+    def read(seed: int) -> int:
+        """How many reads a descriptor answered; fails if any byte is wrong."""
+        chance, near = random.Random(seed), 0
+        with Client(one.endpoint) as client:
+            until_s = time.monotonic() + 4
+            while time.monotonic() < until_s:
+                items = []
+                for _ in range(20):
+                    key = chance.choice(sorted(datas))
+                    start = chance.randrange(len(datas[key]) - 100_000)
+                    items.append(Item(name, key, start, start + chance.randrange(1, 100_000)))
+                for item, body in zip(items, client.door.read_many(items), strict=True):
+                    if body is None:
+                        spec = RangeSpec(item.start, (item.end or 0) - 1)
+                        with suppress(Unavailable):  # of a front that dies
+                            assert client.get(name, item.key, range=spec) == datas[item.key][item.start : item.end]
+                    else:
+                        assert body == datas[item.key][item.start : item.end], (item, "a hole or another version")
+                        near += 1
+        return near
+
+    children = []
+    for seed in range(3):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            try:
+                os._exit(0 if read(seed) else 3)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(2)
+        children.append(pid)
+    for turn in range(6):
+        time.sleep(0.5)  # the readers' time
+        one.json("POST", "evict", {"bucket": name, "keys": [f"k{turn}"]})
+        if turn == 3:
+            os.kill(one.children()["front 1"], signal.SIGKILL)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
