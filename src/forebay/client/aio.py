@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from forebay.client import flows, members
+from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import Collected, Stale
+from forebay.client.connection import CUT, Collected, Stale
 from forebay.client.http1 import (
     EXPECT_BYTES_MIN,
     Chunks,
@@ -35,10 +35,12 @@ from forebay.client.http1 import (
     parse_head,
 )
 from forebay.client.manifest import manifest
+from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
+from forebay.core.batch import Wanted
 from forebay.core.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
 from forebay.core.manifest import Manifest
@@ -109,7 +111,7 @@ class _Connection:
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 if getattr(error, "partial", b""):
                     raise Unavailable(
-                        f"the node at {self._calling.place.url} stopped in the middle of an answer: try again"
+                        f"the node at {self._calling.place.url} stopped in the middle of an answer: try again", code=CUT
                     ) from None
                 raise self._gone() from None
         response = Response(head.status, head.headers)
@@ -157,7 +159,9 @@ class _Connection:
             if not data:
                 if head.length is None and chunks is None:
                     break
-                raise Unavailable(f"the answer was cut after {done} bytes: see the node's log, then try again")
+                raise Unavailable(
+                    f"the answer was cut after {done} bytes: see the node's log, then try again", code=CUT
+                )
             data = data if chunks is None else chunks.feed(data)
             _copy(data, sink)
             done += len(data)
@@ -174,7 +178,8 @@ class _Connection:
             return Stale()
         return Unavailable(
             f"the node at {self._calling.place.url} closed the connection without an answer: see its log, or run "
-            "`forebay doctor`"
+            "`forebay doctor`",
+            code=CUT,
         )
 
 
@@ -325,6 +330,16 @@ class Client:
     ) -> flows.Got:
         """The bytes into `buffer`, from its start; `Invalid` if it is too small, with nothing read."""
         return (await self.run(flows.get(bucket, key, sink=IntoBuffer(buffer), range=range, etag=etag)))[0]
+
+    async def get_many(
+        self,
+        items: Sequence[Wanted],
+        *,
+        on_error: batchflow.OnError = "raise",
+        into: bytearray | memoryview | None = None,
+    ) -> Many:
+        """Many objects, or ranges of them, in few round trips; see `forebay.Client.get_many`."""
+        return await self.run(batchflow.get_many(items, self._calling.place, on_error=on_error, into=into))
 
     async def head(self, bucket: str, key: str) -> flows.Got:
         """What a read would say of the object, without its bytes."""

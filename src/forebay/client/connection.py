@@ -256,7 +256,8 @@ class Connection:
         why = f" ({error.strerror})" if error and error.strerror else ""
         return Unavailable(
             f"the node at {self.place.url} closed the connection without an answer{why}: see its log, or run "
-            "`forebay doctor`"
+            "`forebay doctor`",
+            code=CUT,
         )
 
     def _head(self, data: bytes, method: str) -> tuple[Head, bytes]:
@@ -268,7 +269,9 @@ class Connection:
                     raise Corrupt(f"the head of the answer is over {limits.HEADER_BYTES_MAX} bytes: check the URL")
                 more = self._receive()
                 if not more:
-                    raise Unavailable(f"the node at {self.place.url} stopped in the middle of an answer: try again")
+                    raise Unavailable(
+                        f"the node at {self.place.url} stopped in the middle of an answer: try again", code=CUT
+                    )
                 data += more
                 continue
             head, data = parse_head(data[: end + 2], method), data[end + 4 :]
@@ -316,7 +319,8 @@ class Connection:
                     return done
                 raise Unavailable(
                     f"the answer was cut after {done} of {length} bytes: see the node's log (a fetch that fails midway "
-                    "ends like this), then try again"
+                    "ends like this), then try again",
+                    code=CUT,
                 )
             sink.wrote(size)
             done += size
@@ -330,9 +334,19 @@ class Connection:
             if chunks.done:
                 self.reusable = not chunks.rest
                 return done
-            data = self._receive(_COLLECT_BYTES)
+            more = True
+            while more and chunks.body_left:
+                view = sink.buffer()
+                size = self._receive_into(view[: chunks.body_left])
+                chunks.took(size)
+                sink.wrote(size)
+                done += size
+                more = size > 0
+            data = self._receive() if more else b""
             if not data:
-                raise Unavailable(f"the answer was cut after {done} bytes: see the node's log, then try again")
+                raise Unavailable(
+                    f"the answer was cut after {done} bytes: see the node's log, then try again", code=CUT
+                )
 
     def _collect(self, head: Head, data: bytes) -> bytes:
         if head.length is not None and not head.chunked and len(data) == head.length:

@@ -53,7 +53,8 @@ class Source(NamedTuple):
 
 class Request(NamedTuple):
     """One request. `target` is the path and query, already percent-encoded. With `sink`, the body of a 2xx answer goes
-    there; any other body is collected into the response. What is sent is `body`, or `source` instead."""
+    there; any other body is collected into the response. What is sent is `body`, or `source` instead. `repeatable`: it
+    changes nothing, whatever its method."""
 
     method: str
     target: str
@@ -61,11 +62,14 @@ class Request(NamedTuple):
     body: bytes | memoryview = b""
     sink: Sink | None = None
     source: Source | None = None
+    repeatable: bool = False
 
     @property
     def safe_to_repeat(self) -> bool:
         """Whether sending it twice has the effect of sending it once (RFC 9110 section 9.2.2). A write under a
         condition has not: the first may have made the condition untrue."""
+        if self.repeatable:
+            return True
         if self.method in ("PUT", "DELETE"):
             return not any(name in _WRITE_CONDITIONS for name, _ in self.headers)
         return self.method in ("GET", "HEAD")
@@ -186,6 +190,17 @@ class Chunks:
         self._pending = b""
         self._left = 0  # bytes of the current chunk still to come, its CRLF included
         self._in_trailer = False
+
+    @property
+    def body_left(self) -> int:
+        """How many bytes of the chunk that has begun are still to come; they may be received past `feed` (`took`)."""
+        return max(0, self._left - 2)
+
+    def took(self, size_bytes: int) -> None:
+        """So many of `body_left` were received elsewhere."""
+        assert not self._pending, "bytes wait before those"
+        assert 0 <= size_bytes <= self._left - 2, "more than the chunk has left"
+        self._left -= size_bytes
 
     def feed(self, data: bytes) -> bytes:
         out: list[bytes] = []

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from forebay.client import exposition, flows, members
+from forebay.client import batchflow, exposition, flows, members
 from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import Connection, Stale
@@ -30,10 +30,12 @@ from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
 from forebay.client.http1 import Request, Response
 from forebay.client.manifest import manifest
+from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
+from forebay.core.batch import Wanted
 from forebay.core.calls import CachedPage, CopyCall, JobState, JobVerb, NodeMap, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
 from forebay.core.manifest import Manifest
@@ -239,6 +241,28 @@ class Client:
     ) -> flows.Got:
         """The bytes into `buffer`, from its start; `Invalid` if it is too small, with nothing read."""
         return self.run(flows.get(bucket, key, sink=IntoBuffer(buffer), range=range, etag=etag))[0]
+
+    def get_many(
+        self,
+        items: Sequence[Wanted],
+        *,
+        on_error: batchflow.OnError = "raise",
+        into: bytearray | memoryview | None = None,
+    ) -> Many:
+        """Many objects, ranges or members of shards in few round trips, in the order asked.
+
+        An item is an `Item` or a tuple of its fields: (bucket, key), (bucket, key, start, end), … (see
+        `core/batch.py`). Results are views of the memory they were received into, which each of them keeps alive:
+        `bytes(result)` to keep one for long. With `into` the answer is received there if it fits (it takes 24 bytes for
+        each item beside its own), and results are valid until you use that memory again. Where the node is on this
+        host, its files are read instead.
+
+        The first error is raised; with `on_error="report"` errors stand in their items' places instead. What concerns
+        the whole request (no node, a wrong token) is always raised. Items whose bytes had not come when a connection
+        was cut are asked for once more.
+        """
+        host = self.door.read_many
+        return self.run(batchflow.get_many(items, self.place, host=host, on_error=on_error, into=into))
 
     def get_to_fd(
         self,

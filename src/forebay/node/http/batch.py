@@ -32,6 +32,7 @@ read after the lease was taken has them. (4) A batch keeps the loop for at most 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 
@@ -65,6 +66,7 @@ PATIENCE_S = 1.0
 SHARDS_AT_ONCE = 8  # whose members are found out at once, when nobody knows them yet
 
 _HEADER_BYTES = FRAME.size
+log = logging.getLogger("forebay.http")
 
 
 class Known:
@@ -203,6 +205,11 @@ class _Answer:
                 await self._ask_ahead()
             await self._send()
             await self._exchange.end()
+        except ForebayError as error:
+            # Even if nothing was sent: what was begun cannot be said otherwise, and whoever asked asks again. What is
+            # on its way may arrive, since whole frames are of use.
+            log.info("a batch was cut: %s", error)
+            self._exchange.cut(orderly=True)
         finally:
             self._let_go()
 
@@ -595,7 +602,6 @@ class _Answer:
                 counts.batch_failed += 1
                 counts.read_errors += status_of(error) >= 500
                 if self._sized:
-                    self._exchange.cut()  # even if nothing was sent: whoever asked asks again
                     raise
                 await self._add(self._form.failed(item, error))
                 return

@@ -634,8 +634,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
         """A task ended without `end`."""
         self.fail(Bug("an answer was left unfinished: please report it"))
 
-    def cut(self) -> None:
-        self._close("error", reset=True)
+    def cut(self, orderly: bool = False) -> None:
+        self._close("error", reset=not orderly or (self._owed is None and self._framing is None))
 
     # --- the fast lane (lane.py) -------------------------------------------------------------------------------------
     def answer_whole(self, data: bytes) -> bool:

@@ -155,8 +155,9 @@ class Exchange(Protocol):
         """The body begun by `start` is complete."""
         ...
 
-    def cut(self) -> None:
-        """Abort the connection: the only honest answer once a body that cannot be finished has begun."""
+    def cut(self, orderly: bool = False) -> None:
+        """Abort the connection: the only honest answer once a body that cannot be finished has begun. `orderly`: what
+        was written may still arrive, where the client sees by the body's framing that it is not whole."""
         ...
 
 
