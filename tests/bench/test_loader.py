@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import subprocess
@@ -10,7 +11,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from forebay.bench import loader, peers
 from forebay.bench.parts import Lab
@@ -26,7 +26,8 @@ def test_samples_are_pictures_of_exactly_that_size_and_no_two_are_alike(tmp_path
     samples = [path.read_bytes() for path in sorted((tmp_path / "files").iterdir())]
     assert [len(sample) for sample in samples] == [20_000] * 50
     assert len(set(samples)) == 50
-    assert min(Image.open(io.BytesIO(sample)).size[0] for sample in samples) > 100
+    image = importlib.import_module("PIL.Image")
+    assert min(image.open(io.BytesIO(sample)).size[0] for sample in samples) > 100
     assert all(peers.decode(sample, "image") > 100 for sample in samples)
     assert peers.decode(samples[0], "") == 20_000
 

@@ -8,6 +8,7 @@ with the *best* peer of each round, whichever that is. Decoding, where it is on,
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -45,11 +46,9 @@ def peers_python() -> str:
 # --- samples ---------------------------------------------------------------------------------------------------------
 def pictures(size_bytes: int) -> list[bytes]:
     """JPEG files of at most `size_bytes`, parts of a real photograph, as large as fits."""
-    from matplotlib import cbook
-    from PIL import Image
-
-    with cbook.get_sample_data("grace_hopper.jpg") as file:
-        photo = Image.open(file).convert("RGB")
+    image = importlib.import_module("PIL.Image")  # of the dev extra, as what the samples are made of
+    with importlib.import_module("matplotlib.cbook").get_sample_data("grace_hopper.jpg") as file:
+        photo = image.open(file).convert("RGB")
     chance = random.Random(size_bytes)
     found = []
     for _ in range(PICTURES):
