@@ -12,10 +12,17 @@ import typer
 from forebay.cli import address
 from forebay.cli.options import Address, Debug, Url, open_client
 from forebay.cli.outcome import verb
+from forebay.client import flows
+from forebay.client.sinks import IntoFd
 from forebay.core.errors import Invalid
 from forebay.core.types import RangeSpec
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+Member = Annotated[
+    str | None, typer.Option("--member", metavar="NAME", help="One file in the shard (tar, zip), by its name there.")
+]
 
 
 def parse_range(text: str) -> RangeSpec:
@@ -37,6 +44,7 @@ def cat(
     range: Annotated[
         str | None, typer.Option("--range", metavar="RANGE", help="FIRST-LAST (inclusive), FIRST- or -N.")
     ] = None,
+    member: Member = None,
     url: Url = None,
     debug: Debug = False,
 ) -> None:
@@ -45,7 +53,7 @@ def cat(
     span = None if range is None else parse_range(range)
     sys.stdout.flush()
     with open_client(url) as client:
-        client.get_to_fd(at.bucket, at.key, stdout_fd(), range=span)
+        client.run(flows.get(at.bucket, at.key, sink=IntoFd(stdout_fd()), range=span, member=member))
 
 
 def stdout_fd() -> int:

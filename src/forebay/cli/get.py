@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay.cli import address, show
+from forebay.cli.cat import Member, stdout_fd
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
 from forebay.cli.options import Address, AsJson, Debug, Url, open_client
 from forebay.cli.outcome import Interrupted, as_forebay, one_line, verb
 from forebay.cli.progress import Progress
+from forebay.client import flows
+from forebay.client.sinks import IntoFd
 from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.types import ListEntry
 
@@ -41,6 +44,7 @@ def get(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects under the prefix.")] = False,
     threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
     force: Annotated[bool, typer.Option("--force", help="With -r, also fetch what is there already.")] = False,
+    member: Member = None,
     quiet: Quiet = False,
     url: Url = None,
     as_json: AsJson = False,
@@ -52,14 +56,17 @@ def get(
     {"files", "size_bytes", "fetched_bytes", "skipped", "failed", "seconds", "target"}.
     """
     with open_client(url) as client:
-        if recursive:
+        if member is not None:
+            if recursive:
+                raise Invalid("-r is for objects: get the shard and unpack it, or give one --member")
+            at = address.parse_object(where)
+            done = get_member(client, at, member, target)
+        elif recursive:
             at = address.parse(where)
             done = get_all(client, at, target, threads=threads, force=force, quiet=quiet or as_json)
         else:
             at = address.parse_object(where)
             if target == "-":
-                from forebay.cli.cat import stdout_fd
-
                 sys.stdout.flush()
                 client.get_to_fd(at.bucket, at.key, stdout_fd())
                 return
@@ -78,6 +85,28 @@ def get_one(client: Client, at: address.Address, target: str, *, quiet: bool) ->
         except (ForebayError, OSError, KeyboardInterrupt) as error:
             raise with_hint(error, path) from error
     done.add(got.size_bytes, got.size_bytes - got.resumed_bytes)
+    return done.end()
+
+
+def get_member(client: Client, at: address.Address, member: str, target: str) -> Done:
+    """One file in a shard to the file `target`, or into it if it is a directory; whole or not at all."""
+    if target == "-":
+        sys.stdout.flush()
+        client.run(flows.get(at.bucket, at.key, sink=IntoFd(stdout_fd()), member=member))
+        raise typer.Exit
+    path = file_for(member, target)
+    done = Done(path, "fetched_bytes")
+    part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.forebay-{os.getpid()}.part")
+    try:
+        with open(part, "xb", buffering=0) as file:
+            got, _ = client.run(flows.get(at.bucket, at.key, sink=IntoFd(file.fileno()), member=member))
+        os.replace(part, path)
+    except OSError as error:
+        raise as_forebay(error) from error
+    finally:
+        if os.path.exists(part):
+            os.unlink(part)
+    done.add(got.size_bytes, got.size_bytes)
     return done.end()
 
 

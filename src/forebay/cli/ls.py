@@ -30,6 +30,7 @@ def ls(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All keys, not one level.")] = False,
     long: Annotated[bool, typer.Option("--long", "-l", help="Show what of each object is cached.")] = False,
     cached: Annotated[bool, typer.Option("--cached", help="Only what is cached; the backend is not asked.")] = False,
+    members: Annotated[bool, typer.Option("--members", help="The files in a shard (tar, zip).")] = False,
     human: Annotated[bool, typer.Option("--human", "-h", help="Sizes as 1.5 MiB instead of bytes.")] = False,
     url: Url = None,
     as_json: AsJson = False,
@@ -38,9 +39,14 @@ def ls(
     """List buckets, or the objects of one.
 
     With --json one line for each: {"key", "size_bytes", "etag", "modified_s"} or {"prefix"}; with -l or --cached also
-    cached_bytes, pinned and dirty.
+    cached_bytes, pinned and dirty. With --members {"member", "size_bytes"}.
     """
     with open_client(url) as client:
+        if members:
+            if where is None or recursive or long or cached:
+                raise Invalid("--members lists one shard: name it, as in `forebay ls --members BUCKET/SHARD`")
+            _members(client, address.parse_object(where), human=human, as_json=as_json)
+            return
         if where is None:
             if recursive or long or cached:
                 raise Invalid("-r, -l and --cached list objects: name a bucket, as in `forebay ls -r BUCKET`")
@@ -60,6 +66,15 @@ def ls(
     if not count and at.key:
         where_found = "in the cache " if cached else ""
         raise NotFound(f"nothing {where_found}begins with {at}: see `forebay ls {at.bucket}/`", code="NoSuchKey")
+
+
+def _members(client: Client, at: address.Address, *, human: bool, as_json: bool) -> None:
+    for name, size_bytes in client.members(at.bucket, at.key):
+        name = name.encode("utf-8", "replace").decode()
+        if as_json:
+            show.line({"member": name, "size_bytes": size_bytes})
+        else:
+            print(f"{show.size(size_bytes) if human else size_bytes:>10} {one_line(name)}")
 
 
 def _buckets(client: Client, *, as_json: bool) -> None:
