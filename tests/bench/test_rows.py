@@ -92,7 +92,9 @@ def test_a_lab_leaves_nothing_behind():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["warm-1k", "cold-range", "list-1m", "put-disk-10m", "put-disk-4k"])
+@pytest.mark.parametrize(
+    "name", ["warm-1k", "cold-range", "list-1m", "put-disk-10m", "put-disk-4k", "stream-10m", "samples-members"]
+)
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "result.json"
     assert main.main(["--row", name, "--quick", "--out", str(out)]) == 0, capsys.readouterr().out

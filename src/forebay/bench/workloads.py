@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale", "write", "loader"]
+    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -130,6 +130,26 @@ SAMPLES_10K = Objects("samples-10k", 10_000, 10_000)
 
 WAN = Link(200 * MB, 0.020)
 LAN = Link(200 * MB)
+
+
+def _samples(name: str, objects: Objects, what: str, near: float, far: float) -> Row:
+    """Of shards, `count` is how many there are."""
+    return Row(
+        name,
+        "client",
+        f"random 10 KiB samples as {what}, batches of 256, one core, warm",
+        "forebay.bench.feeding:samples",
+        (objects,),
+        (Objects(objects.name, objects.size_bytes, max(2, objects.count // 4)),),
+        goals={
+            "same host": at_least(near),
+            "same host / one GET each": at_least(10.0),
+            "TCP": at_least(far),
+            "TCP / one GET each": at_least(10.0),
+        },
+        seconds=1.0,
+        peer="limit",
+    )
 
 
 def _loader(objects: Objects, link: Link, *, decode: bool = False) -> Row:
@@ -362,6 +382,40 @@ ROWS: tuple[Row, ...] = (
         connections=1,
         rounds=5,
     ),
+    Row(
+        "stream-10m",
+        "client",
+        "10 MiB objects into one buffer, one core, warm",
+        "forebay.bench.feeding:streams",
+        (LARGE,),
+        (Objects("large", 10 * MIB, 4),),
+        goals={"TCP": at_least(0.8), "same host": at_least(0.9)},
+        seconds=1.0,
+        peer="limit",
+    ),
+    _samples("samples-members", Objects("members", 10 * KIB, 8), "members of shards", 150_000, 60_000),
+    _samples("samples-objects", Objects("samples", 10 * KIB, 2000), "objects", 40_000, 30_000),
+    Row(
+        "tokens-4096",
+        "client",
+        "random windows of 4,096 tokens of a 1 GiB file, as tensors",
+        "forebay.bench.feeding:tokens",
+        (Objects("tokens", GIB, 1),),
+        (Objects("tokens-few", 64 * MIB, 1),),
+        goals={"windows": at_least(0.7)},
+        seconds=1.0,
+        peer="limit",
+    ),
+    Row(
+        "loader-state",
+        "client",
+        "a loader whose state is taken at every step of 32 samples of 10 KiB",
+        "forebay.bench.feeding:state",
+        (Objects("samples", 10 * KIB, 2000),),
+        (Objects("samples", 10 * KIB, 2000),),
+        goals={"with state": at_least(0.99)},
+        peer="limit",
+    ),
     *(
         _loader(objects, Link(latency_s=latency_s), decode=decode)
         for objects in (SAMPLES_100K, SAMPLES_10K)
@@ -370,4 +424,4 @@ ROWS: tuple[Row, ...] = (
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale", "write", "loader")
+GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader")
