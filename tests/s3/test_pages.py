@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.s3.conftest import BUCKET
 from tests.s3.fake_buckets import BucketFront
 from tests.s3.fake_front import Answer, Object
+from tests.s3.real_node import RealNode
 
 from forebay.core.types import CorsRule
 
@@ -74,3 +76,16 @@ def test_an_allowed_page_writes_wherever_it_comes_from(front: BucketFront) -> No
     assert front.put("/corpus/k", b"new", headers).status == 200
     method = {**headers, "access-control-request-method": "PUT"}
     assert said(front.ask("DELETE", "/corpus/k", method)) == (403, "AccessForbidden"), "not what it says, what it does"
+
+
+@pytest.mark.real
+def test_a_real_node_knows_its_names(open_node: RealNode, keyed_node: RealNode) -> None:
+    target = f"/{BUCKET}/hello.txt"
+    port = open_node.endpoint.rpartition(":")[2]
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
+        assert open_node.ask("GET", target, {"host": host})[2] == b"hello, world!"
+    assert open_node.ask("GET", "/hello.txt", {"host": f"{BUCKET}.localhost:{port}"})[2] == b"hello, world!"
+    status, _, body = open_node.ask("GET", target, {"host": f"evil.example:{port}"})
+    assert (status, b"hello, world!" in body, b"--domain" in body) == (403, False, True)
+    status, _, body = keyed_node.ask("GET", target, {"host": "gpu1.example"})
+    assert (status, b"sign the request" in body) == (403, True), "who has identities asks for them, under any name"

@@ -74,8 +74,10 @@ class Auth:
     def check_host(self, request: Request) -> None:
         """Return if the node has identities, or the request was sent to a name of this machine or of the node's domain;
         else `Denied`: a page of another site may have sent it."""
+        if not self.open:
+            return
         host = request.headers.get(b"host", b"")
-        if not self.open or host in self._hosts:
+        if host in self._hosts:
             return
         if not is_this_machine(host.decode("latin-1")) and not self._addressing.has(host):
             raise Denied(
