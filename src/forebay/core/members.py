@@ -224,6 +224,16 @@ class MemberIndex:
             )
         return self.member(number)
 
+    @property
+    def ranged(self) -> bool:
+        """Whether every member is a range of the shard."""
+        return not self._columns.plain and not self._columns.methods
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        """Where the member begins and how long it is, of a shard that is `ranged`; None if there is none."""
+        number = self.number(name)
+        return None if number is None else (self._offsets[number], self._sizes[number])
+
     def sizes(self, first: int = 0, limit: int | None = None) -> list[int]:
         """Sizes in the archive's order, as they are read."""
         return list(self._sizes[first : None if limit is None else first + limit])

@@ -73,7 +73,7 @@ class Known:
     """One object of a batch, however many items name it. Without a record it must be asked for, or `error` says why
     not."""
 
-    __slots__ = ("bucket", "error", "file", "inline", "key", "object_id", "record", "size", "whole")
+    __slots__ = ("bucket", "error", "file", "inline", "key", "members", "object_id", "record", "size", "whole")
 
     def __init__(self, bucket: str, key: str, record: Record | None, error: ForebayError | None = None) -> None:
         self.bucket, self.key = bucket, key
@@ -81,6 +81,7 @@ class Known:
         self.error = error
         self.file: LeasedFile | None = None
         self.inline: bytes | None = None
+        self.members: MemberIndex | None = None  # set when each of them is a range that is here
         self.whole = False
         self.object_id = self.size = 0
         if record is not None:
@@ -254,11 +255,14 @@ class _Answer:
                     inline_left -= at.size
                     if inline_left < 0 and at.record is not None:
                         at.inline = at.record.inline = None
+                self._use_members(at)
             size = at.size
             start, end = item.start, item.end
             if end is None or end > size:
                 end = size
-            if at.record is None or item.member or item.etag or not 0 <= start < end:
+            if item.member:
+                step = self._member_here(item, at) or self._uncommon(item, at)
+            elif at.record is None or item.etag or not 0 <= start < end:
                 step = self._uncommon(item, at)
             elif at.whole or at.record.has(start, end):
                 step = (at, start, end, size)
@@ -266,21 +270,16 @@ class _Answer:
                 step = Ask(item)
             if type(step) is tuple:
                 length = _HEADER_BYTES + step[2] - step[1]
-                if total + length > room:
-                    step = self._form.failed(item, batch.full(length))
+            elif type(step) is Packed:
+                length = _HEADER_BYTES + step.end - step.start
+                self._packed = True
+            if type(step) in (tuple, Packed) and total + length > room:
+                step = self._form.failed(item, batch.full(length))
             if type(step) is bytes:
                 self._counts.batch_failed += 1
                 length = len(step)
             elif type(step) is Ask:
                 length = 0
-            elif type(step) is Packed:
-                length = _HEADER_BYTES + step.end - step.start
-                if total + length > room:
-                    step = self._form.failed(item, batch.full(length))
-                    self._counts.batch_failed += 1
-                    length = len(step)
-                else:
-                    self._packed = True
             total += length
             plan.append(step)
             if not len(plan) % LOOKUPS_AT_ONCE:
@@ -309,6 +308,25 @@ class _Answer:
             return (at, item.start, stop, size) if record.has(item.start, stop) else Ask(item)
         except ForebayError as error:
             return self._form.failed(item, error)
+
+    def _use_members(self, at: Known) -> None:
+        """Let members of a shard that is here, and of the version whose members are known, be found at once."""
+        found = self._shards.get((at.bucket, at.key))
+        if found is None or isinstance(found, ForebayError) or at.record is None:
+            return
+        if at.whole and found[1].ranged and is_version(at.record, found[1].version):
+            at.members = found[1]
+
+    def _member_here(self, item: Item, at: Known) -> Hit | None:
+        """The step for a member that is here; None where that takes more to say."""
+        place = at.members.place(item.member) if at.members is not None else None
+        if place is None or item.etag:
+            return None
+        offset, size = place
+        start, end = item.start, item.end
+        if end is None or end > size:
+            end = size
+        return (at, offset + start, offset + end, size) if 0 <= start < end else None
 
     def _member(self, item: Item, at: Known) -> Step:
         """The step for a member: of the version that its place is true of."""
