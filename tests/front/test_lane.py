@@ -66,6 +66,7 @@ def test_both_ways_answer_alike(node: Node, monkeypatch: pytest.MonkeyPatch) -> 
         for field in ("Range: bytes=1-2", 'If-None-Match: "etag-v1"', "Authorization: x", "Accept: a", "X-New: b")
     ]
     requests += [plain("/small", "Host: b.localhost"), plain("/small", "Host: b.s3.localhost:9400")]
+    requests += [plain("/b/small", f"Host: {host}") for host in ("evil.example", "127.0.0.1:9400", "[::1]", "")]
     requests += [request.replace(b"GET", b"HEAD", 1) for request in requests[:6]]
     served: list[bool] = []
     serve = Lane.serve
@@ -102,6 +103,19 @@ def test_identities_close_the_lane(node: Node) -> None:
             pass
         statuses = [client.ask("/b/small").status for _ in range(200)]
         assert statuses[-1] == 403
+
+
+def test_a_name_that_is_not_the_nodes_is_never_served_here(node: Node) -> None:
+    """Also when the connection remembers its fields, and when another sends the same request under a right name."""
+    node.put("k", b"secret")
+    request = plain("/b/k", "Host: evil.example:9400")
+    with node.connect() as client, node.connect() as other:
+        for _ in range(3):
+            client.send(request)
+            answer = client.answer()
+            assert (answer.status, b"secret" in answer.body) == (403, False)
+        other.send(plain("/b/k", "Host: localhost"))
+        assert other.answer().body == b"secret"
 
 
 def test_a_large_hit_may_be_inline_and_slow_to_send(node: Node) -> None:

@@ -93,7 +93,7 @@ class Front:
             self.link,
             open_to_all=lambda: self._auth.open,
             ids=RequestIds(),
-            path_style=lambda host: not self._addressing.bucket_of_host(host),
+            path_style=lambda host: self._auth.knows(host) and not self._addressing.bucket_of_host(host),
             clock=clock,
         )
         self.door = Door(

@@ -77,17 +77,23 @@ class Auth:
         if not self.open:
             return
         host = request.headers.get(b"host", b"")
-        if host in self._hosts:
-            return
-        if not is_this_machine(host.decode("latin-1")) and not self._addressing.has(host):
+        if not self.knows(host):
             raise Denied(
                 "this node has no identities, so it answers to localhost, loopback addresses and the name given with "
                 f"--domain only, not to {host[:100].decode('latin-1')!r}: use http://127.0.0.1, or give the node "
                 "identities",
                 code="AccessDenied",
             )
+
+    def knows(self, host: bytes) -> bool:
+        """Whether a Host header names this machine, or the node's domain."""
+        if host in self._hosts:
+            return True
+        if not is_this_machine(host.decode("latin-1")) and not self._addressing.has(host):
+            return False
         if len(self._hosts) < _ANSWERS_KEPT_MAX:
             self._hosts.add(host)
+        return True
 
     def signed(self, request: Request, bucket: Bucket | None = None) -> Identity:
         """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did;

@@ -56,7 +56,7 @@ _HARMLESS = frozenset(
 
 class Lane:
     """`open_to_all` says whether the node has no identities; `ids` gives each answer its `x-amz-request-id`;
-    `path_style` says whether a Host header leaves the bucket to the path."""
+    `path_style` says whether a Host header is a name of the node that leaves the bucket to the path."""
 
     def __init__(
         self,
