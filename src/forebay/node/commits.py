@@ -3,8 +3,9 @@
 Theory. An acknowledged write costs a disk's flush, a few milliseconds however many writes share it. So changes queue;
 one worker takes all that are waiting, has the store decide about them (`prepare`, on the loop), makes them durable (in
 a thread of its own, so that no slow reader's bytes stand before it), and makes them visible (`publish`, on the loop).
-Whoever waits longer than that shares the next turn. What must be true together with the change, such as the note of
-what is owed, is told in the same turn of the loop (`published`), before anybody can look.
+Whoever waits longer than that shares the next turn, which begins before this one is shown, so that the disk rests as
+little as can be. What must be true together with the change, such as the note of what is owed, is told in the same turn
+of the loop (`published`), before anybody can look. Where nothing has to reach a disk, nothing leaves the loop.
 
 Who asks gives a function to call with the outcome (`begin`), since a future and a wake-up for each small write would
 cost more than the write; `commit` is the same for who would rather wait.
@@ -14,7 +15,7 @@ A large file is best synced before its change is queued (`Writes` does): then th
 Rejected: waiting a moment for company (a lone writer would pay, and under load company comes by itself).
 
 Invariants. (1) A change is performed though its asker went away. (2) An asker hears only when its change is visible to
-every front. (3) Changes of one key never share a group: their lock sees to it.
+every front. (3) Changes of one key are never under way together: their lock sees to it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Commits:
         self.flush = flush
         self._loop: asyncio.AbstractEventLoop
         self._waiting: list[_Asked] = []
+        self._syncing = False  # the thread has a group
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-commit")
@@ -65,23 +67,32 @@ class Commits:
         if self._idle.is_set():
             self._idle.clear()
             self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._go_on)  # what else comes in this turn goes with it
+            self._loop.call_soon(self._start)  # what else comes in this turn goes with it
+
+    def _start(self) -> None:
+        self._go_on()
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._syncing:
+            assert not self._waiting, "a group was forgotten"
+            self._idle.set()
 
     def _go_on(self) -> None:
-        """Begin the next group, if there is one."""
-        while self._waiting:
+        """Begin the next group, unless the thread has one."""
+        while self._waiting and not self._syncing:
             group, self._waiting = self._waiting[:GROUP_MAX], self._waiting[GROUP_MAX:]
             self.groups += 1
             try:
                 prepared = self._store.prepare([change for change, _ in group])
                 if prepared.touches_disk:
                     self._thread.submit(self._make_durable, group, prepared, self._loop.time())
+                    self._syncing = True
                     return
             except Exception as error:
                 _broke(group, error)
             else:
                 self._end(group, prepared)
-        self._idle.set()
 
     def _make_durable(self, group: list[_Asked], prepared: Prepared, began_s: float) -> None:
         """In the thread."""
@@ -93,6 +104,8 @@ class Commits:
         self._loop.call_soon_threadsafe(self._made_durable, group, prepared, began_s, failure)
 
     def _made_durable(self, group: list[_Asked], prepared: Prepared, began_s: float, failure: Exception | None) -> None:
+        self._syncing = False
+        self._go_on()  # the disk has the next group to work on while this one is shown
         took_s = self._loop.time() - began_s
         if took_s > SLOW_S:
             log.warning("%d writes took %.1f s to reach the disks: they are slow", len(group), took_s)
@@ -100,7 +113,7 @@ class Commits:
             _broke(group, failure)
         else:
             self._end(group, prepared)
-        self._go_on()
+        self._start()
 
     def _end(self, group: list[_Asked], prepared: Prepared) -> None:
         """Show what was made durable, and tell who asked."""

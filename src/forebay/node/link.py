@@ -150,6 +150,7 @@ class _Wire(asyncio.Protocol):
             self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._outgoing.clear()
         self._link.lost(self)
 
 

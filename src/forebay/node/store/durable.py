@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,7 +76,7 @@ class Durable:
         self._commits = threading.Lock()
         self._gate = threading.Lock()
         self._later: dict[bytes, int] = {}  # settled: to be removed if the note still has this seq
-        self._settled: list[bytes] = []
+        self._settled: deque[bytes] = deque()  # filled by whoever commits, emptied by the store's thread
         self._replaced: dict[bytes, Entry] = {}
         self._file_bytes = 0
         data = os.path.join(path, "data.mdb")
@@ -239,8 +240,7 @@ class Durable:
 
     def take_settled(self) -> list[bytes]:
         """Entries whose removal was committed since the last call: their marks may go."""
-        taken, self._settled = self._settled, []
-        return taken
+        return [self._settled.popleft() for _ in range(len(self._settled))]
 
     def close(self) -> None:
         """Commit what waits, as far as the disk lets us, and close."""
