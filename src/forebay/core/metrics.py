@@ -44,6 +44,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_batches_total", "counter", "Batch requests."),
         Metric("forebay_batch_items_total", "counter", "Items of batches, by result.", ("result",)),
         Metric("forebay_batch_bytes_total", "counter", "Body bytes of batches' items promised to readers."),
+        Metric("forebay_shard_indexes_total", "counter", "Indexes of shards' members that were begun to be built."),
         Metric("forebay_sent_bytes_total", "counter", "Bytes handed to client sockets, headers included."),
         Metric("forebay_hit_seconds", "histogram", "A hit, from request parsed to last byte handed to the kernel."),
         Metric("forebay_miss_first_byte_seconds", "histogram", "A miss, from request parsed to first body byte sent."),

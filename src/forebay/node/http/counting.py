@@ -39,6 +39,7 @@ class FrontCounts:
         "requests",
         "requests_refused",
         "sent_bytes",
+        "shard_indexes",
         "suspects",
     )
 
@@ -50,6 +51,7 @@ class FrontCounts:
         self.batch_misses = 0
         self.batch_failed = 0
         self.batch_bytes = 0
+        self.shard_indexes = 0  # begun to be built
         self.hits = 0
         self.lane_hits = 0  # hits that the fast lane answered: each is a GET with status 200 too
         self.hit_bytes = 0
@@ -80,6 +82,7 @@ class FrontCounts:
             series("forebay_batch_items_total", result="miss"): self.batch_misses,
             series("forebay_batch_items_total", result="failed"): self.batch_failed,
             "forebay_batch_bytes_total": self.batch_bytes,
+            "forebay_shard_indexes_total": self.shard_indexes,
             "forebay_sent_bytes_total": self.sent_bytes,
             "forebay_connections_open": self.connections,
             "forebay_connections_total": self.connections_total,

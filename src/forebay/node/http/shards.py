@@ -243,6 +243,7 @@ class Shards:
 
     async def _build(self, bucket: str, key: str, record: Record) -> MemberIndex:
         self.builds += 1
+        self._reads.counts.shard_indexes += 1
         began_s = self._clock.monotonic_s()
         form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
         assert form is not None, "the first bytes always tell"
@@ -254,7 +255,7 @@ class Shards:
         else:
             index = await self._read_index(bucket, key, record, form)
         took_s = self._clock.monotonic_s() - began_s
-        log.info("%s/%s has %d members, found out in %.3f s", bucket, key, len(index), took_s)
+        log.debug("%s/%s has %d members, found out in %.3f s", bucket, key, len(index), took_s)
         await self._derived.keep("members", bucket, key, record.version, await self._in_worker(index.encode))
         return index
 
