@@ -32,20 +32,24 @@ class MemorySource:
         self.cold = 0
         self.batches: list[int] = []  # how many items each get_many asked for
         self.listed = 0
+        self.manifests: dict[str, Manifest] = {}
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemorySource, (self.objects,)
+        return _remembering, (self.objects, [bytes(found.data) for found in self.manifests.values()])
 
     def etag(self, key: str) -> str:
         return hashlib.md5(self.objects[key]).hexdigest()
 
-    def manifest(self, bucket: str, prefix: str) -> Manifest:
+    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
         self.listed += 1
         keys = sorted((key for key in self.objects if key.startswith(prefix)), key=lambda key: key.encode())
-        return Manifest(
-            build(bucket, prefix, [pack([ListEntry(k, len(self.objects[k]), self.etag(k), 1.0) for k in keys])])
-        )
+        entries = [ListEntry(key, len(self.objects[key]), self.etag(key), 1.0) for key in keys]
+        found = Manifest(build(bucket, prefix, [pack(entries)]))
+        self.manifests[found.id] = found
+        if id not in ("", found.id):
+            raise Precondition(f"{bucket}/{prefix} is not what it was: {self.manifests[id].difference(found)}")
+        return found
 
     def get_many(self, items: Sequence[Item]) -> Answers:
         if self.before is not None:
@@ -64,17 +68,23 @@ class MemorySource:
             return Precondition(f"{item.bucket}/{item.key} has changed: read it again")
         data = self.objects[item.key]
         if item.member:
-            index = self.members(item.bucket, item.key, "", len(data))
+            index = self.members(item.bucket, item.key, "")
             found = index.find(item.member)
             data = data[found.start : found.end]
             data = zlib.decompress(data, -15) if found.method else data
         assert item.end != item.start, "nobody can ask for a range of nothing"
         return memoryview(data)[item.start : item.end]
 
-    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
+    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
         data = self.objects[key]
         kind = "zip" if key.endswith(".zip") else "tar"
-        return build_members(kind, lambda start, size: data[start : start + size], size_bytes, version="v", etag=etag)
+        return build_members(kind, lambda start, size: data[start : start + size], len(data), version="v", etag=etag)
+
+
+def _remembering(objects: dict[str, bytes], manifests: list[bytes]) -> MemorySource:
+    source = MemorySource(objects)
+    source.manifests = {found.id: found for found in map(Manifest, manifests)}
+    return source
 
 
 def shard(members: Iterable[tuple[str, bytes]]) -> bytes:

@@ -319,5 +319,5 @@ def test_a_long_listing_is_not_pickled_but_found_again(numbers: MemorySource, mo
     assert again._source.source.listed == 1
     changed = pickle.loads(pickled)
     changed._source.source.objects["numbers/99999"] = b"new"
-    with pytest.raises(Precondition, match="changed between the start of the job and that of a worker"):
+    with pytest.raises(Precondition, match="is not what it was: 1 object was added"):
         changed.__getitems__([42])

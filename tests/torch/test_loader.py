@@ -150,14 +150,8 @@ def test_token_windows_are_one_tensor(text: MemorySource, make: Make, workers: i
     assert first.tolist() == torch.arange(200).reshape(4, 50).tolist()
 
 
-def spawned(start_method: str, make: Make) -> list[int]:
-    return flat(make(10, workers=1, seed=5, start_method=start_method))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_workers_start_in_every_way(make: Make, start_method: str):
-    assert spawned(start_method, make) == flat(make(10, seed=5))
+def test_workers_may_be_spawned(make: Make):
+    assert flat(make(10, workers=1, seed=5, start_method="spawn")) == flat(make(10, seed=5))
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -243,7 +237,8 @@ def test_a_changed_dataset_is_refused(make: Make, numbers: MemorySource):
     state = make().state_dict()
     numbers.objects["numbers/00077"] = b"7777"
     changed = make(dataset=ObjectDataset("b-1/numbers", source=numbers))
-    with pytest.raises(Precondition, match="bytes: 190 then, 192 now; the first key that differs lies between"):
+    said = r"bytes: 190 then, 192 now; the first key that differs lies between.*1 object was changed \(numbers/00077\)"
+    with pytest.raises(Precondition, match=said):
         changed.load_state_dict(state)
     with pytest.raises(Precondition, match="shuffled' and is now 'objects, in order"):
         make(shuffle=False).load_state_dict(state)
@@ -386,7 +381,7 @@ def test_an_error_of_the_callers_own_comes_through_and_leaves_no_thread(make: Ma
 @pytest.mark.parametrize("workers", WORKERS)
 def test_an_interrupt_leaves_nothing_behind(make: Make, workers: int):
     flat(make(workers=1))  # whatever torch keeps for good
-    threads, before, shared = threading.active_count(), descriptors(), os.listdir("/dev/shm")
+    threads, before, kept = threading.active_count(), descriptors(), set(children())
     loader = make(workers=workers, seed=5)
     seen = []
     try:
@@ -401,7 +396,8 @@ def test_an_interrupt_leaves_nothing_behind(make: Make, workers: int):
     loader.close()
     del batch, loader
     assert threading.active_count() <= threads
-    assert os.listdir("/dev/shm") == shared
+    assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name], "torch's names have our pid"
+    assert not set(children()) - kept
     assert descriptors() <= before + 1
 
 

@@ -1,6 +1,6 @@
 """A job that is killed again and again, and goes on each time with other workers and ranks, sees every sample once.
 
-FOREBAY_RESUME_ROUNDS: how many whole jobs to run, by default one.
+FOREBAY_RESUME_ROUNDS: how many whole jobs to run, each killed in every shape; by default one, of half the shapes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tests.torch.resume_trainer import Job
 
 from forebay.torch.order import Permuted
 
-ROUNDS = int(os.environ.get("FOREBAY_RESUME_ROUNDS", "1"))
+ROUNDS = int(os.environ.get("FOREBAY_RESUME_ROUNDS", "0"))
 SAMPLES, EPOCHS = 241, 2
 SHAPES = [(world, workers) for world in (1, 2) for workers in (0, 1, 2, 4)]
+HALF = [(1, 0), (2, 1), (1, 4), (2, 2)]
 
 
 @pytest.fixture
@@ -101,11 +102,11 @@ def test_every_sample_once_in_one_order_whatever_is_killed(
 ):
     node, place = numbered
     expected = [Permuted(SAMPLES, 7, epoch).at(np.arange(SAMPLES)).tolist() for epoch in range(EPOCHS)]
-    for round_number in range(ROUNDS):
+    for round_number in range(max(1, ROUNDS)):
         chance = random.Random(round_number)
         folder = tmp_path / f"round-{round_number}"
         folder.mkdir()
-        shapes = chance.sample(SHAPES, len(SHAPES))
+        shapes = chance.sample(SHAPES, len(SHAPES)) if ROUNDS else HALF
         seen: dict[tuple[int, int], list[int]] = {}
         saved, number, workers = [0, 0], 0, set()
         while saved[0] < EPOCHS:

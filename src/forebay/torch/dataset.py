@@ -90,24 +90,27 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         state = self.__dict__.copy()
         if self.listing.memory_bytes > _INLINE_BYTES_MAX:
             state["_listing"] = None
-            state["_listed_as"] = self.fingerprint.id
+            state["_listed_as"] = self.listing.manifest
         return state
 
     # --- the listing -------------------------------------------------------------------------------------------------
     @property
     def listing(self) -> Listing:
-        """The objects. In a spawned worker the first use may list them again; `Precondition` if they have changed."""
+        """The objects. In a spawned worker the first use may ask for them again; `Precondition` if they changed."""
         if self._listing is None:
-            found = self._listed()
-            if found.fingerprint(self.shape, self.samples).id != self.__dict__["_listed_as"]:
-                raise Precondition(
-                    f"{self.place!r} changed between the start of the job and that of a worker: start the job again"
-                )
-            self._listing = found
+            self._listing = self._listed(self.__dict__["_listed_as"])
         return self._listing
 
-    def _listed(self) -> Listing:
-        return Listing.of(self._source.manifest(*parse_place(self.place)), self._suffixes)
+    def _listed(self, manifest: str = "") -> Listing:
+        return Listing.of(self._source.manifest(*parse_place(self.place), manifest), self._suffixes)
+
+    def changed_since(self, manifest: str) -> str:
+        """In the node's words, what changed since that manifest; empty if it does not say."""
+        try:
+            self._source.manifest(*parse_place(self.place), manifest)
+        except Precondition as error:
+            return error.message
+        return ""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -28,7 +28,8 @@ Blob = bytes | memoryview
 
 class Fingerprint(msgspec.Struct, frozen=True):
     """What a dataset was when its state was saved. `shape` says how samples are made of objects and in what kind of
-    order; `rungs` are hexadecimal digits, 2 * _RUNG_BYTES for each rung."""
+    order; `rungs` are hexadecimal digits, 2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may
+    still know the listing that it was made from."""
 
     shape: str
     samples: int
@@ -36,6 +37,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     size_bytes: int
     id: str
     rungs: str
+    manifest: str = ""
 
 
 class Listing(NamedTuple):
@@ -47,17 +49,18 @@ class Listing(NamedTuple):
     sizes: Column
     etags: Blob
     etag_ends: Column
+    manifest: str
 
     @classmethod
     def of(cls, manifest: Manifest, suffixes: Sequence[str] = ()) -> Listing:
         """The objects whose key ends in one of `suffixes` (any case); with none, all but folder marks (`x/`)."""
         keys, key_ends, sizes, etags, etag_ends = manifest.columns()
-        found = cls(manifest.bucket, keys, _ints(key_ends), _ints(sizes), etags, _ints(etag_ends))
+        found = cls(manifest.bucket, keys, _ints(key_ends), _ints(sizes), etags, _ints(etag_ends), manifest.id)
         chosen = found._ending_in(suffixes) if suffixes else ~found._ending_in(("/",))
         return found if chosen.all() else found._only(chosen)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _listing, (self.bucket, bytes(self.keys), self.key_ends, self.sizes, bytes(self.etags), self.etag_ends)
+        return _listing, tuple(bytes(item) if isinstance(item, memoryview) else item for item in self)
 
     @property
     def objects(self) -> int:
@@ -105,15 +108,14 @@ class Listing(NamedTuple):
             pieces = [blob[bounds[first] : bounds[end]] for first, end in edges]
             return b"".join(pieces), np.cumsum(np.diff(bounds)[chosen])
 
-        return Listing(
-            self.bucket, *cut(self.keys, self.key_ends), self.sizes[chosen], *cut(self.etags, self.etag_ends)
-        )
+        keys, key_ends = cut(self.keys, self.key_ends)
+        return Listing(self.bucket, keys, key_ends, self.sizes[chosen], *cut(self.etags, self.etag_ends), self.manifest)
 
     def fingerprint(self, shape: str, samples: int) -> Fingerprint:
         """Of a dataset of `samples` made of these objects."""
         rungs = b"".join(self._hash(self.objects * rung // RUNGS, _RUNG_BYTES) for rung in range(1, RUNGS + 1))
         whole = self._hash(self.objects, _ID_BYTES).hex()
-        return Fingerprint(shape, samples, self.objects, self.size_bytes, whole, rungs.hex())
+        return Fingerprint(shape, samples, self.objects, self.size_bytes, whole, rungs.hex(), self.manifest)
 
     def _hash(self, objects: int, size_bytes: int) -> bytes:
         """Of the first `objects` objects."""

@@ -129,7 +129,8 @@ class Schedule:
 
     def load(self, state: dict[str, Any]) -> Place:
         """The place in `state`; the seed becomes the state's. Errors as of `state.from_dict`."""
-        loaded = from_dict(state, self._listing, self.fingerprint)
+        told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda manifest: ""
+        loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
         return self.settled(Place(loaded.epoch, loaded.samples))
 

@@ -21,6 +21,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from forebay.ports import clock
 from forebay.torch.dataset import Dataset, OnError, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
-from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
+from forebay.torch.source import PATIENCE_S, Facts, Source
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 LAYOUTS_BYTES_MAX = 512 * limits.MIB
@@ -165,9 +166,7 @@ class ShardDataset(Dataset):
         if found is not None:
             return found
         listing = self.listing
-        members = self._source.members(
-            listing.bucket, listing.key(shard), listing.etag(shard), int(listing.sizes[shard]), facts
-        )
+        members = self._source.members(listing.bucket, listing.key(shard), listing.etag(shard), facts)
         found = lay_out(members, self.parts)
         self._layouts[shard] = found
         self._layouts_bytes += found.memory_bytes
@@ -189,77 +188,69 @@ class ShardDataset(Dataset):
         numbers: Column = np.asarray(indices, np.int64)
         shards: Column = np.searchsorted(self._ends, numbers, "right")
         inner: Column = numbers - np.where(shards > 0, self._ends[shards - 1], 0)
-        places = list(zip(shards.tolist(), inner.tolist(), strict=True))
+        views = {shard: self._view(shard, facts) for shard in set(shards.tolist())}
+        places = [(views[shard], sample) for shard, sample in zip(shards.tolist(), inner.tolist(), strict=True)]
         items: list[Item] = []
-        cuts: list[list[_Cut]] = []
-        for shard, sample in places:
-            cuts.append(self._cuts(shard, sample, self._layout(shard, facts), items))
+        cuts = [_cuts(view, sample, items) for view, sample in places]
         values = self._source.get_many(items, facts)
         began_s = clock.monotonic_s()
-        made = [self._sample(*place, cut, values, facts) for place, cut in zip(places, cuts, strict=True)]
+        made = [self._sample(view, at, cut, values, facts) for (view, at), cut in zip(places, cuts, strict=True)]
         facts.decode_s += clock.monotonic_s() - began_s
-        return self._kept(lambda number: self._name(*places[number]), made, facts)
+        return self._kept(lambda number: places[number][0].name(places[number][1]), made, facts)
 
-    def _name(self, shard: int, sample: int) -> str:
-        key = self._layout(shard, Facts()).key(sample)
-        return f"sample {key!r} of {self.listing.bucket}/{self.listing.key(shard)}"
-
-    def _cuts(self, shard: int, sample: int, layout: Layout, items: list[Item]) -> list[_Cut]:
-        """Add what has to be read for a sample to `items`; where its parts lie in the answers."""
+    def _view(self, shard: int, facts: Facts) -> _View:
         listing = self.listing
-        bucket, shard_key, etag = listing.bucket, listing.key(shard), listing.etag(shard)
-        found: list[_Cut] = []
-        begin = end = -1
-        for member in layout.members(sample):
-            extension = layout.extensions[layout.kinds[member]]
-            size = layout.sizes[member]
-            if not layout.plain:
-                name = f"{layout.key(sample)}.{extension}"
-                found.append(_Cut(extension, len(items), 0, size))
-                items.append(Item(bucket, shard_key, 0, None, name, etag))
-                continue
-            start = layout.offsets[member]
-            if not size:  # there is no range of nothing
-                found.append(_Cut(extension, -1, 0, 0))
-                continue
-            if begin >= 0 and 0 <= start - end <= GAP_BYTES_MAX:
-                end = start + size
-                items[-1] = Item(bucket, shard_key, begin, end, "", etag)
-            else:
-                begin, end = start, start + size
-                items.append(Item(bucket, shard_key, begin, end, "", etag))
-            found.append(_Cut(extension, len(items) - 1, start - begin, size))
-        return found
+        return _View(listing.bucket, listing.key(shard), listing.etag(shard), self._layout(shard, facts))
 
-    def _sample(self, shard: int, sample: int, cuts: list[_Cut], values: list[Any], facts: Facts) -> Any:
-        made: dict[str, Any] = {"__key__": self._layout(shard, facts).key(sample), "__shard__": self.listing.key(shard)}
+    def _sample(self, view: _View, sample: int, cuts: list[_Cut], values: list[Any], facts: Facts) -> Any:
+        made: dict[str, Any] = {"__key__": view.layout.key(sample), "__shard__": view.key}
         for extension, item, start, size in cuts:
             value = values[item] if item >= 0 else b""
             if isinstance(value, ForebayError):
                 return value
             if len(value) != size:
                 value = memoryview(value)[start : start + size]
-            if len(value) != size:
-                return Corrupt(f"{self._name(shard, sample)} is cut short in its {extension}: write the shard again")
+                if len(value) != size:
+                    return Corrupt(f"{view.name(sample)} is cut short in its {extension}: write the shard again")
             facts.size_bytes += size
-            part = self._decoded(extension, value, shard, sample)
+            decoder = self._decoder(extension)
+            if decoder is None:
+                made[extension.lower()] = value if type(value) is bytes else bytes(value)
+                continue
+            part = decoded(partial(_part_name, view, sample, extension), decoder, value)
             if isinstance(part, ForebayError):
                 return part
             made[extension.lower()] = part
         for part in self.parts:
             if part not in made:
-                return Corrupt(f"{self._name(shard, sample)} has no {part}: complete it, or on_error='skip'")
+                return Corrupt(f"{view.name(sample)} has no {part}: complete it, or on_error='skip'")
         if self.transform is None:
             return made
-        return decoded(lambda: self._name(shard, sample), self.transform, made)
+        return decoded(partial(view.name, sample), self.transform, made)
 
-    def _decoded(self, extension: str, value: Bytes, shard: int, sample: int) -> Any:
-        if extension not in self._decoder_of:
-            self._decoder_of[extension] = chosen(self.decode)(extension)
-        decoder = self._decoder_of[extension]
-        if decoder is None:
-            return value if type(value) is bytes else bytes(value)
-        return decoded(lambda: f"the {extension} of {self._name(shard, sample)}", decoder, value)
+    def _decoder(self, extension: str) -> Decoder | None:
+        try:
+            return self._decoder_of[extension]
+        except KeyError:
+            found = self._decoder_of[extension] = chosen(self.decode)(extension)
+            return found
+
+
+class _View(NamedTuple):
+    """A shard, for the length of one fetch."""
+
+    bucket: str
+    key: str
+    etag: str
+    layout: Layout
+
+    def name(self, sample: int) -> str:
+        """Of a sample, for errors."""
+        return f"sample {self.layout.key(sample)!r} of {self.bucket}/{self.key}"
+
+
+def _part_name(view: _View, sample: int, extension: str) -> str:
+    return f"the {extension} of {view.name(sample)}"
 
 
 class _Cut(NamedTuple):
@@ -269,3 +260,28 @@ class _Cut(NamedTuple):
     item: int
     start: int
     size: int
+
+
+def _cuts(view: _View, sample: int, items: list[Item]) -> list[_Cut]:
+    """Add what has to be read for a sample to `items`; where its parts lie in the answers."""
+    bucket, key, etag, layout = view
+    offsets, sizes, kinds, extensions = layout.offsets, layout.sizes, layout.kinds, layout.extensions
+    found: list[_Cut] = []
+    begin = end = -1
+    for member in layout.members(sample):
+        extension, size = extensions[kinds[member]], sizes[member]
+        if not size:  # there is no range of nothing
+            found.append(_Cut(extension, -1, 0, 0))
+        elif not layout.plain:
+            found.append(_Cut(extension, len(items), 0, size))
+            items.append(Item(bucket, key, 0, None, f"{layout.key(sample)}.{extension}", etag))
+        else:
+            start = offsets[member]
+            if begin >= 0 and 0 <= start - end <= GAP_BYTES_MAX:
+                end = start + size
+                items[-1] = Item(bucket, key, begin, end, "", etag)
+            else:
+                begin, end = start, start + size
+                items.append(Item(bucket, key, begin, end, "", etag))
+            found.append(_Cut(extension, len(items) - 1, start - begin, size))
+    return found

@@ -22,11 +22,10 @@ import msgspec
 
 from forebay.client.sync import Client
 from forebay.core.batch import Item
-from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupported, Unavailable
-from forebay.core.manifest import Manifest, build, pack
-from forebay.core.members import Form, MemberIndex, form_of
-from forebay.core.members import build as build_members
-from forebay.core.types import RangeSpec, check_bucket_name
+from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
+from forebay.core.manifest import Manifest
+from forebay.core.members import MemberIndex
+from forebay.core.types import check_bucket_name
 from forebay.ports import clock
 
 PATIENCE_S = 300.0  # a node that restarts is back in seconds, one whose machine restarts in minutes
@@ -47,12 +46,12 @@ class Answers(NamedTuple):
 class Source(Protocol):
     """What a dataset reads from. Errors are kinds of `core.errors`."""
 
-    def manifest(self, bucket: str, prefix: str) -> Manifest:
-        """The listing of all objects under `prefix`."""
+    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+        """The listing of all objects under `prefix`; with `id` that one, else `Precondition` says what changed."""
         ...
 
-    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
-        """What is in a shard; `Corrupt` if it is none, or is cut short."""
+    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+        """What is in that version of a shard; `Corrupt` if it is none, or is cut short."""
         ...
 
     def get_many(self, items: Sequence[Item]) -> Answers:
@@ -80,11 +79,11 @@ class Patient:
         self.source = source
         self.patience_s = patience_s
 
-    def manifest(self, bucket: str, prefix: str) -> Manifest:
-        return self._waiting(lambda: self.source.manifest(bucket, prefix), Facts())
+    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+        return self._waiting(lambda: self.source.manifest(bucket, prefix, id), Facts())
 
-    def members(self, bucket: str, key: str, etag: str, size_bytes: int, facts: Facts | None = None) -> MemberIndex:
-        return self._waiting(lambda: self.source.members(bucket, key, etag, size_bytes), facts or Facts())
+    def members(self, bucket: str, key: str, etag: str, facts: Facts) -> MemberIndex:
+        return self._waiting(lambda: self.source.members(bucket, key, etag), facts)
 
     def get_many(self, items: Sequence[Item], facts: Facts) -> list[Bytes | ForebayError]:
         """As `Source.get_many`; errors that remain are those that waiting does not mend. `Unavailable` when the node,
@@ -140,44 +139,28 @@ def _sleep(delay_s: float, facts: Facts) -> None:
 
 
 class NodeSource:
-    """A node, through the client. Arguments as of `forebay.connect`."""
+    """A node, through a client of its own, which is closed with it. `url` as of `forebay.connect`."""
 
-    def __init__(self, url: str | None = None, *, token: str | None = None, ca: str | None = None) -> None:
-        self._told = (url, token, ca)
-        self._client = Client(url, token=token, ca=ca)
+    def __init__(self, url: str | None = None) -> None:
+        self._client = Client(url)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _node_source, self._told
+    def __del__(self) -> None:
+        client = getattr(self, "_client", None)  # none if the URL was refused
+        if client is not None:
+            client.close()
 
-    def manifest(self, bucket: str, prefix: str) -> Manifest:
-        pages = self._client.list_pages(bucket, prefix)
-        return Manifest(build(bucket, prefix, (pack(page.entries) for page in pages)))
+    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+        return self._client.manifest(bucket, prefix, id=id or None)
+
+    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+        index = self._client.members(bucket, key).index
+        if etag and index.etag != etag:
+            raise Precondition(f"{bucket}/{key} changed since the dataset was listed: start anew")
+        return index
 
     def get_many(self, items: Sequence[Item]) -> Answers:
-        return Answers([self._get(item) for item in items])
-
-    def _get(self, item: Item) -> Bytes | ForebayError:
-        if item.end is not None and item.end <= item.start:
-            return b""
-        span = RangeSpec(item.start, None if item.end is None else item.end - 1)
-        try:
-            whole = item.start == 0 and item.end is None
-            return self._client.get(item.bucket, item.key, range=None if whole else span, etag=item.etag)
-        except ForebayError as error:
-            return error
-
-    def members(self, bucket: str, key: str, etag: str, size_bytes: int) -> MemberIndex:
-        def read(start: int, size: int) -> bytes:
-            return self._client.get(bucket, key, range=RangeSpec(start, start + size - 1), etag=etag)
-
-        form = form_of(key, None) or Form("tar", "")
-        if form.packing:
-            raise NotSupported(f"{bucket}/{key} is compressed as a whole: unpack it, or write plain tars")
-        return build_members(form.kind, read, size_bytes, version=etag, etag=etag)
-
-
-def _node_source(url: str | None, token: str | None, ca: str | None) -> NodeSource:
-    return NodeSource(url, token=token, ca=ca)
+        many = self._client.get_many(items, on_error="report")
+        return Answers(list(many), many.cold)
 
 
 def parse_place(place: str) -> tuple[str, str]:

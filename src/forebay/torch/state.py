@@ -10,6 +10,7 @@ an epoch that is over is saved as the start of the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,8 +37,11 @@ class State(msgspec.Struct, frozen=True):
         return found
 
 
-def from_dict(state: dict[str, Any], listing: Listing, now: Fingerprint) -> State:
-    """The state in `state`, if it is one of the dataset that is `now`.
+def from_dict(
+    state: dict[str, Any], listing: Listing, now: Fingerprint, told: Callable[[str], str] = lambda manifest: ""
+) -> State:
+    """The state in `state`, if it is one of the dataset that is `now`. `told` is asked what the node knows of changes
+    since a manifest.
 
     `Invalid` if it is no state of this kind; `Precondition`, saying what changed, if the dataset is another one now.
     """
@@ -52,6 +56,8 @@ def from_dict(state: dict[str, Any], listing: Listing, now: Fingerprint) -> Stat
         )
     changed = listing.difference(loaded.fingerprint, now)
     if changed:
+        more = told(loaded.fingerprint.manifest) if loaded.fingerprint.id != now.id else ""
+        changed += f"; {more}" if more else ""
         raise Precondition(
             f"the dataset is not the one of the saved state ({changed}), so its order would be another: restore the "
             f"data, or begin an epoch of the new data with set_epoch({loaded.epoch + 1})"

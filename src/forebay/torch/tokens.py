@@ -133,15 +133,17 @@ class TokenDataset(Dataset):
         items: list[Item] = []
         owners: list[int] = []
         width, bucket = self._type.itemsize, self.listing.bucket
+        named = {number: (self.listing.key(number), self.listing.etag(number)) for number in set(file.tolist())}
         for owner, (number, first) in enumerate(zip(file.tolist(), start.tolist(), strict=True)):
             left = self.window
             while left:
-                tokens = self._file_tokens(number)
-                size = min(left, tokens - first)
+                size = left if not self.straddle else min(left, self._file_tokens(number) - first)
                 if size:
+                    if number not in named:
+                        named[number] = self.listing.key(number), self.listing.etag(number)
+                    key, etag = named[number]
                     begin = self.header_bytes + first * width
-                    end = begin + size * width
-                    items.append(Item(bucket, self.listing.key(number), begin, end, "", self.listing.etag(number)))
+                    items.append(Item(bucket, key, begin, begin + size * width, "", etag))
                     owners.append(owner)
                 left -= size
                 number, first = number + 1, 0

@@ -1,0 +1,128 @@
+"""Datasets over a real node: all kinds, from threads and workers, through a restart of the node."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.node.conftest import NodeProcess
+from tests.torch.memory_source import numbered_shard, shard, tokens
+
+from forebay.core.errors import Corrupt, NotFound, Unavailable
+from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The folder of a bucket with objects, shards and token files."""
+    folder = tmp_path / "bucket"
+    for name in ("numbers", "train", "text"):
+        (folder / name).mkdir(parents=True)
+    for number in range(200):
+        (folder / "numbers" / f"{number:05d}").write_bytes(b"%d" % number)
+    for number in range(4):
+        (folder / "train" / f"{number}.tar").write_bytes(numbered_shard(40 * number, 40))
+    (folder / "text" / "a.bin").write_bytes(tokens(10_000))
+    return folder
+
+
+@pytest.fixture
+def node(place: Path, tmp_path: Path, free_port: int):
+    """A running node with that bucket as `corpus`, always at one port."""
+    running = NodeProcess(tmp_path / "node-0", "--listen", f"127.0.0.1:{free_port}", "--fronts", "1")
+    running.start()
+    running.add_bucket("corpus", f"file://{place}")
+    yield running
+    running.stop()
+
+
+def as_int(_key: str, data: bytes | memoryview) -> int:
+    return int(bytes(data))
+
+
+def label(sample: dict[str, Any]) -> int:
+    number: int = sample["cls"]
+    assert sample["bin"] == bytes([number % 251]) * (number % 700)
+    return number
+
+
+def test_all_kinds_from_threads_and_workers(node: NodeProcess):
+    numbers = ObjectDataset("corpus/numbers/", decode=as_int, url=node.endpoint)
+    shards = ShardDataset("corpus/train/", transform=label, url=node.endpoint)
+    windows = TokenDataset("corpus/text/", 100, url=node.endpoint)
+    assert (len(numbers), len(shards), len(windows)) == (200, 160, 100)
+    for dataset in (numbers, shards):
+        for workers in (0, 2):
+            with DataLoader(dataset, 16, workers=workers, seed=1) as loader:
+                found = [number for batch in loader for number in batch.tolist()]
+                assert sorted(found) == list(range(len(dataset)))
+                assert loader.stall.items == len(dataset)
+    with DataLoader(windows, 8, workers=2) as loader:
+        assert sorted(first for batch in loader for first in batch[:, 0].tolist()) == list(range(0, 10_000, 100))
+    assert numbers[3] == 3, "the parent's connections are its own after workers were forked"
+
+
+def test_other_archives_and_damage(node: NodeProcess, place: Path):
+    folder = place / "odd"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("one.txt", "x" * 5000)
+    packed = io.BytesIO()
+    with gzip.open(packed, "wb") as file:
+        file.write(shard([("two.txt", b"y" * 700)]))
+    (folder / "b.tar.gz").write_bytes(packed.getvalue())
+    found = ShardDataset("corpus/odd/", url=node.endpoint)
+    assert [(sample["__key__"], len(sample["txt"])) for sample in found] == [("one", 5000), ("two", 700)]
+    folder = place / "damaged"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(numbered_shard(10, 10)[:8492])  # in the head of a member
+    (folder / "b.tar").write_bytes(numbered_shard(10, 10))
+    with pytest.raises(Corrupt):
+        ShardDataset("corpus/damaged/", url=node.endpoint)
+    skipping = ShardDataset("corpus/damaged/", url=node.endpoint, on_error="skip")
+    assert len(skipping) == 10
+    assert list(skipping.damaged) == ["damaged/a.tar"]
+    with pytest.raises(NotFound):
+        ObjectDataset("corpus/none/", url=node.endpoint)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_node_that_restarts_in_the_middle_of_an_epoch(node: NodeProcess, workers: int):
+    dataset = ObjectDataset("corpus/numbers/", decode=as_int, url=node.endpoint)
+    with DataLoader(dataset, 4, workers=workers, seed=1, prefetch=2) as loader:
+        batches = iter(loader)
+        found = [number for _ in range(5) for number in next(batches).tolist()]
+        assert node.process is not None
+        for pid in node.children().values():
+            os.kill(pid, 9)
+        node.process.kill()
+        node.process.wait()
+        starting = threading.Thread(target=node.start)
+        starting.start()
+        found += [number for batch in batches for number in batch.tolist()]
+        starting.join()
+        assert sorted(found) == list(range(200))
+        assert loader.stall.seconds["busy"] > 0
+
+
+def test_a_node_that_is_gone_for_good(node: NodeProcess):
+    dataset = ObjectDataset("corpus/numbers/", decode=as_int, url=node.endpoint, patience_s=0.5)
+    with DataLoader(dataset, 4, shuffle=False) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 1, 2, 3]
+        node.stop()
+        with pytest.raises(Unavailable, match=r"waited 0\.5 s in vain .*no node answers.*last saved state"):
+            list(batches)
+        state = loader.state_dict()
+    node.start()
+    with DataLoader(dataset, 4, shuffle=False) as loader:
+        loader.load_state_dict(state)
+        assert next(iter(loader)).tolist()[0] == state["samples"]
