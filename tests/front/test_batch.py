@@ -22,6 +22,7 @@ from forebay.core.batch import FRAME, BatchCall, Item
 from forebay.core.errors import Denied, ErrorOnWire, Unavailable
 from forebay.core.types import RangeSpec
 from forebay.node.http import batch as batches
+from forebay.node.http import batch_plan
 
 Eventually = Callable[[Callable[[], bool]], None]
 BLOCK = limits.BLOCK_BYTES
@@ -124,7 +125,7 @@ def test_more_files_than_a_batch_may_hold_and_more_inline_bytes_than_it_keeps(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "HELD_MAX", 3)
-    monkeypatch.setattr(batches, "INLINE_BYTES_KEPT_MAX", 5000)
+    monkeypatch.setattr(batch_plan, "INLINE_BYTES_KEPT_MAX", 5000)
     data = {f"k{at}": os.urandom(20_000 if at % 2 else 1000 + at) for at in range(40)}
     for key, body in data.items():
         node.put(key, body)

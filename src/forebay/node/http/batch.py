@@ -1,17 +1,13 @@
 """`POST /-/v1/batch`: many reads in one request, answered by one ordered stream (core/batch.py).
 
-Theory. First a *plan*: each distinct object is looked up once, and each item becomes one of three steps: bytes that are
-here (a hit), finished bytes (an error that is known already), or a question to the engine. If nothing must be asked,
-every size is known and the answer has a Content-Length. Then the steps are sent in order:
+Theory. First a plan (`batch_plan.py`): each item becomes a step. If nothing must be asked of the engine, every size is
+known and the answer has a Content-Length. Then the steps are sent in order:
 
     small hits      read into one buffer beside their headers, which is sent when it is full: no object for each item
     large hits      by sendfile, with what the buffer holds before them
     packed          members of shards that are no range of them: read into memory, or sent, when they are due
     questions       BATCH_COLD_AHEAD of them are with the engine at once, and are taken in order; their bytes go out as
                     they land, so a slow client holds up the engine's windows and nothing here
-
-Where members are is found out first, once for each shard; then most of them are ranges like others, of the version that
-their places are true of.
 
 Leases are taken when bytes are read, not when they are planned, since sending may take long: the record is looked up
 again then, once for each object, and what is no longer as planned is asked of the engine (for the very version whose
@@ -21,12 +17,12 @@ Bytes that no disk takes lie in the engine's memory, which is promised in the or
 so hold what the item that is due waits for. When that one gets nothing for PATIENCE_S, what is ahead and holds memory
 is given up, and asked again when it is due.
 
-Rejected: a sendfile for each small item (two system calls where one copy is cheaper, measured up to 64 KiB); `pread`
-and joining (a fresh 10 KiB object for each item costs three times the copy).
+Rejected: a sendfile for each small item (two system calls where one and a copy cost no more: measured from 10 to 64
+KiB); `pread` and joining (a fresh 10 KiB object for each item costs three times the copy).
 
 Invariants. (1) Frames leave in the order of the items. (2) At most BATCH_COLD_AHEAD + 1 reads of a batch are open, and
 all are closed when it ends, however. (3) A file's bytes are sent only under a lease, and only if the record that was
-read after the lease was taken has them. (4) A batch keeps the loop for at most PIECE_BYTES or LOOKUPS_AT_ONCE look-ups.
+read after the lease was taken has them. (4) A batch keeps the loop for at most PIECE_BYTES.
 """
 
 from __future__ import annotations
@@ -39,103 +35,28 @@ from collections import deque
 from forebay.core import batch, limits
 from forebay.core.access import Identity
 from forebay.core.batch import FRAME, BatchCall, Item
-from forebay.core.errors import Bug, ForebayError, NotSupported, Precondition, Unavailable
-from forebay.core.members import MemberIndex
-from forebay.core.record import Record
-from forebay.core.types import Bucket, RangeSpec, check_key
+from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.types import RangeSpec
 from forebay.core.wire import Opened
 from forebay.node.http.auth import Auth
-from forebay.node.http.reads import Reads, may_serve
+from forebay.node.http.batch_forms import Form, FrameForm, TarForm
+from forebay.node.http.batch_plan import Ask, Hit, Known, Packed, Plan, Sources, changed
+from forebay.node.http.reads import Reads
 from forebay.node.http.requests import Exchange, Request, status_of
 from forebay.node.http.sending import FileFailed
-from forebay.node.http.shards import Shards, Span
-from forebay.node.http.tar_form import TarForm
+from forebay.node.http.shards import Shards
 from forebay.node.link import Link, Read
-from forebay.node.records import is_version
-from forebay.node.store.reader import LeasedFile, StoreReader
+from forebay.node.store.reader import StoreReader
 from forebay.ports import clock as clocks
 
 PIECE_BYTES = 256 * limits.KIB  # gathered for one write: stays in the cache, and is what a socket takes at once
-SMALL_BYTES_MAX = 64 * limits.KIB  # up to here a copy is cheaper than a second system call
+SMALL_BYTES_MAX = 64 * limits.KIB  # up to here a copy costs no more than a second system call
 BUFFER_BYTES = PIECE_BYTES + SMALL_BYTES_MAX + FRAME.size
 HELD_MAX = 128  # leases (and inline objects read again) that one batch holds at once
-INLINE_BYTES_KEPT_MAX = 16 * limits.MIB  # of small objects between plan and sending; more are looked up again
-LOOKUPS_AT_ONCE = 512  # about a millisecond; then others have their turn
 PATIENCE_S = 1.0
-
-SHARDS_AT_ONCE = 8  # whose members are found out at once, when nobody knows them yet
 
 _HEADER_BYTES = FRAME.size
 log = logging.getLogger("forebay.http")
-
-
-class Known:
-    """One object of a batch, however many items name it. Without a record it must be asked for, or `error` says why
-    not."""
-
-    __slots__ = ("bucket", "error", "file", "inline", "key", "members", "object_id", "record", "size", "whole")
-
-    def __init__(self, bucket: str, key: str, record: Record | None, error: ForebayError | None = None) -> None:
-        self.bucket, self.key = bucket, key
-        self.record = record
-        self.error = error
-        self.file: LeasedFile | None = None
-        self.inline: bytes | None = None
-        self.members: MemberIndex | None = None  # set when each of them is a range that is here
-        self.whole = False
-        self.object_id = self.size = 0
-        if record is not None:
-            self.inline, self.whole = record.inline, record.complete
-            self.object_id, self.size = record.object_id, record.size_bytes
-
-
-class Ask:
-    """A question to the engine. `version`: only that, whose size was announced. `total`: the size of the member that
-    the range is of; None for an object's, which the answer says."""
-
-    __slots__ = ("item", "total", "version")
-
-    def __init__(self, item: Item, version: str = "", total: int | None = None) -> None:
-        self.item = item
-        self.version = version
-        self.total = total
-
-
-class Packed:
-    """[start, end) of a member that is no range of its shard."""
-
-    __slots__ = ("end", "span", "start")
-
-    def __init__(self, span: Span, start: int, end: int) -> None:
-        self.span, self.start, self.end = span, start, end
-
-
-Hit = tuple[Known, int, int, int]  # the object, the half-open range of it, and the size of the whole (or of a member)
-Step = Hit | bytes | Ask | Packed
-Shard = tuple[Record, MemberIndex]
-
-
-class FrameForm:
-    """How items are told apart: by the frames of core/batch.py."""
-
-    head = b"Content-Type: %b\r\n" % batch.MEDIA.encode()
-    sized = True  # the length of the answer follows from the items' sizes
-    end = b""
-
-    def begin(self, item: Item, flags: int, size: int, total: int, modified_s: float) -> bytes:
-        """What goes before the bytes of an item."""
-        return FRAME.pack(200, flags, 0, size, total)
-
-    def after(self, size: int) -> bytes:
-        """What goes after them."""
-        return b""
-
-    def failed(self, item: Item, error: ForebayError) -> bytes:
-        """What stands for an item that cannot be had."""
-        return batch.failed_frame(error, status_of(error))
-
-
-Form = FrameForm | TarForm
 
 
 class Batches:
@@ -151,12 +72,8 @@ class Batches:
         shards: Shards | None = None,
         clock: clocks.Clock = clocks.system,
     ) -> None:
-        self.shards = shards
-        self.reads = reads
-        self.store = store
         self.link = link
-        self.auth = auth
-        self.clock = clock
+        self.sources = Sources(reads, store, auth, shards, clock)
 
     def answer(self, request: Request, exchange: Exchange, identity: Identity) -> None:
         """Answer a request for a batch. `Invalid` for one that is none; what is wrong with an item is in its frame."""
@@ -168,17 +85,13 @@ class _Answer:
     """One batch on its way."""
 
     def __init__(self, batches: Batches, exchange: Exchange, call: BatchCall, identity: Identity) -> None:
-        self._batches = batches
-        self._reads, self._store, self._link = batches.reads, batches.store, batches.link
-        self._counts = batches.reads.counts
+        self._sources, self._link = batches.sources, batches.link
+        self._reads, self._store = batches.sources.reads, batches.sources.store
+        self._counts = self._reads.counts
         self._exchange = exchange
         self._items = call.items
         self._form: Form = TarForm() if call.format == "tar" else FrameForm()
-        self._identity = identity
-        self._buckets: dict[str, Bucket | ForebayError] = {}
-        self._plan: list[Step] = []
-        self._shards: dict[tuple[str, str], Shard | ForebayError] = {}
-        self._packed = False
+        self._plan = Plan(batches.sources, identity, self._form, call.items)
         self._total = 0  # bytes of the answer, as far as it is known
         self._sized = False
         self._buffer = bytearray(BUFFER_BYTES)
@@ -195,11 +108,11 @@ class _Answer:
     async def run(self) -> None:
         self._counts.batches += 1
         try:
-            if any(item.member for item in self._items):
-                await self._find_shards()
-            await self._make_plan()
-            self._unasked.extend(at for at, step in enumerate(self._plan) if type(step) is Ask)
-            self._sized = self._form.sized and not self._unasked and not self._packed
+            await self._plan.make()
+            self._total = self._plan.total
+            self._counts.batch_failed += self._plan.failed
+            self._unasked.extend(self._plan.questions())
+            self._sized = self._form.sized and not self._unasked and not self._plan.packed
             self._exchange.start(200, self._form.head, self._total if self._sized else None)
             if self._unasked:
                 self._look_after()
@@ -222,166 +135,10 @@ class _Answer:
             self._close(asked)
         self._ahead.clear()
 
-    # --- the plan ----------------------------------------------------------------------------------------------------
-    async def _find_shards(self) -> None:
-        """Where the members of all shards are that are named, several shards at a time."""
-        names = dict.fromkeys((item.bucket, item.key) for item in self._items if item.member)
-        turns = asyncio.Semaphore(SHARDS_AT_ONCE)
-
-        async def find(name: tuple[str, str]) -> None:
-            try:
-                async with turns:
-                    if self._batches.shards is None:
-                        raise NotSupported("members of shards are not served here: ask the node itself")
-                    self._shards[name] = await self._batches.shards.index(self._bucket(name[0]), check_key(name[1]))
-            except ForebayError as error:
-                self._shards[name] = error
-
-        async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(find(name))
-
-    async def _make_plan(self) -> None:
-        known: dict[tuple[str, str], Known] = {}
-        plan, room = self._plan, limits.BATCH_BYTES_MAX
-        inline_left = INLINE_BYTES_KEPT_MAX
-        total = 0
-        for item in self._items:
-            name = (item.bucket, item.key)
-            at = known.get(name)
-            if at is None:
-                at = known[name] = self._look_up(*name)
-                if at.inline is not None:
-                    inline_left -= at.size
-                    if inline_left < 0 and at.record is not None:
-                        at.inline = at.record.inline = None
-                self._use_members(at)
-            size = at.size
-            start, end = item.start, item.end
-            if end is None or end > size:
-                end = size
-            if item.member:
-                step = self._member_here(item, at) or self._uncommon(item, at)
-            elif at.record is None or item.etag or not 0 <= start < end:
-                step = self._uncommon(item, at)
-            elif at.whole or at.record.has(start, end):
-                step = (at, start, end, size)
-            else:
-                step = Ask(item)
-            if type(step) is tuple:
-                length = _HEADER_BYTES + step[2] - step[1]
-            elif type(step) is Packed:
-                length = _HEADER_BYTES + step.end - step.start
-                self._packed = True
-            if type(step) in (tuple, Packed) and total + length > room:
-                step = self._form.failed(item, batch.full(length))
-            if type(step) is bytes:
-                self._counts.batch_failed += 1
-                length = len(step)
-            elif type(step) is Ask:
-                length = 0
-            total += length
-            plan.append(step)
-            if not len(plan) % LOOKUPS_AT_ONCE:
-                await asyncio.sleep(0)
-        self._total = total
-
-    def _uncommon(self, item: Item, at: Known) -> Step:
-        """The step for an item that is no plain range of a hit."""
-        end = item.end
-        try:
-            if at.error is not None:
-                raise at.error
-            if item.member:
-                return self._member(item, at)
-            record = at.record
-            if record is None:
-                if item.start < 0 or (end is not None and end <= item.start) or item.start > limits.OBJECT_BYTES_MAX:
-                    raise batch.outside(item.start, end, None)
-                return Ask(item)
-            if item.etag and item.etag != record.etag:
-                raise _changed(item)
-            size = record.size_bytes
-            stop = size if end is None or end > size else end
-            if item.start < 0 or (item.start >= stop and not (end is None and size == item.start == 0)):
-                raise batch.outside(item.start, end, size)
-            return (at, item.start, stop, size) if record.has(item.start, stop) else Ask(item)
-        except ForebayError as error:
-            return self._form.failed(item, error)
-
-    def _use_members(self, at: Known) -> None:
-        """Let members of a shard that is here, and of the version whose members are known, be found at once."""
-        found = self._shards.get((at.bucket, at.key))
-        if found is None or isinstance(found, ForebayError) or at.record is None:
-            return
-        if at.whole and found[1].ranged and is_version(at.record, found[1].version):
-            at.members = found[1]
-
-    def _member_here(self, item: Item, at: Known) -> Hit | None:
-        """The step for a member that is here; None where that takes more to say."""
-        place = at.members.place(item.member) if at.members is not None else None
-        if place is None or item.etag:
-            return None
-        offset, size = place
-        start, end = item.start, item.end
-        if end is None or end > size:
-            end = size
-        return (at, offset + start, offset + end, size) if 0 <= start < end else None
-
-    def _member(self, item: Item, at: Known) -> Step:
-        """The step for a member: of the version that its place is true of."""
-        found = self._shards[item.bucket, item.key]
-        if isinstance(found, ForebayError):
-            raise found
-        shard, index = found
-        if item.etag and item.etag != shard.etag:
-            raise _changed(item)
-        member = index.find(item.member)
-        member.check_readable()
-        size, start = member.size_bytes, item.start
-        stop = size if item.end is None or item.end > size else item.end
-        if start < 0 or (start >= stop and not (item.end is None and size == start == 0)):
-            raise batch.outside(start, item.end, size)
-        span = Span(item.bucket, item.key, shard, member, index.plain)
-        if not span.ranged:
-            return Packed(span, start, stop)
-        first, last = member.start + start, member.start + stop
-        record = at.record
-        if record is not None and is_version(record, index.version) and record.has(first, last):
-            return (at, first, last, size)
-        if first == last:
-            return Packed(span, start, stop)
-        return Ask(Item(item.bucket, item.key, first, last), shard.version, size)
-
-    def _look_up(self, name: str, key: str) -> Known:
-        """What is here of an object that the caller may read."""
-        try:
-            bucket = self._bucket(name)
-            check_key(key)
-        except ForebayError as error:
-            return Known(name, key, None, error)
-        record = self._store.lookup(name, key)
-        if record is None or not may_serve(record, bucket, self._batches.clock.wall_s()):
-            return Known(name, key, None)
-        return Known(name, key, record)
-
-    def _bucket(self, name: str) -> Bucket:
-        found = self._buckets.get(name)
-        if found is None:
-            try:
-                found = self._reads.bucket(name)
-                self._batches.auth.require_read(self._identity, found)
-            except ForebayError as error:
-                found = error
-            self._buckets[name] = found
-        if isinstance(found, ForebayError):
-            raise found
-        return found
-
     # --- sending -----------------------------------------------------------------------------------------------------
     async def _send(self) -> None:
-        plan, position = self._plan, 0
-        while position < len(plan):
+        steps, position = self._plan.steps, 0
+        while position < len(steps):
             before = position
             position = self._fill(position)
             if position == before:
@@ -397,13 +154,13 @@ class _Answer:
         """Put steps into the buffer as long as they fit and are at hand; the position of the first that did not."""
         if not self._form.sized:
             return position
-        plan, buffer, view, used = self._plan, self._buffer, self._view, self._used
+        steps, buffer, view, used = self._plan.steps, self._buffer, self._view, self._used
         touched, touched_whole = self._link.touched, self._link.touched_whole
         pack, preadv = FRAME.pack_into, os.preadv
-        hits = hit_bytes = 0
+        hits = hit_bytes = misses = miss_bytes = 0
         first = position
-        for position in range(first, len(plan)):
-            step = plan[position]
+        for position in range(first, len(steps)):
+            step = steps[position]
             if type(step) is not tuple:
                 if type(step) is bytes and used + len(step) <= BUFFER_BYTES:
                     buffer[used : used + len(step)] = step
@@ -416,7 +173,7 @@ class _Answer:
             stop = body_at + size
             if size > SMALL_BYTES_MAX or stop > BUFFER_BYTES or not self._ready(at, start, end):
                 break
-            pack(buffer, used, 200, 0, 0, size, whole)
+            pack(buffer, used, 200, at.cold, 0, size, whole)
             if at.file is None:
                 inline = at.inline
                 assert inline is not None, "ready without bytes"
@@ -431,22 +188,35 @@ class _Answer:
                 block_bytes = at.file.record.block_bytes
                 touched[at.object_id, start // block_bytes, (end - 1) // block_bytes + 1] = None
             used = stop
-            hits += 1
-            hit_bytes += size
+            if at.cold:
+                misses += 1
+                miss_bytes += size
+            else:
+                hits += 1
+                hit_bytes += size
         else:
-            position = len(plan)
+            position = len(steps)
         self._used = used
-        self._count_hits(hits, hit_bytes)
+        self._count(hits, hit_bytes, misses, miss_bytes)
         if len(touched) >= limits.TOUCHES_MAX or len(touched_whole) >= limits.TOUCHES_MAX:
             self._link.flush()
         return position
 
-    def _count_hits(self, hits: int, hit_bytes: int) -> None:
+    def _count(self, hits: int, hit_bytes: int, misses: int = 0, miss_bytes: int = 0) -> None:
         counts = self._counts
         counts.hits += hits
         counts.hit_bytes += hit_bytes
+        counts.misses += misses
+        counts.miss_bytes += miss_bytes
         counts.batch_hits += hits
-        counts.batch_bytes += hit_bytes
+        counts.batch_misses += misses
+        counts.batch_bytes += hit_bytes + miss_bytes
+
+    def _count_one(self, size: int, cold: bool) -> None:
+        if cold:
+            self._count(0, 0, 1, size)
+        else:
+            self._count(1, size)
 
     def _ready(self, at: Known, start: int, end: int) -> bool:
         """Whether these bytes of the object can be read now."""
@@ -503,7 +273,7 @@ class _Answer:
     # --- steps that wait ---------------------------------------------------------------------------------------------
     async def _slow(self, position: int) -> None:
         """One step that does not go into the buffer as it is."""
-        step, item = self._plan[position], self._items[position]
+        step, item = self._plan.steps[position], self._items[position]
         if type(step) is bytes:
             await self._add(step)
         elif type(step) is Packed:
@@ -528,8 +298,8 @@ class _Answer:
 
     async def _send_packed(self, item: Item, step: Packed) -> None:
         """A member that must be inflated, or is in a plain form. Only a long one can still fail when it has begun."""
-        assert self._batches.shards is not None, "its place was found"
-        shards, span, size = self._batches.shards, step.span, step.end - step.start
+        assert self._sources.shards is not None, "its place was found"
+        shards, span, size = self._sources.shards, step.span, step.end - step.start
         data = None
         try:
             if size <= limits.MIB:
@@ -538,8 +308,9 @@ class _Answer:
             self._counts.batch_failed += 1
             await self._add(self._form.failed(item, error))
             return
-        self._count_hits(1, size)
-        await self._add(self._form.begin(item, 0, size, span.member.size_bytes, span.record.modified_s))
+        cold = (item.bucket, item.key) in self._plan.brought
+        self._count_one(size, cold)
+        await self._add(self._form.begin(item, cold, size, span.member.size_bytes, span.record.modified_s))
         if data is not None:
             await self._add(data)
         else:
@@ -561,8 +332,8 @@ class _Answer:
             if read is None:
                 return False
             small = read
-        await self._add(self._form.begin(item, 0, size, whole, at.record.modified_s))
-        self._count_hits(1, size)
+        await self._add(self._form.begin(item, at.cold, size, whole, at.record.modified_s))
+        self._count_one(size, at.cold)
         if small or not size:
             await self._add(small)
         else:
@@ -625,13 +396,7 @@ class _Answer:
                 return
             if self._sized and size != announced:
                 raise Bug(f"{size} bytes where {announced} were announced: please report it")
-            if opened.hit:
-                self._count_hits(1, size)
-            else:
-                counts.misses += 1
-                counts.miss_bytes += size
-                counts.batch_misses += 1
-                counts.batch_bytes += size
+            self._count_one(size, not opened.hit)
             record = opened.record
             flags = 0 if opened.hit else batch.COLD
             whole = record.size_bytes if total is None else total
@@ -648,7 +413,7 @@ class _Answer:
         """The size of what was opened, if it is what the item wants and there is room for it."""
         size = opened.end - opened.start
         if item.etag and item.etag != opened.record.etag:
-            raise _changed(item)
+            raise changed(item)
         if not self._sized:
             if self._total + _HEADER_BYTES + size > limits.BATCH_BYTES_MAX:
                 raise batch.full(size)
@@ -660,7 +425,7 @@ class _Answer:
         """Have the next questions with the engine."""
         while self._unasked and len(self._ahead) < limits.BATCH_COLD_AHEAD:
             position = self._unasked.popleft()
-            step = self._plan[position]
+            step = self._plan.steps[position]
             assert type(step) is Ask
             self._ahead[position] = await self._ask(step)
 
@@ -697,10 +462,3 @@ class _Answer:
                         del self._ahead[position]
             self._seen = (due.number, due.taken)
         self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._look_after)
-
-
-def _changed(item: Item) -> Precondition:
-    return Precondition(
-        f"{item.bucket}/{item.key} is not the version {item.etag!r} any more: read its current state, and decide anew",
-        code="PreconditionFailed",
-    )
