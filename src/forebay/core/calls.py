@@ -19,6 +19,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.derived import KeepCall, Kept
 from forebay.core.errors import Invalid
+from forebay.core.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
 from forebay.core.manifest import ManifestCall, ManifestPartCall, ManifestState
 from forebay.core.members import AppendCall
 from forebay.core.metrics import Snapshot
@@ -419,6 +420,10 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "bucket_check": (BucketNamed, Nothing),  # Backend.probe: it answers, or the error says why not
     "list": (ListCall, ListPage),
     "list_cached": (ListCall, CachedPage),
+    "hints": (HintsCall, HintsState),
+    "hints_at": (HintsAtCall, HintsState),
+    "hints_close": (HintsNamed, Nothing),
+    "hints_state": (HintsNamed, HintsState),
     "manifest": (ManifestCall, ManifestState),
     "manifest_part": (ManifestPartCall, bytes),
     "stat": (StatCall, ObjectState),

@@ -107,6 +107,7 @@ class ColdReads:
         self._flush_soon = flush_soon
         self._deleted = deleted
         self._wrote = wrote
+        self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # who reads it told what comes next
         self._openings: dict[tuple[str, str], Opening] = {}
         self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
@@ -269,6 +270,8 @@ class ColdReads:
         """
         if ask.range is None or ask.range.first is None or ask.range.last is None:
             return 0
+        if self.foretold(ask.bucket, ask.key):
+            return 0  # `node/hinting.py` fetches what comes next, and a guess would only take its place
         streams = self._ahead.setdefault((ask.bucket, ask.key), [])
         self._ahead.move_to_end((ask.bucket, ask.key))
         while len(self._ahead) > READ_AHEADS_MAX:

@@ -32,6 +32,7 @@ from forebay.backends.counting import BackendCounters
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.core.errors import ForebayError, Invalid
+from forebay.core.hints import Hints
 from forebay.core.types import Bucket
 from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
@@ -43,6 +44,7 @@ from forebay.node.copying import Copies
 from forebay.node.derived import Derived, Keeping
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Connection, Fronts
+from forebay.node.hinting import Hinting
 from forebay.node.identities import IdentitiesFile
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
@@ -137,11 +139,12 @@ class Engine:
             await self.stop(clean=False)
             raise
         await self.jobs.resume()
-        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend)
+        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.hinting.tend)
         self._background = [asyncio.create_task(each()) for each in work]
 
     def _assemble(self) -> None:
         self.tally = Tally()
+        self.hints = Hints()
         self.index = StoreReader(self.store.volumes())
         self.scrubber = Scrubber(self.store, rate_bytes_s=max(1.0, self.settings.scrub_bytes_s))
         self.buckets = Buckets(
@@ -155,6 +158,7 @@ class Engine:
             evicted=lambda object_id, blocks: self.cold.evicted(object_id, blocks),
             flush=self.flush,
             held=lambda object_ids: self._dropped(object_ids),
+            hints=self.hints,
         )
         self.cold = ColdReads(
             self.store,
@@ -226,6 +230,18 @@ class Engine:
         self.listings = Listings(self.store, self.index, self.flusher)
         self.derived = Derived(self.index, self._ask, self._touched)
         self.manifests = Manifests(self.buckets, self.listings, self.derived, self.clock, self._workers)
+        self.hinting = Hinting(
+            self.manifests,
+            self.cold,
+            self.room,
+            self.index,
+            self.hints,
+            self.tally,
+            self.clock,
+            self._workers,
+        )
+        self.room.foresight = self.hinting
+        self.cold.foretold = self.hinting.covers
         self.work = JobWork(
             self.buckets,
             self.cold,
@@ -277,6 +293,7 @@ class Engine:
         if self._server is not None:
             self._server.close()
         await self.jobs.aclose()
+        await self.hinting.aclose()
         await self.manifests.aclose()
         await self.streams.aclose()
         await self.uploads.aclose()

@@ -11,6 +11,9 @@ filesystem that others fill too gets SLACK_BYTES of distance: how much is free i
 Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
 ghost must be found all the same, so it is filed under a number made from bucket, key and block.
 
+Where jobs give hints, `foresight` is asked of all that lands and told of all that leaves, and what is needed last goes
+first (`core/hinted.py`).
+
 Invariants. (1) What the machine forgot was dropped from the store in the same turn of the loop. (2) One reclaim at a
 time. (3) A block that a flight needs is not a victim.
 """
@@ -21,11 +24,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from typing import Protocol
 
 import xxhash
 
 from forebay.core import limits
-from forebay.core.eviction import Eviction, split_unit, unit_of
+from forebay.core.eviction import split_unit, unit_of
+from forebay.core.hinted import HintedEviction
+from forebay.core.hints import Hints
 from forebay.core.record import OWNED, PINNED, Record
 from forebay.core.types import Bucket
 from forebay.node.records import present_blocks
@@ -45,9 +51,30 @@ def ghost_name(bucket: str, key: str, block: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{bucket}/{key}\0{block}".encode())
 
 
+class Foresight(Protocol):
+    """Who knows which units have hints (`node/hinting.py`)."""
+
+    def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool: ...
+
+    def gone(self, unit: int) -> None: ...
+
+    def touched(self, object_id: int, first: int, end: int) -> None: ...
+
+
+class _Blind:
+    """Nobody gives hints."""
+
+    def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool:
+        return False
+
+    def gone(self, unit: int) -> None: ...
+
+    def touched(self, object_id: int, first: int, end: int) -> None: ...
+
+
 class Room:
-    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store,
-    `held` of objects whose files somebody still has open."""
+    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store, `held`
+    of objects whose files somebody still has open; `hints` knows when units are due, `foresight` (set it) which."""
 
     def __init__(
         self,
@@ -59,6 +86,7 @@ class Room:
         evicted: Callable[[int, list[int]], None],
         flush: Callable[[], None],
         held: Callable[[list[int]], None],
+        hints: Hints,
     ) -> None:
         self._store = store
         self._tally = tally
@@ -67,7 +95,9 @@ class Room:
         self._evicted = evicted
         self._flush = flush
         self._held = held
-        self._machines: dict[str, Eviction] = {}
+        self._hints = hints
+        self.foresight: Foresight = _Blind()
+        self._machines: dict[str, HintedEviction] = {}
         self._quotas: dict[str, int | None] = {}
         self._reclaiming: asyncio.Task[None] | None = None
         self._making: asyncio.Handle | None = None
@@ -81,7 +111,7 @@ class Room:
         for usage in self._store.usage():
             if usage.state == "out":
                 continue
-            machine = self._machines[usage.volume_id] = Eviction(_mark(usage))
+            machine = self._machines[usage.volume_id] = HintedEviction(_mark(usage), self._hints)
             machine.restore(_restorable(by_volume.pop(usage.volume_id, [])))
         self.set_quotas(())
         self.make_room()
@@ -101,7 +131,8 @@ class Room:
         usages = {usage.volume_id: usage for usage in self._store.usage() if usage.state != "out"}
         for volume_id in list(self._machines):
             if volume_id not in usages:
-                del self._machines[volume_id]
+                for unit in self._machines.pop(volume_id).units():
+                    self.foresight.gone(unit)
         for volume_id, usage in usages.items():
             if volume_id in self._machines:
                 self._machines[volume_id].set_capacity(_mark(usage))
@@ -115,9 +146,12 @@ class Room:
         machine = self._machines.get(volume_id)
         if machine is None:
             return
-        machine.landed(unit_of(*unit), size_bytes, bucket, ghost_name(bucket, key, unit[1]))
+        number = unit_of(*unit)
+        machine.landed(number, size_bytes, bucket, ghost_name(bucket, key, unit[1]))
         if pinned:
-            machine.pin(unit_of(*unit))
+            machine.pin(number)
+        if self.foresight.landed(bucket, key, number, unit[1], size_bytes):
+            machine.hint(number)
         if machine.excess_bytes:
             self._make_room()
 
@@ -132,6 +166,8 @@ class Room:
             machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
             if keep:
                 machine.pin(unit)
+            if self.foresight.landed(bucket, key, unit, block, size_bytes):
+                machine.hint(unit)
         if machine.excess_bytes:
             self.make_room()
 
@@ -145,18 +181,60 @@ class Room:
         """Blocks were read."""
         for machine in self._machines.values():
             machine.touched_blocks(object_id, first, end)
+        self.foresight.touched(object_id, first, end)
 
     def removed(self, object_id: int, blocks: list[int]) -> None:
         """Blocks left the store by another way."""
         for machine in self._machines.values():
             for block in blocks:
                 machine.removed(unit_of(object_id, block))
+        for block in blocks:
+            self.foresight.gone(unit_of(object_id, block))
 
     def pin(self, object_id: int, blocks: list[int], pinned: bool) -> None:
         """Never evict these, or evict them again."""
         for machine in self._machines.values():
             for block in blocks:
-                machine.pin(unit_of(object_id, block), pinned)
+                unit = unit_of(object_id, block)
+                if machine.pin(unit, pinned) and not pinned and self._hints.knows(unit):
+                    machine.hint(unit)
+
+    # --- hints -------------------------------------------------------------------------------------------------------
+    def hint(self, unit: int) -> bool:
+        """It is known when this unit is due. False if it is not here."""
+        for machine in self._machines.values():
+            if unit in machine:
+                machine.hint(unit)
+                return True
+        return False
+
+    def unhint(self, units: list[int]) -> None:
+        """It is known no longer."""
+        for machine in self._machines.values():
+            for unit in units:
+                machine.unhint(unit)
+
+    def moved(self, units: list[int]) -> None:
+        """They are due later than they were."""
+        for machine in self._machines.values():
+            for unit in units:
+                machine.moved(unit)
+
+    def all_moved(self) -> None:
+        """Somebody said something else than before."""
+        for machine in self._machines.values():
+            machine.all_moved()
+
+    def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool:
+        """Whether so much of an object may be fetched before it is due, and nothing leaves that is due sooner."""
+        machine = self._machines.get(self._store.volume_of(bucket, key))
+        return machine is not None and machine.spares(size_bytes, due)
+
+    def window_bytes(self, share: float) -> int:
+        """How far ahead may be fetched: what is free, or this share of what may be kept, if that is more."""
+        machines = self._machines.values()
+        free_bytes = sum(max(0, machine.capacity_bytes - machine.used_bytes) for machine in machines)
+        return max(free_bytes, int(sum(machine.capacity_bytes for machine in machines) * share))
 
     # --- making room -------------------------------------------------------------------------------------------------
     def make_room(self) -> None:
@@ -172,8 +250,11 @@ class Room:
             if not excess_bytes:
                 continue
             chosen = machine.victims(min(excess_bytes, BATCH_BYTES), lambda unit: self._busy(*split_unit(unit)))
+            for unit in chosen.units:
+                self.foresight.gone(unit)
             self.drop([split_unit(unit) for unit in chosen.units])
-            self._tally.evictions["capacity"] += len(chosen.units)
+            self._tally.evictions["capacity"] += len(chosen.units) - machine.by_hint
+            self._tally.evictions["hint"] += machine.by_hint
             self._tally.evicted_bytes += chosen.freed_bytes
             again |= not chosen.stuck and machine.excess_bytes > 0
         if again:

@@ -19,11 +19,13 @@ class Tally:
     """One per engine."""
 
     def __init__(self) -> None:
-        self.evictions: Counter[str] = Counter()  # by reason: capacity, asked
+        self.evictions: Counter[str] = Counter()  # by reason: capacity, hint, asked
         self.evicted_bytes = 0
         self.passed_bytes = 0
         self.revalidations: Counter[str] = Counter()  # by result: unchanged, changed, gone, unreachable
         self.corrupt_blocks = 0
+        self.hinted_bytes = 0  # fetched ahead because of hints
+        self.hinted_hits = 0  # blocks of them that somebody read
 
     def snapshot(self, backends: Iterable[tuple[str, BackendCounters]]) -> Snapshot:
         """The counters, those of the backends (by bucket) included. Gauges are added by whoever knows them."""
@@ -31,6 +33,8 @@ class Tally:
             "forebay_evicted_bytes_total": self.evicted_bytes,
             "forebay_passed_bytes_total": self.passed_bytes,
             "forebay_corrupt_blocks_total": self.corrupt_blocks,
+            "forebay_hint_fetched_bytes_total": self.hinted_bytes,
+            "forebay_hint_hits_total": self.hinted_hits,
         }
         for reason, count in self.evictions.items():
             values[series("forebay_evictions_total", reason=reason)] = count

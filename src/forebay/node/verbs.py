@@ -31,6 +31,7 @@ from forebay.node.copying import Copies
 from forebay.node.derived import Keeping, derived_bytes
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Fronts
+from forebay.node.hinting import Hinting
 from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.listing import Listings
@@ -76,6 +77,7 @@ class Engine(Protocol):
     appends: Appends
     listings: Listings
     manifests: Manifests
+    hinting: Hinting
     flusher: Flusher
     uploads: UploadBook
     tags: Tags
@@ -108,6 +110,10 @@ class Verbs:
             "bucket_check": self._bucket_check,
             "list": self._list,
             "list_cached": self._list_cached,
+            "hints": engine.hinting.tell,
+            "hints_at": engine.hinting.at,
+            "hints_close": engine.hinting.close,
+            "hints_state": engine.hinting.state,
             "manifest": engine.manifests.ask,
             "manifest_part": engine.manifests.part,
             "stat": self._stat,
@@ -341,6 +347,7 @@ class Verbs:
         values["forebay_flights"] = len(engine.cold.all_flights)
         values["forebay_pass_bytes"] = engine.cold.budget.used_bytes
         values["forebay_jobs_running"] = engine.jobs.running
+        values["forebay_hint_jobs"] = len(engine.hinting.hints.jobs)
         values["forebay_scrubbed_bytes_total"] = engine.scrubber.bytes_checked
         objects = 0
         for usage in engine.store.usage():

@@ -42,7 +42,7 @@ from forebay.node.tally import Tally
 SCAN_LIMIT = 1000
 
 
-class _Prefetch:
+class Prefetch:
     """A reader without a client."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class JobWork:
 
     # --- actions -----------------------------------------------------------------------------------------------------
     async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
-        out = _Prefetch()
+        out = Prefetch()
         out.read = self._cold.open(Ask(bucket, unit.key), out)
         try:
             return await out.done

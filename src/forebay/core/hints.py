@@ -1,0 +1,421 @@
+"""Who needs which block when: the exact future of jobs that told it.
+
+Theory. A loader computes its order, so it can tell the node what it will read, and in what order: a *job* gives its
+future as *accesses*, each some blocks of an object of its manifest. An access is one or more *uses*, one for each
+block; uses are numbered in order, and each knows the number of the next use of the same block. So the next use of any
+block is one look-up (`_Job.head`), and passing a use is one step along its chain. Nothing is sorted or searched for;
+memory is some 24 bytes a use and 16 a block of the manifest.
+
+Several jobs. Time is counted in uses that were passed, of all jobs together. A job that makes a third of them will come
+to its hundredth use from now when three hundred were passed. So its *share* says how its numbers count, and the soonest
+of all jobs' next uses is when a block is *due*. Shares follow what the jobs do; with one job all is exact.
+
+What is beyond the known future is not needed, as far as anybody knows: `NEVER`. Telling at least an epoch ahead makes
+the choice of what to keep the best there is (Belady's).
+
+Prefetch. `wanted` goes over the uses ahead of the position, once, and gives what is not here, as long as what it gave
+and was not used yet stays within a window of bytes.
+
+A job ends with `close`, or HINT_TTL_S after its last word.
+
+Rejected: a heap of next uses for each job (the evictor has one for what is here, which is less); wall time for shares
+(a stalled job would have to be told from a slow one).
+
+Invariants. (1) `head[block]` is the number of its first use that was not passed, or NONE. (2) The chain from there
+rises. (3) A unit (a block that is here) belongs to at most one place in each dataset. (4) Same events, same answers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import Invalid, NotFound
+
+NEVER = inf
+NONE = (1 << 64) - 1
+TRIPLE_BYTES = 12  # an access on the wire: object, first block, end block, u32 each, little-endian
+SHARE_WEIGHT = 0.3  # of the newest report in a job's share
+SHARE_MIN = 0.001
+RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
+SCAN_USES_MAX = 8192  # looked at in one call of `wanted`
+TRIM_USES_MIN = 65_536  # passed uses are dropped when there are as many
+JOBS_MAX = 64
+JOB_NAME_CHARS_MAX = 64
+
+
+# --- how hints are told ----------------------------------------------------------------------------------------------
+class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From access `start` on, the job reads `accesses`: u32 triples (object's number in the manifest, first block, end
+    block). What was said before of `start` and later no longer holds. The first call of a job makes it."""
+
+    job: str
+    bucket: str
+    prefix: str
+    manifest: str
+    start: int
+    accesses: bytes
+
+
+class HintsAtCall(msgspec.Struct, frozen=True):
+    """The job has consumed the accesses before `position`."""
+
+    job: str
+    position: int
+
+
+class HintsNamed(msgspec.Struct, frozen=True):
+    job: str
+
+
+class HintsState(msgspec.Struct, frozen=True):
+    """`known`: its future is known up to this access; `ahead`: what was not here was asked for up to this one."""
+
+    job: str
+    bucket: str
+    prefix: str
+    manifest: str
+    position: int
+    known: int
+    ahead: int
+
+
+def check_job_name(job: str) -> str:
+    """`job` if it may name a job, else `Invalid`."""
+    if not 0 < len(job) <= JOB_NAME_CHARS_MAX or not job.isprintable() or "/" in job:
+        raise Invalid(f"a job's name has 1 to {JOB_NAME_CHARS_MAX} printable characters and no '/': choose another")
+    return job
+
+
+# --- datasets and jobs -----------------------------------------------------------------------------------------------
+class Wanted(NamedTuple):
+    """Blocks [first, end) of an object that are not here, first needed by use number `use`, at time `due`."""
+
+    object: int
+    first: int
+    end: int
+    size_bytes: int
+    use: int
+    due: float
+
+
+class Dataset:
+    """The blocks of a manifest's objects, numbered through; an empty object counts as one."""
+
+    def __init__(self, number: int, sizes: Iterable[int], block_bytes: int = limits.BLOCK_BYTES) -> None:
+        self.number = number
+        self.block_bytes = block_bytes
+        self.sizes = sizes if isinstance(sizes, memoryview) else array("Q", sizes)
+        self.starts = array("Q", [0])  # of each object's blocks, and the end
+        total = 0
+        for size in self.sizes:
+            total += -(-size // block_bytes) or 1
+            self.starts.append(total)
+        self.units = array("Q", bytes(8 * total))  # by block, one more than the unit; 0: it is not here
+        self.jobs: list[_Job] = []
+
+    @property
+    def objects(self) -> int:
+        return len(self.starts) - 1
+
+    def block(self, object: int, block: int) -> int:
+        """The number of an object's block, -1 if it has none such."""
+        number = self.starts[object] + block
+        return number if number < self.starts[object + 1] else -1
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(object, block) of a block's number."""
+        at = bisect_right(self.starts, number) - 1
+        return at, number - self.starts[at]
+
+    def is_here(self, object: int, first: int, end: int) -> bool:
+        """Whether all these blocks are."""
+        start = self.starts[object]
+        return all(self.units[start + first : start + end])
+
+    def size_of(self, object: int, block: int) -> int:
+        """How many bytes a block has."""
+        return min(self.block_bytes, self.sizes[object] - block * self.block_bytes)
+
+
+class _Job:
+    def __init__(self, name: str, dataset: Dataset, start: int, share: float) -> None:
+        self.name, self.dataset, self.share = name, dataset, share
+        self.heard_s = 0.0
+        self.passed_before = 0  # by all jobs, at its last report
+        self.reset(start)
+
+    def reset(self, start: int) -> None:
+        """Forget all accesses; the next one is number `start`."""
+        blocks = len(self.dataset.units)
+        self.access_base = self.position = start  # number of the first access that is kept, and of the next one
+        self.use_ends = array("Q")  # where each kept access ends, in uses
+        self.use_base = self.use = 0  # number of the first use that is kept, and of the first one not passed
+        self.uses = array("I")  # the block of each use
+        self.next = array("Q")  # the next use of the same block, or NONE
+        self.head = array("Q", [NONE]) * blocks
+        self.tail = array("Q", [NONE]) * blocks
+        self.ahead = 0  # the first use that `wanted` has not looked at
+        self.fetched: deque[tuple[int, int]] = deque()  # (use, bytes) that `wanted` gave and that were not passed
+        self.fetched_bytes = 0
+
+    @property
+    def known(self) -> int:
+        return self.access_base + len(self.use_ends)
+
+    @property
+    def last_use(self) -> int:
+        return self.use_base + len(self.uses)
+
+    def end_of(self, access: int) -> int:
+        """The number of the first use after those of the accesses before `access`."""
+        return self.use_ends[access - self.access_base - 1] if access > self.access_base else self.use_base
+
+    def add(self, first: int, count: int) -> None:
+        """One more access, of `count` blocks from number `first`."""
+        use = self.last_use
+        head, tail, chain, base = self.head, self.tail, self.next, self.use_base
+        for block in range(first, first + count):
+            before = tail[block]
+            if before != NONE and before >= self.use:
+                chain[before - base] = use
+            else:
+                head[block] = use
+            tail[block] = use
+            self.uses.append(block)
+            chain.append(NONE)
+            use += 1
+        self.use_ends.append(use)
+
+    def trim(self) -> None:
+        """Drop what was passed, once it is enough to be worth it."""
+        passed = self.use - self.use_base
+        if passed < TRIM_USES_MIN or passed < len(self.uses) // 2:
+            return
+        accesses = self.position - self.access_base
+        del self.uses[:passed], self.next[:passed], self.use_ends[:accesses]
+        self.use_base, self.access_base = self.use, self.position
+
+
+class Hints:
+    """All jobs and what they need. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, _Job] = {}
+        self.passed = 0  # uses of all jobs together: the clock
+        self._datasets: dict[int, Dataset] = {}
+        self._units: dict[int, tuple[tuple[int, int], ...]] = {}  # unit -> (dataset's number, block's number), …
+
+    # --- events ------------------------------------------------------------------------------------------------------
+    def begin(self, name: str, dataset: Dataset, start: int, now_s: float) -> list[int]:
+        """A job over `dataset` whose next access is number `start`; it replaces one of the same name: the units that
+        nobody has hints for any more. `Invalid` when there are too many jobs."""
+        old = self.jobs.pop(name, None)
+        if len(self.jobs) >= JOBS_MAX:
+            raise Invalid(f"{JOBS_MAX} jobs give hints already: end one (DELETE /-/v1/hints/JOB), or go on without")
+        job = self.jobs[name] = _Job(name, dataset, start, 1 / (len(self.jobs) + 1))
+        job.heard_s, job.passed_before = now_s, self.passed
+        self._datasets[dataset.number] = dataset
+        dataset.jobs.append(job)
+        return self._end(old) if old is not None else []
+
+    def extend(self, name: str, start: int, accesses: array[int], now_s: float) -> bool:
+        """The job reads `accesses` (object, first block, end block, …) from number `start` on. True: it had said
+        otherwise before. `Invalid`, with nothing changed, for what the manifest does not have, for a gap, and beyond
+        HINT_ACCESSES_MAX uses."""
+        job = self._job(name)
+        job.heard_s = now_s
+        if start > job.known and job.use_ends:
+            raise Invalid(f"the future of {name} is known up to access {job.known}: go on from there, not from {start}")
+        kept = job.end_of(start) - job.use if job.position <= start <= job.known else 0
+        self._check_accesses(job.dataset, accesses, kept)
+        again = start != job.known
+        if again:
+            self._cut(job, start)
+        starts = job.dataset.starts
+        for at in range(0, len(accesses), 3):
+            number, first, end = accesses[at : at + 3]
+            job.add(starts[number] + first, end - first)
+        return again
+
+    def _check_accesses(self, dataset: Dataset, accesses: array[int], uses: int) -> None:
+        starts, objects = dataset.starts, dataset.objects
+        for at in range(0, len(accesses), 3):
+            number, first, end = accesses[at : at + 3]
+            if number >= objects or first >= end or starts[number] + end > starts[number + 1]:
+                raise Invalid(f"access {at // 3} is of blocks {first} to {end} of object {number}, which are not there")
+            uses += end - first
+        if uses > limits.HINT_ACCESSES_MAX:
+            raise Invalid(f"more than {limits.HINT_ACCESSES_MAX} uses ahead: tell the rest when the job is further on")
+
+    def _cut(self, job: _Job, start: int) -> None:
+        """Forget the accesses from number `start` on."""
+        bounds = [(job.end_of(at), job.end_of(at + 1)) for at in range(job.position, min(start, job.known))]
+        kept = [(job.uses[first - job.use_base], end - first) for first, end in bounds]
+        job.reset(job.position if kept else start)
+        for first, count in kept:
+            job.add(first, count)
+
+    def at(self, name: str, position: int, now_s: float) -> list[int]:
+        """The job consumed the accesses before `position`; the units whose next use moved (some maybe
+        twice). Going back is not possible: an earlier position only shows that the job lives. Beyond what is known the
+        job has passed all of it."""
+        job = self._job(name)
+        job.heard_s = now_s
+        target = min(position, job.known)
+        if target <= job.position:
+            return []
+        end, base = job.end_of(target), job.use_base
+        units, uses, chain, head = job.dataset.units, job.uses, job.next, job.head
+        moved = []
+        for use in range(job.use, end):
+            block = uses[use - base]
+            if head[block] == use:
+                head[block] = chain[use - base]
+            if units[block]:
+                moved.append(units[block] - 1)
+        self._count(job, end - job.use)
+        job.use, job.position = end, target
+        job.ahead = max(job.ahead, end)
+        while job.fetched and job.fetched[0][0] < end:
+            job.fetched_bytes -= job.fetched.popleft()[1]
+        job.trim()
+        return moved
+
+    def _count(self, job: _Job, uses: int) -> None:
+        self.passed += uses
+        share = uses / (self.passed - job.passed_before)
+        job.share = max(SHARE_MIN, job.share + SHARE_WEIGHT * (share - job.share)) if len(self.jobs) > 1 else 1.0
+        job.passed_before = self.passed
+
+    def close(self, name: str) -> list[int]:
+        """Forget a job; the units that nobody has hints for any more."""
+        job = self.jobs.pop(name, None)
+        return self._end(job) if job is not None else []
+
+    def _end(self, job: _Job) -> list[int]:
+        dataset = job.dataset
+        dataset.jobs.remove(job)
+        if dataset.jobs:
+            return []
+        del self._datasets[dataset.number]
+        dataset.units = array("Q", bytes(8 * len(dataset.units)))
+        freed = []
+        for unit, places in list(self._units.items()):
+            left = tuple(place for place in places if place[0] != dataset.number)
+            if not left:
+                del self._units[unit]
+                freed.append(unit)
+            elif left != places:
+                self._units[unit] = left
+        return freed
+
+    def expired(self, now_s: float) -> list[str]:
+        """Jobs that were not heard of for HINT_TTL_S: close them."""
+        return [name for name, job in self.jobs.items() if now_s - job.heard_s > limits.HINT_TTL_S]
+
+    # --- what is here ------------------------------------------------------------------------------------------------
+    def landed(self, unit: int, dataset: Dataset, block: int) -> None:
+        """Block number `block` of a dataset is here, as `unit`."""
+        if dataset.number not in self._datasets:
+            return  # its last job has ended
+        place = (dataset.number, block)
+        places = self._units.get(unit, ())
+        if place not in places:
+            self._units[unit] = (*places, place)
+        dataset.units[block] = unit + 1
+
+    def gone(self, unit: int) -> None:
+        """A unit left."""
+        for number, block in self._units.pop(unit, ()):
+            self._datasets[number].units[block] = 0
+
+    def knows(self, unit: int) -> bool:
+        """Whether some job has this unit in its manifest."""
+        return unit in self._units
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+    def job(self, name: str) -> HintsState:
+        """Where a job is, without its bucket and manifest, which only the caller knows."""
+        job = self._job(name)
+        ends = job.use_ends
+        ahead = job.access_base + bisect_right(ends, job.ahead)
+        return HintsState(name, "", "", "", job.position, job.known, max(ahead, job.position))
+
+    def due(self, unit: int) -> float:
+        """When a unit is needed next, in uses passed; NEVER; -1.0 for one without hints."""
+        places = self._units.get(unit)
+        if places is None:
+            return -1.0
+        return min(self._due(self._datasets[number], block) for number, block in places)
+
+    def _due(self, dataset: Dataset, block: int) -> float:
+        soonest = NEVER
+        for job in dataset.jobs:
+            use = job.head[block]
+            if use != NONE:
+                soonest = min(soonest, self.passed + (use - job.use) / job.share)
+        return soonest
+
+    def wanted(self, name: str, window_bytes: int) -> Wanted | None:
+        """The next blocks ahead of the job that are not here; None if there are none within the window, or none among
+        the next SCAN_USES_MAX uses (`is_ahead` tells). Blocks of one object that follow each other come together."""
+        job = self._job(name)
+        dataset, uses, base = job.dataset, job.uses, job.use_base
+        here, last = dataset.units, min(job.last_use, job.ahead + SCAN_USES_MAX)
+        while job.ahead < last and (here[uses[job.ahead - base]] or job.head[uses[job.ahead - base]] < job.ahead):
+            job.ahead += 1  # here, or given when its use before this one was looked at
+        if job.ahead >= last or job.fetched_bytes >= window_bytes:
+            return None
+        use = job.ahead
+        number = uses[use - base]
+        which, first = dataset.place(number)
+        end, size_bytes = first, 0
+        while use + end - first < job.last_use and end - first < RUN_BLOCKS_MAX:
+            beside = uses[use + end - first - base]
+            if beside != number + end - first or beside >= dataset.starts[which + 1] or here[beside]:
+                break
+            size_bytes += dataset.size_of(which, end)
+            end += 1
+        return Wanted(which, first, end, size_bytes, use, self.passed + (use - job.use) / job.share)
+
+    def fetching(self, name: str, wanted: Wanted) -> None:
+        """What `wanted` gave is being fetched: it will not be given again."""
+        job = self._job(name)
+        job.ahead = wanted.use + wanted.end - wanted.first
+        job.fetched.append((wanted.use, wanted.size_bytes))
+        job.fetched_bytes += wanted.size_bytes
+
+    def is_ahead(self, name: str, window_bytes: int) -> bool:
+        """Whether `wanted` has looked at all that is known, or the window is full."""
+        job = self._job(name)
+        return job.ahead >= job.last_use or job.fetched_bytes >= window_bytes
+
+    def _job(self, name: str) -> _Job:
+        job = self.jobs.get(name)
+        if job is None:
+            raise NotFound(f"there are no hints of a job {name!r} here: tell its future (again)", code="NoSuchHints")
+        return job
+
+    def check(self) -> None:
+        """Assert the books against a count from nothing. Slow: for tests."""
+        for job in self.jobs.values():
+            first: dict[int, int] = {}
+            for use in range(job.last_use - 1, job.use - 1, -1):
+                block = job.uses[use - job.use_base]
+                assert job.next[use - job.use_base] == first.get(block, NONE), (job.name, use)
+                first[block] = use
+            for block, use in enumerate(job.head):
+                assert use == first.get(block, NONE), (job.name, block, use)
+            assert job.fetched_bytes == sum(size for _, size in job.fetched)
+            assert job.end_of(job.position) == job.use
+        for dataset in self._datasets.values():
+            here = {block for places in self._units.values() for number, block in places if number == dataset.number}
+            assert here == {block for block, unit in enumerate(dataset.units) if unit}

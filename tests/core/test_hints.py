@@ -1,0 +1,336 @@
+"""Hints: the machine that knows the future against a dumb one, and eviction by it against Belady's."""
+
+import random
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.core.evictiontrace import Belady, Ours, dataset, epochs, replay, size_of, zipf
+
+from forebay.core import limits
+from forebay.core.errors import Invalid, NotFound
+from forebay.core.eviction import split_unit, unit_of
+from forebay.core.hinted import HintedEviction
+from forebay.core.hints import NEVER, Dataset, Hints
+
+MIB = 1 << 20
+
+
+def triples(accesses) -> array:
+    return array("I", [number for access in accesses for number in access])
+
+
+class Told:
+    """A cache that was told its trace: a miss lands, then whatever is in excess leaves. One job reads it."""
+
+    mixed = False  # others use the cache too
+
+    def __init__(self, capacity, trace, ahead=None):
+        self.hints, self.machine = Hints(), None
+        self.machine = HintedEviction(capacity, self.hints)
+        objects = sorted({split_unit(unit)[0] for unit, _ in trace})
+        blocks = {}
+        for unit, size in trace:
+            number, block = split_unit(unit)
+            blocks.setdefault(number, {})[block] = size
+        self.numbers = {number: at for at, number in enumerate(objects)}
+        self.dataset = Dataset(0, [(len(blocks[number]) - 1) * limits.BLOCK_BYTES + 1 for number in objects])
+        self.hints.begin("job", self.dataset, 0, 0.0)
+        self.trace = [self.access_of(unit) for unit, _ in trace]
+        self.ahead = ahead or len(trace)
+        self.now = self.told = 0
+        self.tell()
+
+    def access_of(self, unit):
+        number, block = split_unit(unit)
+        return self.numbers[number], block, block + 1
+
+    def tell(self):
+        if self.told < len(self.trace) and self.told - self.now <= self.ahead // 2:
+            end = self.now + self.ahead
+            self.hints.extend("job", self.told, triples(self.trace[self.told : end]), 0.0)
+            self.told = min(end, len(self.trace))
+
+    def access(self, unit, size):
+        hit = self.machine.touched(unit)
+        if not hit:
+            self.machine.landed(unit, size, "b")
+            number, first, _ = self.access_of(unit)
+            self.hints.landed(unit, self.dataset, self.dataset.block(number, first))
+            assert self.machine.hint(unit)
+        self.now += 1
+        moved = self.hints.at("job", self.now, 0.0)
+        assert moved == [unit]
+        self.machine.moved(unit)
+        self.tell()
+        excess = self.machine.excess_bytes
+        if excess:
+            chosen = self.machine.victims(excess)
+            assert not chosen.stuck
+            assert self.mixed or self.machine.by_hint == len(chosen.units)
+            for victim in chosen.units:
+                self.hints.gone(victim)
+        return hit
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind, objects", [("equal", 600), ("mixed", 600), ("blocks", 100)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_random_epochs_that_were_told_hit_as_often_as_can_be(kind, objects, share):
+    data = dataset(objects, kind, seed=1)
+    trace = epochs(data, 5, seed=2)
+    capacity = int(size_of(data) * share)
+    told = Told(capacity, trace)
+    _, hit = replay(told, trace)
+    _, best = replay(Belady(capacity, trace), trace)
+    assert hit >= 0.95 * best
+    assert hit >= replay(Ours(capacity), trace)[1]
+    told.machine.check()
+    told.hints.check()
+
+
+def test_telling_one_epoch_ahead_is_enough():
+    data = dataset(600, "equal", seed=1)
+    trace = epochs(data, 6, seed=2)
+    capacity = size_of(data) // 2
+    _, hit = replay(Told(capacity, trace, ahead=1200), trace, 600)
+    assert hit >= 0.95 * replay(Belady(capacity, trace), trace, 600)[1]
+
+
+def test_samples_within_shards_are_kept_by_when_their_block_is_needed():
+    """100 shards of 10 blocks, 20 samples in each block; samples in an order that is local, as a block shuffle's."""
+    chance = random.Random(5)
+    trace = []
+    for _ in range(3):
+        blocks = [(shard, block) for shard in range(100) for block in range(10)]
+        chance.shuffle(blocks)
+        for at in range(0, len(blocks), 50):
+            window = [unit_of(*place) for place in blocks[at : at + 50] for _ in range(20)]
+            chance.shuffle(window)
+            trace += [(unit, 4 * MIB) for unit in window]
+    capacity = 500 * 4 * MIB
+    _, hit = replay(Told(capacity, trace), trace)
+    _, best = replay(Belady(capacity, trace), trace)
+    assert hit >= 0.95 * best
+
+
+@pytest.mark.parametrize("paces", [(1, 1), (1, 3)])
+def test_two_jobs_share_what_both_need_soonest(paces):
+    """Two jobs over one dataset, each with its own order; the second reads as fast or three times as fast."""
+    data = dataset(500, "equal", seed=1)
+    orders = [epochs(data, 3 * pace, seed=7 + at) for at, pace in enumerate(paces)]
+    trace, places = [], [0, 0]
+    while places[0] < len(orders[0]):
+        for at, pace in enumerate(paces):
+            for unit, size in orders[at][places[at] : places[at] + pace]:
+                trace.append((at, unit, size))
+            places[at] += pace
+    capacity = size_of(data) // 2
+    hints = Hints()
+    machine = HintedEviction(capacity, hints)
+    blocks = Dataset(3, [MIB] * 500)
+    positions = [0, 0]
+    for at, order in enumerate(orders):
+        hints.begin(str(at), blocks, 0, 0.0)
+        hints.extend(str(at), 0, triples((split_unit(unit)[0], 0, 1) for unit, _ in order), 0.0)
+    hits = 0
+    for at, unit, size in trace:
+        hit = machine.touched(unit)
+        hits += hit
+        if not hit:
+            machine.landed(unit, size, "b")
+            hints.landed(unit, blocks, split_unit(unit)[0])
+            machine.hint(unit)
+        positions[at] += 1
+        hints.at(str(at), positions[at], 0.0)
+        machine.moved(unit)
+        for victim in machine.victims(machine.excess_bytes).units:
+            hints.gone(victim)
+    hints.check()
+    best, _ = replay(Belady(capacity, [(unit, size) for _, unit, size in trace]), [(u, s) for _, u, s in trace])
+    assert hits / len(trace) >= 0.95 * best
+
+
+def test_neither_a_hinted_epoch_nor_a_hot_set_without_hints_starves_the_other():
+    data = dataset(1000, "equal", seed=1)
+    epoch = epochs(data, 6, seed=2)
+    hot = zipf(400, len(epoch), 1.1, seed=5, first_id=10**6)
+    capacity = 700 * MIB
+    told = Told(capacity, epoch)
+    told.mixed = True
+    hits = {"epoch": 0, "hot": 0}
+    for at, (one, two) in enumerate(zip(epoch, hot, strict=True)):
+        counted = at > 2000
+        hits["epoch"] += told.access(*one) and counted
+        if told.machine.touched(two[0]):
+            hits["hot"] += counted
+        else:
+            told.machine.landed(two[0], two[1], "b")
+            for victim in told.machine.victims(told.machine.excess_bytes).units:
+                told.hints.gone(victim)
+    told.machine.check()
+    assert hits["epoch"] / 4000 > 0.4, hits
+    assert hits["hot"] / 4000 > 0.7, hits
+
+
+def test_when_the_job_ends_its_units_compete_like_any_other():
+    data = dataset(200, "equal", seed=1)
+    trace = epochs(data, 2, seed=2)
+    told = Told(100 * MIB, trace)
+    replay(told, trace)
+    freed = told.hints.close("job")
+    assert len(freed) == told.machine.hinted_units == len(told.machine)
+    for unit in freed:
+        told.machine.unhint(unit)
+    told.machine.check()
+    assert told.machine.hinted_units == 0
+    assert len(told.machine.victims(10 * MIB).units) == 10
+    assert told.machine.by_hint == 0
+
+
+def test_what_is_needed_sooner_is_never_evicted_to_fetch_ahead():
+    trace = [(unit_of(n, 0), MIB) for n in (0, 1, 2, 3, 0, 1, 2)]
+    told = Told(3 * MIB, trace)
+    for unit, size in trace[:3]:
+        told.access(unit, size)
+    machine, now = told.machine, told.hints.passed
+    due = {n: told.hints.due(unit_of(n, 0)) for n in range(3) if unit_of(n, 0) in machine}
+    last = max(due.values())
+    assert machine.spares(MIB, last - 1)
+    assert not machine.spares(MIB, last + 1)
+    assert now < min(due.values()) < last
+    assert not machine.pin(unit_of(9, 9))
+    for n in due:
+        machine.pin(unit_of(n, 0))
+    assert not machine.spares(MIB, now), "what is pinned never leaves"
+    machine.check()
+
+
+# --- what is wanted next ---------------------------------------------------------------------------------------------
+def wanted(hints, window_bytes):
+    found = []
+    while (next_one := hints.wanted("job", window_bytes)) is not None:
+        hints.fetching("job", next_one)
+        found.append((next_one.object, next_one.first, next_one.end))
+    return found
+
+
+def test_what_is_not_here_is_wanted_once_in_order_and_within_the_window():
+    hints = Hints()
+    data = Dataset(0, [10 * limits.BLOCK_BYTES - 1, 1, 0, 5 * limits.BLOCK_BYTES])
+    hints.begin("job", data, 100, 0.0)
+    hints.extend("job", 100, triples([(1, 0, 1), (0, 2, 9), (1, 0, 1), (2, 0, 1), (3, 4, 5)]), 0.0)
+    hints.landed(77, data, data.block(0, 4))
+    assert wanted(hints, 16 * limits.BLOCK_BYTES) == [(1, 0, 1), (0, 2, 4), (0, 5, 9), (2, 0, 1), (3, 4, 5)]
+    assert hints.is_ahead("job", 1 << 40)
+    hints.check()
+    hints.at("job", 102, 0.0)
+    assert hints.job("job").position == 102
+    assert hints.job("job").known == hints.job("job").ahead == 105
+
+    hints.extend("job", 103, triples([(0, 0, 10)] * 3), 0.0)  # it changed its mind
+    assert hints.job("job").known == 106
+    found = wanted(hints, 3 * limits.BLOCK_BYTES)
+    assert found == [(1, 0, 1), (0, 0, 4)], "no more than the window, but for the last"
+    hints.at("job", 104, 0.0)  # it went over them without waiting, so they are wanted for the next time
+    assert wanted(hints, 100 * limits.BLOCK_BYTES) == [(0, 0, 4), (0, 5, 9), (0, 9, 10)]
+    assert wanted(hints, 100 * limits.BLOCK_BYTES) == []
+    hints.check()
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing():
+    hints = Hints()
+    data = Dataset(0, [1, limits.BLOCK_BYTES + 1])
+    hints.begin("job", data, 0, 0.0)
+    hints.extend("job", 0, triples([(0, 0, 1), (1, 0, 2)]), 0.0)
+    for wrong in ((2, 0, 1), (0, 0, 2), (1, 1, 1), (1, 2, 1)):
+        with pytest.raises(Invalid):
+            hints.extend("job", 2, triples([(0, 0, 1), wrong]), 0.0)
+    with pytest.raises(Invalid, match="go on from there"):
+        hints.extend("job", 3, triples([(0, 0, 1)]), 0.0)
+    with pytest.raises(NotFound):
+        hints.at("other", 1, 0.0)
+    assert hints.job("job").known == 2
+    assert hints.expired(limits.HINT_TTL_S) == []
+    assert hints.expired(limits.HINT_TTL_S + 1) == ["job"]
+    hints.check()
+
+
+class AgainstAList(RuleBasedStateMachine):
+    """The machine beside lists that are searched from the front."""
+
+    def __init__(self):
+        super().__init__()
+        self.hints = Hints()
+        self.data = Dataset(0, [limits.BLOCK_BYTES * 2] * 4)
+        self.future = {}
+        self.here = {}
+
+    @rule(job=st.sampled_from("ab"), start=st.integers(0, 5))
+    def begin(self, job, start):
+        self.hints.begin(job, self.data, start, 0.0)
+        self.future[job] = [start, []]  # position, (object, block) from there on
+        self.here = {unit: block for unit, block in self.here.items() if self.hints.knows(unit)}
+
+    @rule(
+        job=st.sampled_from("ab"),
+        accesses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=8),
+        keep=st.integers(0, 8),
+    )
+    def extend(self, job, accesses, keep):
+        if job in self.future:
+            position, known = self.future[job]
+            known = known[:keep]
+            given = triples((at, block, block + 1) for at, block in accesses)
+            self.hints.extend(job, position + len(known), given, 0.0)
+            self.future[job] = [position, known + accesses]
+
+    @rule(job=st.sampled_from("ab"), steps=st.integers(0, 6))
+    def at(self, job, steps):
+        if job in self.future:
+            position, known = self.future[job]
+            steps = min(steps, len(known))
+            self.hints.at(job, position + steps, 0.0)
+            self.future[job] = [position + steps, known[steps:]]
+
+    @rule(at=st.integers(0, 3), block=st.integers(0, 1))
+    def land(self, at, block):
+        if self.future:
+            unit, number = unit_of(at + 1, block), self.data.block(at, block)
+            self.hints.landed(unit, self.data, number)
+            self.here[unit] = number
+
+    @rule(at=st.integers(0, 3), block=st.integers(0, 1))
+    def leave(self, at, block):
+        self.hints.gone(unit_of(at + 1, block))
+        self.here.pop(unit_of(at + 1, block), None)
+
+    @rule(job=st.sampled_from("ab"))
+    def close(self, job):
+        last = job in self.future and len(self.future) == 1
+        assert sorted(self.hints.close(job)) == (sorted(self.here) if last else [])
+        self.future.pop(job, None)
+        if last:
+            self.here = {}
+
+    @invariant()
+    def dues_are_those_of_the_lists(self):
+        self.hints.check()
+        for at in range(4):
+            for block in range(2):
+                due = self.hints.due(unit_of(at + 1, block))
+                if unit_of(at + 1, block) not in self.here:
+                    assert due == -1.0
+                    continue
+                soonest = [
+                    self.hints.passed + known.index((at, block)) / self.hints.jobs[job].share
+                    for job, (_, known) in self.future.items()
+                    if (at, block) in known
+                ]
+                assert due == min(soonest, default=NEVER)
+
+
+AgainstAList.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+test_hints_are_those_of_a_list = AgainstAList.TestCase
