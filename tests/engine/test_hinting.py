@@ -97,7 +97,7 @@ def test_what_comes_next_is_fetched_ahead_in_order(rigged):
 @pytest.mark.parametrize("kind", ["objects", "blocks"])
 def test_with_half_the_data_in_cache_few_more_bytes_are_fetched_than_must_be(rigged, kind):
     """Belady's count on the same order is what a cache that knows the future must fetch."""
-    objects = [MIB] * 48 if kind == "objects" else [9 * BLOCK, 2 * BLOCK, 13 * BLOCK - 5, BLOCK, 5 * BLOCK]
+    objects = [MIB] * 48 if kind == "objects" else [9 * BLOCK, 2 * BLOCK, 13 * BLOCK - 5, BLOCK, 20 * BLOCK]
     places = [(n, b) for n, size in enumerate(objects) for b in range(-(-size // BLOCK))]
     sizes = {place: min(BLOCK, objects[place[0]] - place[1] * BLOCK) for place in places}
     chance = random.Random(3)
