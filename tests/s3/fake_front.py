@@ -28,7 +28,7 @@ from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpe
 from forebay.node.http.auth import Auth
 from forebay.node.http.intake import Intake
 from forebay.node.http.puts import Puts
-from forebay.node.http.reads import Decide, plan_unasked
+from forebay.node.http.reads import Decide, plan_plain
 from forebay.node.http.requests import Exchange, Request
 from forebay.node.http.s3 import S3
 
@@ -174,7 +174,7 @@ class FakeReads:
         if found is None:
             raise NotFound(f"no object {key!r} in {bucket.name}", code="NoSuchKey")
         record = found.record(key)
-        plan = decide(record) if decide else plan_unasked(record, range, extra)
+        plan = decide(record) if decide else plan_plain(record, range, extra)
         exchange.respond(plan.status, plan.head, found.data[plan.start : plan.end])
 
     async def call(self, verb: str, arguments: Any) -> Any:

@@ -100,3 +100,16 @@ def test_checksums_are_told_to_those_who_ask(front: Front) -> None:
         assert not [name for name in plain if name.startswith("x-amz-checksum-")], method
         told = front.ask(method, "/corpus/summed", asked).headers
         assert (told["x-amz-checksum-crc32"], told["x-amz-checksum-type"]) == ("AAAAAA==", "FULL_OBJECT")
+
+
+def test_what_is_kept_for_us_is_told_to_nobody(front: Front) -> None:
+    headers = {"x-forebay-part-sizes": "2*2", "x-amz-checksum-crc32": "AAAAAA==-2", "x-amz-checksum-type": "COMPOSITE"}
+    front.reads.buckets["corpus"]["two"] = Object(b"data", headers, f"{MD5S}-2")
+    asked = {"x-amz-checksum-mode": "ENABLED"}
+    assert not [name for name in front.get("/corpus/two").headers if name.startswith(("x-forebay-", "x-amz-checksum-"))]
+    told = front.get("/corpus/two", asked).headers
+    assert [name for name in told if name.startswith(("x-forebay-", "x-amz-checksum-"))] == [*headers][1:]
+    part = front.get("/corpus/two?partNumber=2", asked)
+    assert (part.status, part.body, part.headers["x-amz-mp-parts-count"]) == (206, b"ta", "2")
+    typed = front.get("/corpus/two?response-content-type=a/b", asked).headers
+    assert (typed["content-type"], typed["x-amz-checksum-type"]) == ("a/b", "COMPOSITE")

@@ -253,6 +253,9 @@ def test_an_error_document_names_what_was_asked_and_is_well_formed() -> None:
     assert answer.xml.findtext("RequestId") == answer.headers["x-amz-request-id"]
     assert answer.xml.findtext("HostId") == "node-1"
     assert answer.xml.findtext("Message")
+    assert (answer.xml.findtext("Key"), answer.xml.find("BucketName")) == ("<a>&b\ufffd", None)
+    absent = Front(corpus={}).get("/nothing/k").xml
+    assert (absent.findtext("BucketName"), absent.find("Key")) == ("nothing", None)
 
 
 def test_what_is_not_served_is_refused_not_invented(front: Front) -> None:

@@ -25,6 +25,8 @@ import msgspec
 from forebay.core import limits
 from forebay.core.types import ObjectInfo
 
+OWN_HEADERS: Final = ("x-amz-checksum-", "x-forebay-")  # how stored headers begin that stay here and only some are told
+_OWN: Final = tuple(name.encode() for name in OWN_HEADERS)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -92,9 +94,12 @@ def _http_date(second_s: int) -> str:
 def build_head(info: ObjectInfo) -> bytes:
     """The static header lines of a 200 or 206 for `info`: ETag, Last-Modified, Accept-Ranges and the stored headers.
 
-    Control characters cannot pass: a stored header that holds one is dropped, since it could split the response.
+    What only some are told (OWN_HEADERS) stands before all else, where `split_head` finds it at once. Control
+    characters cannot pass: a stored header that holds one is dropped, since it could split the response.
     """
+    own = [f"{name}: {value}" for name, value in info.headers if name.startswith(OWN_HEADERS)]
     lines = [
+        *own,
         f'ETag: "{info.etag}"' if info.etag else "",
         f"Last-Modified: {_http_date(math.floor(info.modified_s))}",
         "Accept-Ranges: bytes",
@@ -102,7 +107,19 @@ def build_head(info: ObjectInfo) -> bytes:
     names = {name for name, _ in info.headers}
     if "content-type" not in names:
         lines.append("Content-Type: binary/octet-stream")
-    lines += [f"{name.title() if not name.startswith('x-amz-') else name}: {value}" for name, value in info.headers]
+    lines += [
+        f"{name.title() if not name.startswith('x-amz-') else name}: {value}"
+        for name, value in info.headers
+        if not name.startswith(OWN_HEADERS)
+    ]
     if _CONTROL.search("".join(lines)):
         lines = [line for line in lines if not _CONTROL.search(line)]
     return "".join([line + "\r\n" for line in lines if line]).encode("utf-8")
+
+
+def split_head(head: bytes) -> tuple[bytes, bytes]:
+    """What stands first in a head that `build_head` made and only some are told, and the rest of it."""
+    at = 0
+    while head.startswith(_OWN, at):
+        at = head.index(b"\r\n", at) + 2
+    return head[:at], head[at:]

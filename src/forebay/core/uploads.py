@@ -32,6 +32,7 @@ from awscrt import checksums as crt
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.record import OWN_HEADERS
 from forebay.core.types import Headers
 
 ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
@@ -65,7 +66,6 @@ SIZES_CHARS_MAX: Final = 200
 PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same of their checksums
 PARTS_CHECKSUMS_CHARS_MAX: Final = 1000
 _CHECKSUM_HEADER: Final = "x-amz-checksum-"
-OWN_HEADERS: Final = (_CHECKSUM_HEADER, "x-forebay-")  # how stored headers begin that stay here
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
 
 

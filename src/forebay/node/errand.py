@@ -36,9 +36,8 @@ import xxhash
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, ForebayError, NotFound, NotSupported, Precondition, Unavailable
-from forebay.core.record import Record, blocks_in
+from forebay.core.record import OWN_HEADERS, Record, blocks_in
 from forebay.core.types import Bucket, Headers, ObjectInfo
-from forebay.core.uploads import OWN_HEADERS
 from forebay.node.store.notes import Note, digest_of
 
 log = logging.getLogger("forebay.flush")

@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, NotFound, Unavailable
+from forebay.core.record import OWN_HEADERS
 from forebay.core.types import Headers, ObjectInfo
-from forebay.core.uploads import OWN_HEADERS
 
 log = logging.getLogger("forebay.writes")
 

@@ -14,10 +14,10 @@ from typing import Final
 
 from forebay.core.errors import Invalid, NotSupported, Precondition
 from forebay.core.httpsem import CONDITION_NAMES, conditions_of, parse_range, range_applies
-from forebay.core.record import Record
+from forebay.core.record import Record, split_head
 from forebay.core.types import RangeSpec
 from forebay.core.uploads import SIZES_HEADER, part_range
-from forebay.node.http.reads import CHECKSUMS, Decide, Plan, plan_plain, without_lines
+from forebay.node.http.reads import Decide, Plan, plan_plain
 from forebay.node.http.requests import Request
 
 DECIDED_BY: Final = frozenset((*CONDITION_NAMES, b"range"))  # a read with none of these has nothing to decide
@@ -65,12 +65,9 @@ def decide_by(
             wanted = None
         status, head, start, end = plan_plain(record, wanted, said)
         if replaced:
-            head = without_lines(record.head, replaced) + head[len(record.head) :]
-        if CHECKSUMS in head:
-            if status != 200 or not checksums:
-                head = without_lines(head, (CHECKSUMS,))  # a checksum of the whole says nothing about a range
-            elif _TYPE not in head:
-                head += _FULL_OBJECT  # it came with one body
+            head = _without(head[: len(head) - len(said)], replaced) + said
+        if checksums and status == 200:  # a checksum of the whole says nothing about a range
+            head = _checksums(record.head) + head
         return Plan(status, head, start, end)
 
     return decide
@@ -91,5 +88,15 @@ def _range_of_part(part: int, record: Record) -> tuple[RangeSpec | None, bytes]:
     return (RangeSpec(0, None) if record.size_bytes else None), b""
 
 
+def _checksums(head: bytes) -> bytes:
+    """The lines that say the object's checksum, of its record's head."""
+    found = _only(split_head(head)[0], (b"x-amz-checksum-",))
+    return found + _FULL_OBJECT if found and _TYPE not in found else found  # without a type it came with one body
+
+
 def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
     return b"".join(line for line in head.splitlines(keepends=True) if line.lower().startswith(prefixes))
+
+
+def _without(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:
+    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(prefixes))

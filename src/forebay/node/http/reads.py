@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from forebay.core.errors import Bug, ForebayError, Unavailable
 from forebay.core.freshness import is_fresh
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, split_head
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.core.wire import Opened, Welcome
 from forebay.node.http.counting import FrontCounts
@@ -32,7 +32,6 @@ from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
 PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
-CHECKSUMS = b"x-amz-checksum-"  # how the lines begin that only who asks for checksums is told
 _UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
@@ -50,12 +49,16 @@ Decide = Callable[[Record], Plan]  # may raise ForebayError (Precondition, Inval
 
 
 def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"") -> Plan:
-    """The plan of an unconditional GET. `Invalid` (`InvalidRange`) for a range outside the object."""
+    """The plan of an unconditional GET, which is told no checksums. `Invalid` (`InvalidRange`) for a range outside the
+    object."""
+    head = record.head
+    if head.startswith(b"x-"):
+        head = split_head(head)[1]
     if range is None:
-        return Plan(200, record.head + extra, 0, record.size_bytes)
+        return Plan(200, head + extra, 0, record.size_bytes)
     start, end = range.resolve(record.size_bytes)
     line = b"Content-Range: bytes %d-%d/%d\r\n" % (start, end - 1, record.size_bytes)
-    return Plan(206, record.head + line + extra, start, end)
+    return Plan(206, head + line + extra, start, end)
 
 
 def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
@@ -63,19 +66,6 @@ def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
     truth (owned) or fresh."""
     state = record.state
     return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
-
-
-def plan_unasked(record: Record, range: RangeSpec | None, extra: bytes) -> Plan:
-    """`plan_plain` of a request that asks for no checksum: what is kept of the kind is not said."""
-    if CHECKSUMS not in record.head:
-        return plan_plain(record, range, extra)
-    status, head, start, end = plan_plain(record, range, extra)
-    return Plan(status, without_lines(head, (CHECKSUMS,)), start, end)
-
-
-def without_lines(head: bytes, beginnings: tuple[bytes, ...]) -> bytes:
-    """Header lines but for those that begin so (in lower case)."""
-    return b"".join(line for line in head.splitlines(keepends=True) if not line.lower().startswith(beginnings))
 
 
 class Reads:
@@ -128,7 +118,7 @@ class Reads:
         name = bucket.name
         record = self._store.lookup(name, key)
         if record is not None and may_serve(record, bucket, self._clock.wall_s()):
-            plan = plan_unasked(record, range, extra) if decide is None else decide(record)
+            plan = plan_plain(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, plan):
                 return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
@@ -219,7 +209,7 @@ class Reads:
         try:
             read = await self._link.open_read(bucket, key, range, head_only=head_only)
             opened = await read.opened()
-            plan = plan_unasked(opened.record, range, extra) if decide is None else decide(opened.record)
+            plan = plan_plain(opened.record, range, extra) if decide is None else decide(opened.record)
             size = plan.end - plan.start
             if opened.hit:
                 counts.hits += 1

@@ -156,7 +156,17 @@ class S3:
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
         """The S3 error document."""
         lines = self._cors_lines(request) if request is not None and b"origin" in request.headers else b""
-        return s3_errors.render(error, request, self._ids.line(), self._node_id, lines)
+        named = self._named(request) if request is not None and error.status == 404 else ("", "")
+        return s3_errors.render(error, request, self._ids.line(), self._node_id, lines, named)
+
+    def _named(self, request: Request) -> tuple[str, str]:
+        """The bucket and key that a request is about; empty where it is not that alone (a copy)."""
+        if b"x-amz-copy-source" in request.headers:
+            return "", ""
+        try:
+            return self._addressing.split(request.path, request.headers.get(b"host", b""))
+        except ForebayError:
+            return "", ""
 
     # --- writing -----------------------------------------------------------------------------------------------------
     def _write(self, request: Request, exchange: Exchange, name: str, key: str) -> None:

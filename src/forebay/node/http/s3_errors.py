@@ -126,15 +126,26 @@ class RequestIds:
         return b"x-amz-request-id: %b%08X\r\n" % (self.prefix, self.count)
 
 
-def render(error: ForebayError, request: Request | None, id_line: bytes, host_id: str, lines: bytes = b"") -> Response:
+def render(
+    error: ForebayError,
+    request: Request | None,
+    id_line: bytes,
+    host_id: str,
+    lines: bytes = b"",
+    named: tuple[str, str] = ("", ""),
+) -> Response:
     """The S3 error document for `error`; `id_line` is this answer's `x-amz-request-id` line, `lines` are further
-    ones."""
+    ones; `named` are the bucket and key that the request is about."""
     code, status = code_and_status(error)
     head = id_line + lines + CONTENT_TYPE
     extra = ""
     if status == 416 and error.size_bytes is not None:
         head += b"Content-Range: bytes */%d\r\n" % error.size_bytes
         extra = element("ActualObjectSize", str(error.size_bytes))
+    if code == "NoSuchKey" and named[1]:
+        extra = element("Key", readable(named[1]))
+    elif code == "NoSuchBucket" and named[0]:
+        extra = element("BucketName", readable(named[0]))
     if error.retry_after_s > 0:
         head += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
     if status == 405:
