@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,14 @@ from forebay.node.http.shards import Shards
 from forebay.node.settings import Settings
 
 WAIT_S = 30.0
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for a condition."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.005)  # between looks
 
 
 class Answer(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import io
 import json
 import random
@@ -11,12 +12,13 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 import zstandard
-from tests.front.shard_place import Place, place
+from tests.front.shard_place import Place, place, until
 
 from forebay.core import members
 from forebay.core.batch import FRAME, BatchCall, Item
@@ -394,7 +396,24 @@ def test_a_body_that_ends_early_appends_nothing(here: Place) -> None:
     here.append("local", "x.tar", "a", b"1")
     with socket.create_connection(("127.0.0.1", here.fronts[0].port), timeout=10) as made:
         made.sendall(b"POST /-/v1/members/local/x.tar?name=b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nhalf")
-    for _ in range(200):
-        if here.temp_files() == []:
-            break
+    until(lambda: here.temp_files() == [])
     assert as_tarfile(here.get("local", "x.tar").body) == [("a", b"1")]
+
+
+def test_a_front_that_stops_while_it_builds_leaves_nothing(tmp_path: Path) -> None:
+    with place(tmp_path, fronts=2) as here:
+        here.remote.place("x.tgz", packed("x.tgz"))
+        here.here(here.remote.open.clear)
+
+        def ask() -> None:
+            with suppress(OSError, http.client.HTTPException):  # the front goes
+                here.get("remote", "x.tgz", SAMPLES[3][0], front=1)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: here.shards(1)._building)
+        here.run(here.fronts[1].stop(0.1))
+        here.here(here.remote.open.set)
+        asking.join(30)
+        assert here.get("remote", "x.tgz", SAMPLES[3][0]).body == SAMPLES[3][1], "who comes after builds it"
+        assert here.temp_files() == []

@@ -40,7 +40,7 @@ import socket
 import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
@@ -70,7 +70,9 @@ FAILED_MAX = 1024
 CLAIM_WAIT_S = 60.0  # then a build counts as stuck, and is done again beside it
 CLAIM_LOOK_S = 0.05
 TRIES = 4  # a shard that changes so often while it is looked at is not read
-WORKERS = 2  # threads that read headers, unpack and inflate
+BUILDERS = 2  # threads that read headers and unpack
+WORKERS = 4  # threads that read and inflate members
+SMALL_BYTES_MAX = 64 * limits.KIB  # up to here a thread costs more than reading and inflating
 FAR_WINDOW_BYTES = limits.BLOCK_BYTES  # of a shard that is not here: one request for headers of a block
 PIECE_BYTES = limits.MIB
 ROOM_WAIT_S = 30.0  # how long unpacking waits for eviction to make room
@@ -113,7 +115,8 @@ class Shards:
         self._failed: OrderedDict[tuple[str, str, str], tuple[float, ForebayError]] = OrderedDict()
         self._building: dict[tuple[str, str, str], asyncio.Task[MemberIndex]] = {}
         self._unpacking: dict[tuple[str, str, str], asyncio.Task[None]] = {}
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-shards")
+        self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="forebay-shards")
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-members")
         self.builds = 0
 
     async def aclose(self) -> None:
@@ -122,7 +125,9 @@ class Shards:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, lambda: self._workers.shutdown(cancel_futures=True))
+        loop = asyncio.get_running_loop()
+        for threads in (self._builders, self._workers):
+            await loop.run_in_executor(None, lambda threads=threads: threads.shutdown(cancel_futures=True))  # type: ignore[misc]
 
     # --- where a member is -------------------------------------------------------------------------------------------
     def known(self, bucket: Bucket, key: str, member: str) -> Span | None:
@@ -261,7 +266,7 @@ class Shards:
 
     async def _read_index(self, bucket: str, key: str, record: Record, form: Form) -> MemberIndex:
         async with self._source(bucket, key, record) as source:
-            return await self._in_worker(
+            return await self._in_builder(
                 lambda: members.build(
                     form.kind,
                     source.read,
@@ -278,7 +283,7 @@ class Shards:
             raise _no_room_for_plain(bucket, key)
         try:
             size_bytes, read = _size(plain), _reader(plain)
-            return await self._in_worker(
+            return await self._in_builder(
                 lambda: members.build("tar", read, size_bytes, version=record.version, etag=record.etag, plain=True)
             )
         finally:
@@ -342,12 +347,11 @@ class Shards:
         if start >= end:
             return b""
         async with self._source(bucket, key, record) as source:
+            if source.has(start, end) and end - start <= SMALL_BYTES_MAX:
+                return source.read(start, end - start)
             if source.has(start, end):
                 return await self._in_worker(lambda: source.read(start, end - start))
-        pieces = []
-        async for body, file, offset, length in self._landing(bucket, key, record, start, end):
-            pieces.append(body if body is not None else _pread(file, offset, length))
-        return b"".join(pieces)
+        return await self._range_asked(bucket, key, record, start, end - start)
 
     @asynccontextmanager
     async def _source(self, bucket: str, key: str, record: Record) -> AsyncIterator[_Source]:
@@ -434,7 +438,7 @@ class Shards:
             raise _no_room_for_plain(bucket, key) from error
         try:
             async with self._source(bucket, key, record) as source:
-                await self._in_worker(lambda: _unpack_into(writer, source, form, f"{bucket}/{key}"))
+                await self._in_builder(lambda: _unpack_into(writer, source, form, f"{bucket}/{key}"))
             if not await writer.keep():
                 raise _no_room_for_plain(bucket, key)
         except OSError as error:
@@ -456,8 +460,29 @@ class Shards:
             first, last = span.member.start + start, span.member.start + end
             if await self._send_file(exchange, span, first, last):
                 return
+            if span.ranged:
+                await self._send_asked(exchange, span, first, last)
+                return
         async for piece in self._pieces(span, start, end):
             await exchange.write(piece)
+
+    async def _send_asked(self, exchange: Exchange, span: Span, start: int, end: int) -> None:
+        """A range of the shard, as it lands."""
+        counts = self._reads.counts
+        read = await self._link.open_read(span.bucket, span.key, RangeSpec(start, end - 1), version=span.record.version)
+        try:
+            opened = await read.opened()
+            if (opened.start, opened.end) != (start, end):
+                raise Bug("the engine opened another range than was asked for: please report it")
+            if opened.hit:
+                counts.hits += 1
+                counts.hit_bytes += end - start
+            else:
+                counts.misses += 1
+                counts.miss_bytes += end - start
+            await self._reads.stream(exchange, read, opened, start, end)
+        finally:
+            read.close()
 
     async def _send_file(self, exchange: Exchange, span: Span, start: int, end: int) -> bool:
         """Plain bytes that are in a file here; False where they are not."""
@@ -477,6 +502,8 @@ class Shards:
             block_bytes = file.record.block_bytes
             self._link.touch(file.object_id, start // block_bytes, -(-end // block_bytes))
             await exchange.write_file(file.fd, start, end - start)
+            self._reads.counts.hits += 1
+            self._reads.counts.hit_bytes += end - start
             return True
         finally:
             file.release()
@@ -515,7 +542,10 @@ class Shards:
         async for packed in self._stored_pieces(span, member.start, member.end):
             left, more = packed, True
             while more:
-                data, left, more = await self._in_worker(lambda left=left: inflating.feed(left))  # type: ignore[misc]
+                if member.size_bytes <= SMALL_BYTES_MAX:
+                    data, left, more = inflating.feed(left)
+                else:
+                    data, left, more = await self._in_worker(lambda left=left: inflating.feed(left))  # type: ignore[misc]
                 at = inflating.size_bytes - len(data)
                 data = data[max(0, start - at) : max(0, end - at)]
                 if data:
@@ -527,7 +557,22 @@ class Shards:
             yield held
 
     async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        return await _in_thread(self._workers, work)
+
+    async def _in_builder(self, work: Callable[[], ResultT]) -> ResultT:
+        return await _in_thread(self._builders, work)
+
+
+async def _in_thread(threads: Executor, work: Callable[[], ResultT]) -> ResultT:
+    """The result of `work`, done by a thread. It is over when this returns, even if that is by being cancelled: it uses
+    descriptors that are closed then."""
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        future.exception()  # nobody waits for it
+        raise
 
 
 class _Claim:
