@@ -147,15 +147,17 @@ def test_members_of_shards_are_ranges_of_their_files(front: FakeDoor, tmp_path: 
             version="v",
             etag=f"e{object_id}",
         )
-    looked: list[str] = []
+    known: dict[Any, members.MemberIndex] = {}
+    fetched: list[str] = []
 
-    def known(bucket: str, key: str) -> members.MemberIndex | None:
-        looked.append(key)
-        if key == "odd":
+    def fetch(bucket: str, key: str) -> members.MemberIndex:
+        fetched.append(key)
+        if (bucket, key) not in indexes:
             raise NotFound("no such shard")
-        return indexes.get((bucket, key))
+        return known.setdefault((bucket, key), indexes[bucket, key])
 
-    door = HostDoor(front.where, members=known)
+    front.put("b", "odd", b"no shard" * 1000, tmp_path)
+    door = HostDoor(front.where, known_members=lambda *name: known.get(name), read_members=fetch)
     items = [
         Item("b", "t", member="m7"),
         Item("b", "t", 10, 20, member="m29"),
@@ -171,12 +173,21 @@ def test_members_of_shards_are_ranges_of_their_files(front: FakeDoor, tmp_path: 
         Item("b", "t", 0, 100),
     ]
     wanted = [DATA[7:1014], DATA[39:49], DATA[10:1000], *[None] * 8, packed.getvalue()[:100]]
-    assert door.read_many(items) == wanted
-    assert sorted(looked) == ["odd", "t", "unknown", "z"], "once for each batch"
-    assert door.read_many(items) == wanted
-    front.put("b", "t", packed.getvalue() + bytes(512), tmp_path)
+    for _ in range(client_door.BATCHES_MIN - 1):
+        assert door.read_many(items) == [*[None] * 11, packed.getvalue()[:100]]
+    assert fetched == [], "an index is long: the node reads single members"
+    for _ in range(3):
+        assert door.read_many(items) == wanted
+    assert [fetched.count(key) for key in ("t", "z", "odd", "unknown")] == [1, 1, 3, 0]
+    newer = packed.getvalue() + bytes(512)
+    object_id = front.put("b", "t", newer, tmp_path)
     front.drop(1)
     until(lambda: door.read_many(items)[:3] == [None] * 3)  # it is another version than the index is of
+    assert door.read_many(items)[:3] == [None] * 3
+    known["b", "t"] = members.build(
+        "tar", lambda start, size: newer[start : start + size], len(newer), version="v", etag=f"e{object_id}"
+    )
+    assert door.read_many(items)[:3] == wanted[:3]
     door.close()
 
 

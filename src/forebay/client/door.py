@@ -13,6 +13,9 @@ refers to it any more (`_Held.__del__`), so a thread that reads from one need no
 Reads are `pread`: 2.3 µs for 10 KiB, where `mmap` takes 1.8 and would end the process with SIGBUS on a disk that fails,
 or a file that is cut. What fails or comes short is `None`: over HTTP the node finds out, and reads elsewhere.
 
+Members of shards are ranges of their files where the client has the shard's index (`members.py`), of the version that
+is open; the index is fetched when a shard is asked for again and again.
+
 A fork hands the child copies of all descriptors. It closes its copies at once (the parent's stay, with their leases),
 and finds its own way to the door when it needs one.
 
@@ -59,19 +62,22 @@ from forebay.core.members import MemberIndex
 from forebay.core.zipdir import STORED
 from forebay.ports import clock
 
-PATIENCE_S = 5.0  # for one answer of the door: it reads an index and opens files; HTTP has more patience
+PATIENCE_S = 20.0  # for one answer of the door: it reads an index and opens files; HTTP has more patience
 AWAY_S = 60.0  # how long it is not looked for again where there cannot be one
 RETRY_MIN_S, RETRY_MAX_S = 0.25, 15.0  # where there was one and is not now: a front starts within a second
 REPORT_S = 1.0  # between reports of what was read
 REPORT_BLOCKS_MAX = 2048  # in one message
 ASKS_MAX = 2  # questions under way: the front works on one while we read what the other gave
 READ_BYTES_MAX = 1 << 30  # of one system call
+BATCHES_MIN = 4  # so often members of a shard are asked for before its index is fetched
+SHARDS_COUNTED_MAX = 65_536
 _PATH = re.compile(r"/.*/door-\d+\.sock")
 _NOW = getattr(socket, "MSG_DONTWAIT", 0)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _FDS_BYTES = socket.CMSG_SPACE(4 * limits.DOOR_FILES_MAX) if hasattr(socket, "CMSG_SPACE") else 0
 
 Name = tuple[str, str]  # bucket and key
+IndexOf = Callable[[str, str], MemberIndex | None]
 
 
 class Found(NamedTuple):
@@ -97,9 +103,11 @@ class _Held:
         self.touched: set[int] = set()  # blocks read and not reported
         self.used_s = now_s
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
+        try:
+            close(self.fd)
+        except OSError:
+            pass
 
     def read(self, item: Item) -> bytes | None:
         """The item's bytes, whole, or None."""
@@ -154,8 +162,9 @@ class _Lost(Exception):
 
 
 class HostDoor:
-    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP; `members`
-    gives the index of a shard (bucket, key), where it is known, so that its members are ranges of a file.
+    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP.
+    `known_members` gives the index of a shard where the client has one, of whatever version; `read_members` asks the
+    node for it.
 
     Every method answers None for what the door has not; then ask over HTTP. None raises for what node or disks do.
     """
@@ -165,12 +174,14 @@ class HostDoor:
         ask_where: Callable[[], DoorAt],
         token: str = "",
         *,
-        members: Callable[[str, str], MemberIndex | None] | None = None,
+        known_members: IndexOf | None = None,
+        read_members: IndexOf | None = None,
         files_open_max: int = limits.CLIENT_FILES_OPEN_MAX,
     ) -> None:
         self._ask_where = ask_where
         self._token = token
-        self._members = members
+        self._known_members = known_members
+        self._read_members = read_members
         self._files_open_max = files_open_max
         self._off = sys.platform != "linux"
         self._begin()
@@ -195,6 +206,7 @@ class HostDoor:
         self._answers: deque[list[tuple[Name, _Held | Found | None]]] = deque()
         self._try_at_s = 0.0
         self._retry_s = RETRY_MIN_S
+        self._asked_inside: dict[Name, int] = {}  # batches with members of a shard whose index is not known
 
     def __repr__(self) -> str:
         return f"<HostDoor {'open' if self._sock else 'closed'}, {len(self._files)} files>"
@@ -290,11 +302,7 @@ class HostDoor:
         """The item as a range of the version of its shard that the index is of; None if it is not simply that."""
         name = (item.bucket, item.key)
         if name not in indexes:
-            index = None
-            if self._members is not None:
-                with contextlib.suppress(ForebayError):
-                    index = self._members(*name)
-            indexes[name] = index
+            indexes[name] = self._index(name)
         index = indexes[name]
         if index is None or index.plain or not index.etag or item.etag not in ("", index.etag):
             return None
@@ -307,6 +315,24 @@ class HostDoor:
         if member.method != STORED or not member.start <= start < end <= member.end:
             return None
         return Item(item.bucket, item.key, start, end, "", index.etag)
+
+    def _index(self, name: Name) -> MemberIndex | None:
+        """The index of a shard, of the version that is open here if one is. What would be a long answer for few members
+        is not asked for: the node has it too, and reads them."""
+        if self._known_members is None or self._read_members is None:
+            return None
+        index = self._known_members(*name)
+        held = self._files.get(name)
+        if index is not None and (held is None or held.etag == index.etag):
+            return index
+        if len(self._asked_inside) >= SHARDS_COUNTED_MAX:
+            self._asked_inside.clear()
+        asked = self._asked_inside[name] = self._asked_inside.get(name, 0) + 1
+        if index is None and (asked < BATCHES_MIN or self.find(*name) is None):
+            return None
+        with contextlib.suppress(ForebayError):
+            return self._read_members(*name)
+        return None
 
     def pread(self, bucket: str, key: str, start: int, size_bytes: int, *, etag: str = "") -> bytes | None:
         """`size_bytes` of the object from `start` on."""

@@ -7,7 +7,7 @@ that is one line. What is kept is bounded by members, not shards; the shard that
 Most users need names and sizes, and read members by name or in batches. Who reads many samples reads ranges: `find`
 says where a member is. These places are true of the version whose `etag` the members carry: read with it.
 
-Invariant. What `Kept` gives back was confirmed by the node in the same call.
+Invariant. What `Kept.read` gives back was confirmed by the node in the same call.
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ class Kept:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def known(self, bucket: str, key: str) -> Members | None:
+        """What is kept of a shard, of whatever version; the node is not asked."""
+        with self._lock:
+            found = self._kept.get((bucket, key))
+            if found is not None:
+                self._kept.move_to_end((bucket, key))
+            return found
 
     def read(self, bucket: str, key: str) -> flows.Flow[Members]:
         """The members of a shard as it is now."""

@@ -39,6 +39,7 @@ from forebay.core.batch import Wanted
 from forebay.core.calls import CachedPage, CopyCall, JobState, JobVerb, NodeMap, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
 from forebay.core.manifest import Manifest
+from forebay.core.members import MemberIndex
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
@@ -124,8 +125,17 @@ class Client:
         """The way to objects' files where the node is on this host (see `door.py`); where it is not, it gives None."""
         door = self._door
         if door is None:
-            door = self._door = HostDoor(lambda: self.run(flows.door()), self._calling.token)
+            door = self._door = HostDoor(
+                lambda: self.run(flows.door()),
+                self._calling.token,
+                known_members=self._known_members,
+                read_members=lambda bucket, key: self.members(bucket, key).index,
+            )
         return door
+
+    def _known_members(self, bucket: str, key: str) -> MemberIndex | None:
+        known = self._members.known(bucket, key)
+        return known.index if known is not None else None
 
     # --- the driver --------------------------------------------------------------------------------------------------
     def run(self, flow: flows.Flow[T]) -> T:
