@@ -19,6 +19,7 @@ from forebay.core.batch import BatchCall, Item
 from forebay.core.calls import CachedPage
 from forebay.core.derived import Kept
 from forebay.core.errors import Denied, NotFound
+from forebay.core.manifest import ManifestState
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.http.routes import ROUTES, find
@@ -32,6 +33,8 @@ ANSWERS: dict[str, Any] = {
     "stat": calls.ObjectState("b", "k", 1, "v", "e", 0.0, 1, False, False, 0.0),
     "copy": calls.Written("e", "v", 1, 0.0),
     "keep": Kept(True),
+    "manifest": ManifestState("b", "", "of all", 0, 4),
+    "manifest_part": b"four",
     "job": JOB,
     "jobs": [JOB],
     "job_cancel": JOB,
