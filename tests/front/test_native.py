@@ -19,6 +19,7 @@ from forebay.core.batch import BatchCall, Item
 from forebay.core.calls import CachedPage
 from forebay.core.derived import Kept
 from forebay.core.errors import Denied, NotFound
+from forebay.core.hints import HintsCall, HintsState
 from forebay.core.manifest import ManifestState
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
@@ -26,6 +27,7 @@ from forebay.node.http.routes import ROUTES, find
 
 AN_EMPTY_TAR = bytes(1024)
 JOB = calls.JobState("j1", "evict", "b")
+HINTS = HintsState("j1", "b", "", "of all", 0, 1, 0)
 ANSWERS: dict[str, Any] = {
     "bucket_put": lambda bucket: bucket,
     "bucket_delete": calls.Nothing(),
@@ -35,6 +37,10 @@ ANSWERS: dict[str, Any] = {
     "keep": Kept(True),
     "manifest": ManifestState("b", "", "of all", 0, 4),
     "manifest_part": b"four",
+    "hints": HINTS,
+    "hints_at": HINTS,
+    "hints_state": HINTS,
+    "hints_close": calls.Nothing(),
     "job": JOB,
     "jobs": [JOB],
     "job_cancel": JOB,
@@ -61,12 +67,15 @@ def body_for(route: Any) -> Any:
         return calls.CopyCall("b", "k", "b", "k")
     if route.body is BatchCall:
         return BatchCall([Item("b", "k")])
+    if route.body is HintsCall:
+        return HintsCall("j1", "b", "", "of all", 0, bytes(12))
     return calls.JobCall("b", "p/") if route.body is not None else None
 
 
 def target_for(route: Any) -> str:
     bucket = "strict" if route.body is Bucket else "b"  # the other's name is too short to be made anew
-    path: str = route.path + ("?name=member" if route.name == "member_append" else "")
+    queries = {"member_append": "?name=member", "hints_at": "?position=3"}
+    path: str = route.path + queries.get(route.name, "")
     return path.replace("{bucket}", bucket).replace("{key}", "k").replace("{job}", "j1")
 
 

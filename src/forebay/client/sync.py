@@ -28,6 +28,7 @@ from forebay.client.connection import Connection, Stale
 from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
+from forebay.client.hinting import Hints
 from forebay.client.http1 import Request, Response
 from forebay.client.manifest import manifest
 from forebay.client.many import Many
@@ -395,6 +396,11 @@ class Client:
         what changed; with `refresh` from a listing that begins now. `progress` hears how many objects were found.
         """
         return self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
+
+    def hints(self, job: str, manifest: Manifest) -> Hints:
+        """Tell the node what `job` will read of the manifest's objects: it fetches ahead, and keeps what is needed
+        soonest. Nothing is sent before its `future`. Close it when the job ends."""
+        return Hints(self.run, job, manifest)
 
     def list_page(
         self,

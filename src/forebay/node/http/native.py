@@ -22,6 +22,7 @@ from forebay.core import calls, limits
 from forebay.core.batch import BatchCall
 from forebay.core.calls import CachedEntry, CachedPage
 from forebay.core.errors import ForebayError, Invalid, NotFound
+from forebay.core.hints import HintsCall
 from forebay.core.listing import after_prefix
 from forebay.core.metrics import render
 from forebay.core.record import Record, State
@@ -32,6 +33,8 @@ from forebay.node.http.auth import Auth
 from forebay.node.http.batch import Batches
 from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
+from forebay.node.http.hinting import BODY_BYTES_MAX as HINTS_BYTES_MAX
+from forebay.node.http.hinting import HintAnswers
 from forebay.node.http.manifests import ManifestAnswers
 from forebay.node.http.members import Members
 from forebay.node.http.object_headers import write_conditions
@@ -99,6 +102,7 @@ class Native:
         self._shards = members
         self._host_door = door
         self._description: bytes | None = None
+        self._hinting = HintAnswers(call, auth)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
@@ -133,6 +137,9 @@ class Native:
             return self._puts.take(request, None, bucket, key)
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
+        if route.body is HintsCall:
+            self._auth.bearer(request)
+            return BoundedBody(HINTS_BYTES_MAX)
         if route.body is BatchCall:
             self._auth.bearer(request)  # before it sends as much
             return BoundedBody(limits.BATCH_BODY_BYTES_MAX)
@@ -222,6 +229,18 @@ class Native:
         if self.manifests is None:
             raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
         self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
+
+    def _hints(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.tell(request, exchange, taken["job"])
+
+    def _hints_at(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.at(request, exchange, taken["job"])
+
+    def _hints_state(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.ask(request, exchange, "hints_state", taken["job"])
+
+    def _hints_close(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.ask(request, exchange, "hints_close", taken["job"])
 
     # --- the node itself ---------------------------------------------------------------------------------------------
     def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from forebay.core import batch, calls
 from forebay.core.access import Verb
 from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.hints import HintsCall, HintsState
 from forebay.core.manifest import MEDIA_TYPE as MANIFEST
 from forebay.core.types import Bucket, ListPage
 from forebay.node.http.requests import decode_component
@@ -61,6 +62,7 @@ _MANIFEST = (
     Parameter("refresh", "1: list now, whatever the freshness.", "boolean"),
     Parameter("since", "A listing that began at this Unix time or later will do; `since_s` of the 202 before."),
 )
+_POSITION = (Parameter("position", "How many accesses the job has consumed.", "integer"),)
 _REVALIDATE = (Parameter("revalidate", "1: ask the backend now, whatever the freshness.", "boolean"),)
 _MEMBER = (Parameter("member", "One member of the shard (tar, zip) by its name, instead of all of it."),)
 _MEMBERS = (
@@ -152,6 +154,13 @@ ROUTES: tuple[Route, ...] = (
     Route("jobs", "GET", "/-/v1/jobs", "Jobs, newest first.", answer=list[calls.JobState]),
     Route("job", "GET", "/-/v1/jobs/{job}", "One job's progress.", answer=calls.JobState),
     Route("job_cancel", "DELETE", "/-/v1/jobs/{job}", "Stop a job.", "admin", answer=calls.JobState),
+    Route(
+        "hints", "POST", "/-/v1/hints/{job}", "What a job will read, from one of its accesses on.",
+        body=HintsCall, answer=HintsState,
+    ),
+    Route("hints_at", "PUT", "/-/v1/hints/{job}", "How far a job is.", query=_POSITION, answer=HintsState),
+    Route("hints_state", "GET", "/-/v1/hints/{job}", "What is known of a job's reads.", answer=HintsState),
+    Route("hints_close", "DELETE", "/-/v1/hints/{job}", "The job is over.", answer=calls.Nothing),
     Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=calls.NodeState),
     Route(
         "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",

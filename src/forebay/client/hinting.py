@@ -1,0 +1,129 @@
+"""Hints as a job gives them: its exact future, and how far it is.
+
+Theory. A loader knows its order, so it tells the node what it will read next, and now and then how far it is; the node
+fetches ahead and keeps what is needed soonest (docs/semantics.md says what it does with it). What is told are numbers
+of objects in the job's manifest and blocks of them, in the order of reading.
+
+Hints are advice. A node that was restarted has forgotten them and says `NotFound` (`NoSuchHints`) to `at`: tell the
+future again, from where you are. One process of a job speaks for all of it.
+
+Invariant. Accesses are told in pieces of at most PIECE_ACCESSES, in order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from forebay.client import flows
+from forebay.client.http1 import Request, encode_path, with_query
+from forebay.core.errors import Corrupt, Invalid
+from forebay.core.hints import TRIPLE_BYTES, HintsCall, HintsState
+from forebay.core.manifest import Manifest
+
+PIECE_ACCESSES = 1 << 18  # 3 MiB
+
+Accesses = Iterable[tuple[int, int, int]] | bytes | bytearray | memoryview | array  # type: ignore[type-arg]
+
+
+def pack(accesses: Any) -> memoryview:
+    """Accesses as they are told: u32 triples (object's number, first block, end block), little-endian. A buffer of
+    4-byte integers (a NumPy array of shape (n, 3), say) is taken as it is. `Invalid` for anything else."""
+    try:
+        view = memoryview(accesses)
+    except TypeError:
+        view = memoryview(array("I", [number for access in accesses for number in access]))
+    if not view.c_contiguous or (view.itemsize != 4 and view.format not in ("B", "b", "c")):
+        raise Invalid("accesses are given as triples, or as an array of uint32 in C order")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    if len(view) % TRIPLE_BYTES:
+        raise Invalid("accesses are triples: object's number, first block, end block")
+    return view
+
+
+def tell(job: str, manifest: Manifest, start: int, accesses: memoryview) -> flows.Flow[HintsState]:
+    """From access `start` on the job reads these, as `pack` made them. What was told before of `start` and later no
+    longer holds."""
+    step = PIECE_ACCESSES * TRIPLE_BYTES
+    state: HintsState | None = None
+    for at in range(0, len(accesses) or 1, step):
+        first = start + at // TRIPLE_BYTES
+        piece = bytes(accesses[at : at + step])
+        body = msgspec.msgpack.encode(HintsCall(job, manifest.bucket, manifest.prefix, manifest.id, first, piece))
+        headers = (("Content-Type", "application/msgpack"),)
+        state = yield from _state(Request("POST", encode_path("-/v1/hints", job), headers, body), job)
+    assert state is not None
+    return state
+
+
+def at(job: str, position: int) -> flows.Flow[HintsState]:
+    """The job has consumed the accesses before `position`."""
+    target = with_query(encode_path("-/v1/hints", job), (("position", str(position)),))
+    return (yield from _state(Request("PUT", target), job))
+
+
+def state(job: str) -> flows.Flow[HintsState]:
+    """What the node knows of the job."""
+    return (yield from _state(Request("GET", encode_path("-/v1/hints", job)), job))
+
+
+def close(job: str) -> flows.Flow[None]:
+    """The job is over; one that the node does not know is fine."""
+    response = yield Request("DELETE", encode_path("-/v1/hints", job))
+    if not response.ok:
+        raise flows.raised(response, f"hints of {job}")
+
+
+def _state(request: Request, job: str) -> flows.Flow[HintsState]:
+    response = yield request
+    if not response.ok:
+        raise flows.raised(response, f"hints of {job}")
+    try:
+        return msgspec.json.decode(response.body, type=HintsState)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"hints of {job}: the answer is not of the shape expected ({error})") from None
+
+
+class Hints:
+    """One job's hints, as blocking calls. Made by `Client.hints`; close it when the job ends, or use it with `with`."""
+
+    def __init__(self, run: Callable[[Any], Any], job: str, manifest: Manifest) -> None:
+        self.job, self.manifest = job, manifest
+        self.known = 0  # accesses told so far
+        self._run = run
+
+    def __enter__(self) -> Hints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
+        """Tell what is read from access `start` on (by default after what was told), as triples of an object's number
+        in the manifest, its first block and its end block, or a uint32 array of them. Telling an epoch ahead of the
+        position lets the node choose best. `Invalid` beyond HINT_ACCESSES_MAX ahead; `NotFound` when the node has not
+        got the manifest any more."""
+        said: HintsState = self._run(
+            tell(self.job, self.manifest, self.known if start is None else start, pack(accesses))
+        )
+        self.known = said.known
+        return said
+
+    def at(self, position: int) -> HintsState:
+        """The job has consumed the accesses before `position`. A round trip of a third of a millisecond: say it every
+        few batches. `NotFound` (`NoSuchHints`): the node was restarted, tell the future again."""
+        said: HintsState = self._run(at(self.job, position))
+        return said
+
+    def state(self) -> HintsState:
+        """What the node knows of the job."""
+        said: HintsState = self._run(state(self.job))
+        return said
+
+    def close(self) -> None:
+        """The job is over: what it needed competes like anything else."""
+        self._run(close(self.job))
