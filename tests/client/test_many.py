@@ -317,6 +317,26 @@ def test_a_cut_anywhere_keeps_what_is_whole_and_asks_for_the_rest(at: int, how: 
         ]
 
 
+def test_a_front_that_dies_before_it_answers_is_not_the_one_retry() -> None:
+    """Who asked a front that is being killed may find the next connection in the queue of the same one."""
+    body = frame(b"a") + frame(b"b")
+    with canned(sized(body)[: -len(body) + 25], b"", sized(frame(b"B")), close_after={0, 1}) as (server, client):
+        assert list(client.get_many([("b", "a"), ("b", "b")])) == [b"a", b"B"]
+        assert [len(asked) for asked in server.asked] == [2, 1, 1]
+    with canned(b"", b"", close_after={0, 1}) as (server, client):
+        with pytest.raises(Unavailable, match="without an answer"):
+            client.get_many([("b", "a")], on_error="report")
+        assert len(server.asked) == 2
+
+
+def test_all_that_was_asked_for_is_enough() -> None:
+    """An answer in chunks that lacks its last one, of no bytes."""
+    answer = chunked(frame(b"a"))[:-5]
+    with canned(answer, answer, close_after={0, 1}) as (server, client):
+        assert list(client.get_many([("b", "a")])) == [b"a"]
+        assert len(server.asked) == 1
+
+
 def test_a_kept_connection_that_was_closed_is_not_a_cut() -> None:
     answer = sized(frame(b"x"))
     with canned(answer, answer, answer, close_after={0, 1}) as (server, client):

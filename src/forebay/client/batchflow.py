@@ -7,9 +7,10 @@ The one retry. When a connection ends in the middle of an answer, the items whos
 for once more, on another connection: a node's front that was restarted, or a fetch that failed midway, then costs a
 round trip instead of a training run. An item is always read whole by one request, so no result mixes two versions; the
 versions of different items were never tied together, and `etag` is judged again. A second cut is the items' error.
+A connection that ended before any answer came is followed by one more, too: it stood in the queue of a front that died.
 Nothing else is repeated here: what an item's frame says stands.
 
-Invariants. (1) As many results as items, in their order. (2) An item is asked for at most twice after it was begun.
+Invariants. (1) As many results as items, in their order. (2) Of the requests for an item at most two were answered.
 """
 
 from __future__ import annotations
@@ -80,16 +81,42 @@ def _ask(items: Sequence[Wanted], memory: memoryview | None) -> Flow[tuple[list[
         first, cold = yield from _ask(items[:middle], memory)
         second, more = yield from _ask(items[middle:], None)
         return first + second, cold + more
-    results, cold = yield from _ask_once(items, body, memory)
-    if len(results) < len(items):
-        left = items[len(results) :]
-        try:
-            more_results, more = yield from _ask_once(left, _encoded(left), None, last=True)
-        except Unavailable as error:
-            more_results, more = [error] * len(left), 0
-        results += more_results
-        cold += more
+    results, cold = yield from _answered(items, body, memory)
     return (yield from _ask_for_full(items, results, cold))
+
+
+def _answered(items: Sequence[Wanted], body: bytes, memory: memoryview | None) -> Flow[tuple[list[Result], int]]:
+    """What the node says of `items`, which `body` asks for. See the module's header for what is asked once more."""
+    results: list[Result] = []
+    cold = cuts = unanswered = 0
+    while True:
+        cut: Unavailable | None = None
+        sink = FrameSink(memory, least_bytes(items[len(results) :] if results else items))
+        try:
+            yield from _ask_once(body, sink)
+        except Unavailable as error:
+            if error.code != CUT and not cuts:
+                raise
+            cut = error
+        answered = sink.received()
+        results = results + answered if results else answered
+        cold += sink.cold
+        if cut is None or len(results) == len(items):
+            break
+        cuts += sink.begun
+        unanswered += not sink.begun
+        if cut.code != CUT or cuts > 1 or unanswered > 1:
+            if not cuts:
+                raise cut
+            results += [cut] * (len(items) - len(results))
+            break
+        memory, body = None, _encoded(items[len(results) :])
+    if len(results) != len(items) or (cut is None and sink.left_over()):
+        raise Corrupt(
+            f"the answer to a batch of {len(items)} items holds {len(results)}: check that client and node are of one "
+            "version"
+        )
+    return results, cold
 
 
 def _item(fields: tuple[Any, ...]) -> Item:
@@ -110,29 +137,11 @@ def _encoded(items: Sequence[Wanted]) -> bytes:
         raise _no_item(error) from None
 
 
-def _ask_once(
-    items: Sequence[Wanted], body: bytes, memory: memoryview | None, *, last: bool = False
-) -> Flow[tuple[list[Result], int]]:
-    """Results for the first of `items`: for all, unless the connection was cut."""
-    sink = FrameSink(memory, least_bytes(items))
-    try:
-        response: Response = yield Request("POST", TARGET, _HEADERS, body, sink=sink, repeatable=True)
-    except Unavailable as error:
-        if error.code != CUT:
-            raise
-        results = sink.received()[: len(items)]
-        if last:
-            results += [error] * (len(items) - len(results))
-        return results, sink.cold
+def _ask_once(body: bytes, sink: FrameSink) -> Flow[None]:
+    """One request, one answer into `sink`."""
+    response: Response = yield Request("POST", TARGET, _HEADERS, body, sink=sink, repeatable=True)
     if not response.ok:
         raise raised(response, "the batch")
-    results = sink.received()
-    if len(results) != len(items) or sink.left_over():
-        raise Corrupt(
-            f"the answer to a batch of {len(items)} items holds {len(results)}: check that client and node are of one "
-            "version"
-        )
-    return results, sink.cold
 
 
 def _ask_for_full(items: Sequence[Wanted], results: list[Result], cold: int) -> Flow[tuple[list[Result], int]]:

@@ -379,8 +379,8 @@ class _Answer:
         """What the engine says of an item: its bytes as they land, or its error. `announced`: a size that was; `total`:
         the size of the member that it is of."""
         counts = self._counts
-        await self._flush()
         try:
+            await self._flush()
             try:
                 if isinstance(asked, ForebayError):
                     raise asked
