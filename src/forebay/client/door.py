@@ -59,7 +59,6 @@ from forebay.core.doorwire import (
 )
 from forebay.core.errors import Corrupt, ForebayError
 from forebay.core.members import MemberIndex
-from forebay.core.zipdir import STORED
 from forebay.ports import clock
 
 PATIENCE_S = 20.0  # for one answer of the door: it reads an index and opens files; HTTP has more patience
@@ -109,15 +108,12 @@ class _Held:
         except OSError:
             pass
 
-    def read(self, item: Item) -> bytes | None:
-        """The item's bytes, whole, or None."""
-        start, end = item.start, item.end
+    def read(self, start: int, end: int | None, etag: str) -> bytes | None:
+        """These bytes, whole; None if they are not all in the object, or it is another version."""
         if end is None:
             end = self.size_bytes
         size = end - start
-        if start < 0 or size <= 0 or end > self.size_bytes or size > READ_BYTES_MAX:
-            return None
-        if item.etag and item.etag != self.etag:
+        if start < 0 or size <= 0 or end > self.size_bytes or size > READ_BYTES_MAX or (etag and etag != self.etag):
             return None
         body = os.pread(self.fd, size, start)
         if len(body) != size:
@@ -248,20 +244,31 @@ class HostDoor:
         now_s, used_s = clock.wall_s(), clock.monotonic_s()
         reads = read_bytes = 0
         indexes: dict[Name, MemberIndex | None] = {}
-        inside: dict[int, Item] = {}  # items in members, as ranges of their shards
+        inside: dict[int, Item] = {}  # items in members of what is missing, as ranges of their shards
         for at, item in enumerate(items):
-            if item.member:
-                place = self._place(item, indexes)
-                if place is None:
-                    continue
-                item = inside[at] = place
+            start, end, etag = item.start, item.end, item.etag
             name = (item.bucket, item.key)
+            if item.member:
+                if name not in indexes:
+                    indexes[name] = self._index(name)
+                index = indexes[name]
+                place = None if index is None or etag not in ("", index.etag) else index.place(item.member)
+                if place is None or index is None:
+                    continue
+                begin, size = place
+                if end is None:
+                    end = size
+                if not 0 <= start < end <= size:
+                    continue
+                start, end, etag = begin + start, begin + end, index.etag
             held = files.get(name)
             if held is None or held.fresh_until_s <= now_s:
                 missing.setdefault(name, []).append(at)
+                if item.member:
+                    inside[at] = Item(*name, start, end, "", etag)
                 continue
             try:
-                body = held.read(item)
+                body = held.read(start, end, etag)
             except OSError:
                 self._distrust(name, held)
                 continue
@@ -288,7 +295,8 @@ class HostDoor:
                     answers[at] = _cut(found, items[at])
                 elif found is not None:
                     try:
-                        body = answers[at] = found.read(items[at])
+                        item = items[at]
+                        body = answers[at] = found.read(item.start, item.end, item.etag)
                     except OSError:
                         self._forget(name, found)
                         break
@@ -298,40 +306,23 @@ class HostDoor:
             if isinstance(found, _Held) and found.size_bytes <= found.block_bytes:
                 found.touched.clear()  # the front has counted that when it gave it
 
-    def _place(self, item: Item, indexes: dict[Name, MemberIndex | None]) -> Item | None:
-        """The item as a range of the version of its shard that the index is of; None if it is not simply that."""
-        name = (item.bucket, item.key)
-        if name not in indexes:
-            indexes[name] = self._index(name)
-        index = indexes[name]
-        if index is None or index.plain or not index.etag or item.etag not in ("", index.etag):
-            return None
-        number = index.number(item.member)
-        if number is None:
-            return None
-        member = index.member(number)
-        start = member.start + item.start
-        end = member.end if item.end is None else member.start + item.end
-        if member.method != STORED or not member.start <= start < end <= member.end:
-            return None
-        return Item(item.bucket, item.key, start, end, "", index.etag)
-
     def _index(self, name: Name) -> MemberIndex | None:
-        """The index of a shard, of the version that is open here if one is. What would be a long answer for few members
-        is not asked for: the node has it too, and reads them."""
+        """The index of a shard whose members are ranges, of the version that is open here if one is. What would be a
+        long answer for few members is not asked for: the node has it too, and reads them."""
         if self._known_members is None or self._read_members is None:
             return None
         index = self._known_members(*name)
         held = self._files.get(name)
         if index is not None and (held is None or held.etag == index.etag):
-            return index
+            return index if index.etag and index.ranged else None
         if len(self._asked_inside) >= SHARDS_COUNTED_MAX:
             self._asked_inside.clear()
         asked = self._asked_inside[name] = self._asked_inside.get(name, 0) + 1
         if index is None and (asked < BATCHES_MIN or self.find(*name) is None):
             return None
         with contextlib.suppress(ForebayError):
-            return self._read_members(*name)
+            index = self._read_members(*name)
+            return index if index is not None and index.etag and index.ranged else None
         return None
 
     def pread(self, bucket: str, key: str, start: int, size_bytes: int, *, etag: str = "") -> bytes | None:
