@@ -341,6 +341,23 @@ def test_encrypted_and_unknown_members_are_listed_and_refused_when_read() -> Non
             index.member(number).check_readable()
 
 
+def test_places_beyond_all_bounds_are_corrupt() -> None:
+    raw = zip_of([("a", b"a" * 50)])
+    entry = raw.index(b"PK\1\2")
+    for wide in ((50, 50, 1 << 64), (1 << 64, 50, 0), (50, 1 << 64, 0), (1 << 64, 1 << 64, 1 << 64)):
+        damaged = bytearray(raw)
+        for at, value in zip((24, 20, 42), wide, strict=True):
+            struct.pack_into("<I", damaged, entry + at, min(value, 0xFFFFFFFF))
+        many = sum(value > 0xFFFFFFFF for value in wide)
+        field = struct.pack("<HH", 1, 8 * many) + b"\xff" * 8 * many
+        struct.pack_into("<H", damaged, entry + 30, len(field))
+        damaged[entry + 47 : entry + 47] = field
+        end = bytes(damaged).rindex(b"PK\5\6")
+        struct.pack_into("<I", damaged, end + 12, 47 + len(field))
+        with pytest.raises(Corrupt):
+            index_of("zip", bytes(damaged))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3000), st.integers(0, 255), st.integers(0, 400))
 def test_a_damaged_or_cut_zip_raises_what_it_should_or_reads(at: int, value: int, cut: int) -> None:

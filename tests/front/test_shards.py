@@ -154,6 +154,15 @@ def test_a_shard_that_was_cut_is_corrupt_and_that_is_remembered(here: Place, for
     assert here.temp_files() == []
 
 
+@pytest.mark.parametrize("key", ["large.tar", "large.tar.gz", "large.tar.zst", "large"])
+def test_what_is_no_shard_is_not_fetched_whole_to_find_that_out(here: Place, key: str) -> None:
+    here.remote.place(key, random.Random(1).randbytes(64 * MIB))
+    here.here(lambda: setattr(here.remote, "free_bytes", 20 * MIB))
+    here.here(here.remote.open.clear)  # more than the first bytes never comes
+    assert here.get("remote", key, "a").error[0] == "Corrupt"
+    here.here(here.remote.open.set)
+
+
 def test_a_member_whose_checksum_is_wrong_is_never_given_out_whole(here: Place) -> None:
     raw = bytearray(zip_of([("a", b"a" * 100_000), ("b", b"b" * 9)], zipfile.ZIP_DEFLATED))
     entry = raw.index(b"PK\1\2")
@@ -233,6 +242,22 @@ def test_what_was_evicted_is_made_again(here: Place) -> None:
     here.forget_indexes()
     for form in ("x.tar", "x.tgz"):
         assert here.get("remote", form, SAMPLES[12][0]).body == SAMPLES[12][1]
+
+
+@pytest.mark.parametrize("bucket", ["local", "back", "remote"])
+def test_what_was_derived_goes_when_its_shard_is_overwritten_or_deleted(here: Place, bucket: str) -> None:
+    def derived() -> int:
+        state = here.run(here.engine.verbs.answer("status", None))
+        return int(state.derived_bytes)
+
+    for key in ("x.tar", "x.tgz"):
+        assert here.put(bucket, key, packed(key)).status == 200
+        assert here.get(bucket, key, SAMPLES[9][0]).status == 200
+    assert derived() > len(tar_of(SAMPLES))
+    assert here.put(bucket, "x.tgz", packed("x.tar.zst")).status == 200
+    assert 0 < derived() < len(tar_of(SAMPLES))
+    assert here.ask("DELETE", f"/-/v1/objects/{bucket}/x.tar").status == 200
+    assert derived() == 0
 
 
 def test_without_room_members_are_read_as_they_pass_and_packed_ones_are_refused(tmp_path: Path) -> None:

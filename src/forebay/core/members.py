@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from forebay.core import limits
+from forebay.core import limits, tar
 from forebay.core.errors import Corrupt, NotFound, NotSupported
-from forebay.core.tar import Read, TarScan
+from forebay.core.tar import Read
 from forebay.core.zipdir import DEFLATED, ENCRYPTED, STORED, ZipScan
 
 Kind = Literal["tar", "zip"]
@@ -69,6 +69,14 @@ def form_of(key: str, head: bytes | None) -> Form | None:
         if head.startswith(magic):
             return Form(kind, packing)
     return Form("tar", "")
+
+
+def check_head(form: Form, head: bytes, what: str) -> None:
+    """`Corrupt` if what begins with `head` cannot be of that form: found out before all of it is read."""
+    if form.kind == "tar" and not form.packing:
+        tar.check_head(head)
+    elif form.packing and not any(head.startswith(magic) for magic, _, packing in _MAGIC if packing == form.packing):
+        raise Corrupt(f"{what} is no {form.packing} file: its name says so, its first bytes do not")
 
 
 class Member(NamedTuple):
@@ -289,10 +297,10 @@ def build(
     """Read an archive of `size_bytes` through `read(start, size)`. `Corrupt` saying where it is damaged or cut,
     `NotSupported` for what cannot be a range (sparse files) or be had (several files), `Invalid` (`TooManyMembers`)."""
     if kind == "tar":
-        tar = TarScan(read, size_bytes, members_max=members_max, window_bytes=window_bytes)
-        tar.run()
-        places = (len(tar.names), b"\0".join(tar.names), _bytes(tar.offsets), _bytes(tar.sizes))
-        return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, tar.end, *places))
+        scan = tar.TarScan(read, size_bytes, members_max=members_max, window_bytes=window_bytes)
+        scan.run()
+        places = (len(scan.names), b"\0".join(scan.names), _bytes(scan.offsets), _bytes(scan.sizes))
+        return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, scan.end, *places))
     zipped = ZipScan(read, size_bytes, members_max=members_max)
     zipped.run()
     places = (len(zipped.names), b"\0".join(zipped.names), _bytes(zipped.offsets), _bytes(zipped.sizes))

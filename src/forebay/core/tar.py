@@ -139,6 +139,12 @@ class TarScan:
         return self._window
 
 
+def check_head(head: bytes) -> None:
+    """`Corrupt` if an archive that begins with `head` is no tar. Less than a block says nothing."""
+    if len(head) >= BLOCK and head[:BLOCK] != _ZERO:
+        _check_sum(head[:BLOCK], head[148:156], 0)
+
+
 def _check_sum(header: bytes, field: bytes, position: int) -> None:
     low = (zlib.adler32(header) & 0xFFFF) - 1
     try:

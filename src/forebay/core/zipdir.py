@@ -108,10 +108,12 @@ class ZipScan:
             size, packed, offset = _zip64(extra, size, packed, offset, name)
         if name.endswith(b"/"):
             return end
+        if start + offset + packed > self._size_bytes:
+            raise Corrupt(f"{_shown(name)} lies outside the zip of {self._size_bytes} bytes: it was cut, or is damaged")
         if len(self.names) >= self._members_max:
             raise _too_many(self._members_max)
         method = ENCRYPTED if flags & 1 else min(method, UNKNOWN)
-        if method == STORED and packed != size:
+        if size >= 1 << 63 or (method == STORED and packed != size):
             raise Corrupt(f"{_shown(name)} is stored as {packed} bytes and has {size}: the zip is damaged")
         self.names.append(name)
         self.offsets.append(start + offset)

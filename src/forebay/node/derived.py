@@ -43,6 +43,7 @@ import xxhash
 from forebay.core import limits
 from forebay.core.derived import DERIVED_KINDS, DerivedKind, KeepCall, Kept, name_of, names_under, reserved
 from forebay.core.errors import ForebayError, Invalid, Unavailable
+from forebay.core.members import form_of
 from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
 from forebay.node.http.requests import Call
@@ -217,10 +218,20 @@ class Objects(Protocol):
 
 
 class Keeping:
-    """The verb `keep`. `wall_s` is the clock."""
+    """The verb `keep`. `wall_s` is the clock; `forget(bucket, name)` drops what the store has."""
 
-    def __init__(self, store: Objects, writes: Writing, wall_s: Callable[[], float]) -> None:
-        self._store, self._writes, self._wall_s = store, writes, wall_s
+    def __init__(
+        self, store: Objects, writes: Writing, wall_s: Callable[[], float], forget: Callable[[str, str], object]
+    ) -> None:
+        self._store, self._writes, self._wall_s, self._forget = store, writes, wall_s, forget
+
+    def moved_on(self, bucket: str, key: str) -> None:
+        """An object was written or deleted here: what was derived of it as a shard is of no use. (Of one that is no
+        shard by its name it stays until it is evicted: looking would cost every small write.)"""
+        if form_of(key, None) is not None and not bucket.startswith("-"):
+            name = name_of(bucket, key)
+            self._forget(reserved("members"), name)
+            self._forget(reserved("plain"), name)
 
     async def keep(self, call: KeepCall) -> Kept:
         """Put what `call` holds into the store. `NotFound` when its bucket is gone, `Unavailable`

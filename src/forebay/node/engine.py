@@ -208,7 +208,8 @@ class Engine:
             self._workers,
             lambda: self.uploads,
         )
-        self.keeping = Keeping(self.store, self.writes, self.clock.wall_s)
+        self.keeping = Keeping(self.store, self.writes, self.clock.wall_s, self.cold.forget)
+        self.writes.moved_on = self.keeping.moved_on
         derived = Derived(self.index, lambda verb, call: self.keeping.keep(call), self.room.touched)
         self.appends = Appends(
             self.index, self.writes, derived, self._workers, flush=self.flush, wall_s=self.clock.wall_s

@@ -103,6 +103,7 @@ class Writes:
         flush: Callable[[], None],
     ) -> None:
         self.locks = KeyLocks()
+        self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # hears of each new version and delete
         self.commits = Commits(store, published=self._published, flush=flush)
         self.through = Through()
         self._store = store
@@ -516,6 +517,8 @@ class Writes:
             self._room.removed(before.object_id, present_blocks(before))
         if after is not None:
             self._room.wrote(bucket, key, after)
+        if before is None or after is None or before.object_id != after.object_id:
+            self.moved_on(bucket, key)
         note = change.note
         if note is not None and not note.local:
             self._owes.add(Owed(bucket, key, note, change.durable))

@@ -253,7 +253,7 @@ class Shards:
         form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
         assert form is not None, "the first bytes always tell"
         if form.kind == "tar" or form.packing:
-            await self._fetch(bucket, key, record)
+            await self._fetch(bucket, key, record, form)
         if form.packing:
             await self._unpack(bucket, key, record, form)
             index = await self._index_plain(bucket, key, record)
@@ -301,13 +301,17 @@ class Shards:
             claim.release()
 
     # --- the shard's own bytes ---------------------------------------------------------------------------------------
-    async def _fetch(self, bucket: str, key: str, record: Record) -> None:
-        """Have the whole object here, if a disk takes it. `Precondition` when it is another version by now."""
+    async def _fetch(self, bucket: str, key: str, record: Record, form: Form | None = None) -> None:
+        """Have the whole object here, if a disk takes it. `Precondition` when it is another version by now. `Corrupt`
+        as soon as it shows that it is not of that form."""
         found = self._store.lookup(bucket, key)
         if not record.size_bytes or (found is not None and found.complete and is_version(found, record.version)):
             return
-        async for _ in self._landing(bucket, key, record, 0, record.size_bytes):
-            pass
+        async for body, file, offset, length in self._landing(bucket, key, record, 0, record.size_bytes):
+            if form is not None:
+                head = body[:SNIFF_BYTES] if body is not None else _pread(file, offset, min(length, SNIFF_BYTES))
+                members.check_head(form, head, f"{bucket}/{key}")
+                form = None
 
     async def _landing(
         self, bucket: str, key: str, record: Record, start: int, end: int
