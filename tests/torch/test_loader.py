@@ -401,6 +401,27 @@ def test_an_interrupt_leaves_nothing_behind(make: Make, workers: int):
     assert descriptors() <= before + 1
 
 
+def test_one_thread_fetches_what_is_near_and_several_what_is_far(make: Make, numbers: MemorySource):
+    fetching: list[int] = []
+    together = threading.Event()
+
+    def before(_items: Any) -> None:
+        fetching.append(1)
+        if len(fetching) > 1:
+            together.set()
+        elif numbers.cold and numbers.batches:  # all but the first wait for company
+            assert together.wait(20)
+        fetching.pop()
+
+    numbers.before = before
+    flat(make(4))
+    assert not together.is_set()
+    numbers.batches.clear()
+    numbers.cold = 1
+    assert sorted(flat(make(4))) == list(range(100))
+    assert together.is_set()
+
+
 def test_a_refusal_is_not_waited_for(numbers: MemorySource):
     patient = Patient(numbers, 60)
     numbers.before = lambda _items: (_ for _ in ()).throw(Denied("no: ask for a token"))

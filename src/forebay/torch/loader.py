@@ -35,7 +35,7 @@ from forebay.torch.partition import Last
 from forebay.torch.schedule import Place, Schedule
 from forebay.torch.stall import StallMeter
 
-THREADS = 2  # with workers=0: one batch is received while another is taken apart
+THREADS = 4  # with workers=0, while bytes come from far: batches under way at once
 AHEAD = 4  # batches made ahead, in all by threads and for each by a worker
 
 
@@ -195,7 +195,7 @@ class DataLoader:
         if not self.workers:
             if self._ahead is not None:
                 self._ahead.close()
-            self._ahead = Ahead(self._fetch, steps, THREADS, self._prefetch)
+            self._ahead = Ahead(self._fetch, steps, min(THREADS, self._prefetch), self._prefetch)
             return self._ahead
         self._steps = steps
         if self._inner is None:
