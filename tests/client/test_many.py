@@ -398,7 +398,7 @@ def test_however_bytes_come_each_result_is_what_was_sent(
     sent = [bytes([at + 1]) * size for at, size in enumerate(sizes)]
     body = b"".join(frame(one) for one in sent)
     headers = {"content-type": batch.MEDIA} | ({"content-length": str(len(body))} if length_known else {})
-    sink = FrameSink(memoryview(bytearray(into)), expected)
+    sink = FrameSink(memoryview(bytearray(into)), [Item("b", "k", 0, expected), ("b", "k"), ("b", "k", 0, None)])
     sink.begin(Response(200, headers))
     position, turn = 0, 0
     while position < len(body):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from forebay.client.connection import CUT, Place
 from forebay.client.flows import Flow, raised
 from forebay.client.http1 import Request, Response
-from forebay.client.many import FrameSink, Host, Many, Result, least_bytes
+from forebay.client.many import FrameSink, Host, Many, Result
 from forebay.core import batch, limits
 from forebay.core.batch import Item, Wanted
 from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
@@ -91,7 +91,7 @@ def _answered(items: Sequence[Wanted], body: bytes, memory: memoryview | None) -
     cold = cuts = unanswered = 0
     while True:
         cut: Unavailable | None = None
-        sink = FrameSink(memory, least_bytes(items[len(results) :] if results else items))
+        sink = FrameSink(memory, items[len(results) :] if results else items)
         try:
             yield from _ask_once(body, sink)
         except Unavailable as error:

@@ -75,15 +75,15 @@ class Many(Sequence[Result]):
 
 
 class FrameSink:
-    """Receives the answer to a batch (see `http1.Sink`). `into`: memory to use where the answer fits; `expected_bytes`:
-    how long it will be at least, when it comes in chunks."""
+    """Receives the answer to a batch (see `http1.Sink`). `into`: memory to use where the answer fits; `items`: what was
+    asked for, which tells how long an answer in chunks will be at least."""
 
-    def __init__(self, into: memoryview | None = None, expected_bytes: int = 0) -> None:
+    def __init__(self, into: memoryview | None = None, items: Sequence[Wanted] = ()) -> None:
         self.results: list[Result] = []
         self.cold = 0
         self.begun = False
         self._into = into
-        self._expected_bytes = expected_bytes
+        self._items = items
         self._room = memoryview(b"")
         self._room_bytes = 0
         self._used = 0  # of the room
@@ -97,8 +97,11 @@ class FrameSink:
                 "and node are of one version, and that a Forebay node answers at this URL"
             )
         self.begun = True
-        length = response.headers.get("content-length")
-        self._enter(int(length) if length is not None else max(self._expected_bytes, ROOM_BYTES_MIN))
+        said = response.headers.get("content-length")
+        length = max(least_bytes(self._items), ROOM_BYTES_MIN) if said is None else int(said)
+        if length > 2 * limits.BATCH_BYTES_MAX:
+            raise Corrupt(f"the answer to a batch has {length} bytes: check what listens at this URL")
+        self._enter(length)
 
     def _enter(self, size_bytes: int) -> None:
         """Receive into a room of that size from here on."""
@@ -146,8 +149,8 @@ def least_bytes(items: Sequence[Wanted]) -> int:
     """How long an answer will be as far as ranges tell."""
     size = 0
     for item in items:
-        end = item.end if isinstance(item, Item) else item[3] if len(item) > 3 else None
+        start, end = (item.start, item.end) if isinstance(item, Item) else item[2:4] if len(item) > 3 else (0, None)
         size += FRAME.size
-        if end is not None:
-            size += end - (item.start if isinstance(item, Item) else item[2])
+        if isinstance(end, int) and isinstance(start, int):
+            size += end - start
     return size if 0 < size <= limits.BATCH_BYTES_MAX else 0

@@ -167,7 +167,7 @@ class Plan:
                 end = size
             if item.member:
                 step = self._member_here(item, at) or self._uncommon(item, at)
-            elif at.record is None or item.etag or not 0 <= start < end:
+            elif at.record is None or not 0 <= start < end or (item.etag and item.etag != at.record.etag):
                 step = self._uncommon(item, at)
             elif at.whole or at.record.has(start, end):
                 step = (at, start, end, size)
@@ -225,7 +225,7 @@ class Plan:
     def _member_here(self, item: Item, at: Known) -> Hit | None:
         """The step for a member that is here; None where that takes more to say."""
         place = at.members.place(item.member) if at.members is not None else None
-        if place is None or item.etag:
+        if place is None or at.record is None or (item.etag and item.etag != at.record.etag):
             return None
         offset, size = place
         start, end = item.start, item.end
