@@ -268,6 +268,8 @@ def test_uses_are_counted_and_must_make_sense(shared: NodeProcess, bucket: Path,
     name = warm(shared, bucket, "large", "small")
     asked = guest(shared)
     file, _ = asked.file(name, "large")
+    assert shared.metric("forebay_door_connections") >= 1
+    assert shared.metric("forebay_door_files_total") >= 1
     before = shared.metric("forebay_reads_total")
     asked.say(DoorUsed([file.object_id, 0, 3, 12345, 0, 1], 100, 100 * 4096))
     asked.open((name, "small"))

@@ -56,6 +56,8 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_reads_waiting", "gauge", "Reads waiting for the engine."),
         Metric("forebay_suspects_total", "counter", "Hits whose file was gone or unreadable, read again as misses."),
         Metric("forebay_files_open", "gauge", "Data files that fronts hold open."),
+        Metric("forebay_door_connections", "gauge", "Processes on this host that read through the door."),
+        Metric("forebay_door_files_total", "counter", "Descriptors given to them."),
         Metric("forebay_engine_connects_total", "counter", "Times a front connected to its engine."),
         # engine
         Metric("forebay_flights", "gauge", "Cold fetches in progress."),

@@ -269,6 +269,7 @@ class Door:
         self.auth = auth
         self.clock = clock
         self.node_id = ""
+        self.files_given = 0
         self.guests: set[_Guest] = set()
         self.loop: asyncio.AbstractEventLoop
         self._store = store
@@ -409,6 +410,7 @@ class Door:
             os.close(fd)
             return _COLD
         fds.append(fd)
+        self.files_given += 1
         return self._file(guest, bucket, record)
 
     def _file(self, guest: _Guest, bucket: Bucket, record: Record) -> DoorFile:

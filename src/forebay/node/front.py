@@ -172,6 +172,8 @@ class Front:
         counted = self.counts.snapshot()
         values = counted.values | vitals(f"front-{self.number}", self._started_s)
         values["forebay_files_open"] = self._store.files_open
+        values["forebay_door_connections"] = len(self.door.guests)
+        values["forebay_door_files_total"] = self.door.files_given
         snapshot = Snapshot(values, counted.histograms)
         snapshot.check()
         return snapshot
