@@ -1,12 +1,14 @@
-"""`make demo`: a bucket behind a slow link, a node in front of it, and a training job that reads through both.
+"""`make demo`: a bucket behind a slow link, a node in front of it, and a training job that is fed from each.
 
 What happens, about three minutes on two cores and 1.5 GB of disk:
 
 1. fragments of the files that this machine's Python ships become tar shards (320 MB of samples);
 2. SeaweedFS, a real S3 server, becomes the remote bucket, behind a link of 20 MB/s and 20 ms;
 3. `forebay up` starts a node with its defaults, and `forebay bucket add` gives it the bucket;
-4. the same training job (`demo/train.py`, boto3 and PyTorch) runs three epochs through the node, then from the bucket;
-5. a table is printed, and a picture is drawn: `demo-out/demo.png`.
+4. the same model trains three epochs: fed by `forebay.torch` through the node, then by boto3 from the bucket;
+5. a job of the first kind is killed with SIGKILL in the middle of an epoch, and goes on with another number of
+   workers: it sees the samples that were left, in the order in which they would have come;
+6. a table is printed, and a picture is drawn: `demo-out/demo.png`.
 
 Ctrl-C stops everything that was started, at any moment.
 """
@@ -26,15 +28,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from demo import corpus
+from demo.feeds import from_node
 from demo.picture import Run, draw
 from forebay.bench.servers import SeaweedFS, free_ports
 from forebay.bench.shaper import Shaper
-from forebay.client.sync import connect
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1_000_000
 BUCKET = "corpus"
+WORKERS = 2
+KILLS_MAX = 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    """The five steps; whatever is started is registered on `stack`."""
+    """The six steps; whatever is started is registered on `stack`."""
     out: Path = arguments.out.resolve()
     step(f"1. shards of samples in {out / 'shards'}")
     shards = corpus.make_shards(out / "shards", arguments.megabytes * MB, say)
@@ -75,11 +81,14 @@ def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> N
 
     step(f"4. training, {arguments.epochs} epochs: through the node, then from the bucket")
     through, direct = Run("through Forebay"), Run("from the bucket")
-    train(stack, endpoint, arguments.epochs, through, counters(remote, endpoint))
-    train(stack, remote.endpoint, arguments.epochs, direct, counters(remote))
+    train(stack, out / "through", "node", endpoint, arguments.epochs, through, counter(remote))
+    train(stack, out / "direct", "bucket", remote.endpoint, arguments.epochs, direct, counter(remote))
 
-    step("5. what came of it")
-    report = table(direct, through)
+    step("5. killed in the middle of an epoch, and on again")
+    resumed = kill_and_resume(stack, out / "killed", endpoint)
+
+    step("6. what came of it")
+    report = f"{table(direct, through)}\n\n   {resumed}"
     print(report)
     picture = out / "demo.png"
     link = f"{arguments.rate:g} MB/s and {arguments.latency:g} ms"
@@ -152,55 +161,108 @@ def forebay(*words: str, url: str = "", quiet: bool = False) -> None:
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-def counters(remote: Shaper, node_endpoint: str = "") -> Callable[[], tuple[float, float]]:
-    """Since the last look: bytes that came over the link, and the ratio of hit bytes by the node's own metrics."""
-    seen: dict[str, float] = {}
+def counter(remote: Shaper) -> Callable[[], float]:
+    """Bytes that came over the link since the last look."""
+    seen = [0.0]
 
-    def grown(name: str, now: float) -> float:
-        before, seen[name] = seen.get(name, 0.0), now
-        return now - before
-
-    def look() -> tuple[float, float]:
-        fetched = grown("link", remote.counters()["response_bytes"])
-        if not node_endpoint:
-            return fetched, 0.0
-        with connect(node_endpoint) as client:
-            values = client.metrics().values
-        reads = {name: value for name, value in values.items() if name.startswith("forebay_read_bytes_total")}
-        hit = grown("hit", reads.get('forebay_read_bytes_total{result="hit"}', 0.0))
-        every = grown("every", sum(reads.values()))
-        return fetched, hit / every if every else 0.0
+    def look() -> float:
+        before, seen[0] = seen[0], remote.counters()["response_bytes"]
+        return seen[0] - before
 
     return look
 
 
+def start(stack: contextlib.ExitStack, *words: object) -> subprocess.Popen[str]:
+    """A training job in a session of its own: Ctrl-C reaches us alone, and we end the job with all its workers."""
+    command = [sys.executable, "-W", "ignore", "-m", "demo.train", *map(str, words)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    stack.callback(end, job)
+    return job
+
+
 def train(
-    stack: contextlib.ExitStack, endpoint: str, epochs: int, run: Run, look: Callable[[], tuple[float, float]]
+    stack: contextlib.ExitStack,
+    folder: Path,
+    kind: str,
+    endpoint: str,
+    epochs: int,
+    run: Run,
+    look: Callable[[], float],
 ) -> None:
     """Run the training job at `endpoint`, filling `run` from what it reports."""
     look()
-    command = [sys.executable, "-W", "ignore", "-m", "demo.train", endpoint, BUCKET, str(epochs)]
-    # A session of its own: Ctrl-C reaches us alone, and we end the job with all its workers.
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
-    stack.callback(end, job)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    job = start(stack, kind, endpoint, BUCKET, epochs, WORKERS, folder)
     assert job.stdout is not None
     for line in job.stdout:
         said = json.loads(line)
         if "at_s" in said:
-            run.progress.append((said["at_s"], said["seen"]))
+            seen = sum(run.samples) + said["seen"]
+            if said["epoch"] > len(run.samples):
+                run.progress.append((said["at_s"], seen))
             show_progress(f"{run.name}: epoch {said['epoch']}, {said['seen']} samples, {said['at_s']:.0f} s")
         elif "done" in said:
-            fetched, hits = look()
             run.seconds.append(said["seconds"])
             run.samples.append(said["samples"])
-            run.backend_bytes.append(fetched)
-            run.hit_ratio.append(hits)
+            run.bytes.append(said["bytes"])
+            run.backend_bytes.append(look())
             show_progress("")
             say(f"{run.name}: epoch {said['done']} took {said['seconds']:.1f} s, loss {said['loss']:.3f}")
+        elif "stall" in said:
+            say(f"{run.name}: {said['stall']}")
         else:
             run.accuracy = said["accuracy"]
     if job.wait() != 0:
         raise SystemExit(f"the training job at {endpoint} ended with {job.returncode}: see its message above")
+
+
+def kill_and_resume(stack: contextlib.ExitStack, folder: Path, endpoint: str) -> str:
+    """Kill a job in the middle of its second epoch and start it again with fewer workers; what came of the order."""
+    wanted = uninterrupted_order(endpoint, 2)
+    samples = len(wanted) // 2
+    for _ in range(KILLS_MAX):  # a job as small as the tests' may be through before the signal comes
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        kill_midway(start(stack, "node", endpoint, BUCKET, 2, WORKERS, folder, 0), samples)
+        trained = len((folder / "seen.txt").read_text().splitlines())
+        if samples < trained < 2 * samples:
+            break
+    else:
+        raise SystemExit(f"the job was through before it could be killed, {KILLS_MAX} times: use more --megabytes")
+    say(f"killed with {WORKERS} workers after {trained - samples} of {samples} samples of epoch 2")
+    job = start(stack, "node", endpoint, BUCKET, 2, WORKERS - 1, folder)
+    job.communicate()
+    if job.returncode != 0:
+        raise SystemExit(f"the job that was to go on ended with {job.returncode}: see its message above")
+    if (folder / "seen.txt").read_text().splitlines() != wanted:
+        raise SystemExit("the job that went on did not see the samples that were left, in their order: please report")
+    done = f"{2 * samples} samples in two epochs, each once in each, in the order of a job that was never killed"
+    say(f"on again with {WORKERS - 1} worker: {done}")
+    return f"Killed with SIGKILL in epoch 2, resumed with {WORKERS - 1} worker instead of {WORKERS}: {done}."
+
+
+def kill_midway(job: subprocess.Popen[str], samples: int) -> None:
+    """SIGKILL for a job and its workers when it says that a third of its second epoch is done."""
+    assert job.stdout is not None
+    for line in job.stdout:
+        said = json.loads(line)
+        if said.get("epoch") == 2 and said["seen"] >= samples / 3:
+            break
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    job.stdout.close()
+
+
+def uninterrupted_order(endpoint: str, epochs: int) -> list[str]:
+    """What a job's notes say when nothing happens to it, from the order alone: no sample is read."""
+    with from_node(endpoint, BUCKET, "train-", 0) as loader:
+        names: list[str] = []
+        schedule, dataset = loader.schedule, loader.dataset
+        for epoch in range(epochs):
+            order = schedule.order(epoch).at(np.arange(len(dataset)))
+            names += [f"{epoch + 1} {dataset.key(int(index))}" for index in order]
+        return names
 
 
 def end(job: subprocess.Popen[str]) -> None:
@@ -223,11 +285,11 @@ def show_progress(text: str) -> None:
 # --- results ---------------------------------------------------------------------------------------------------------
 def table(direct: Run, through: Run) -> str:
     """Both runs, epoch by epoch, and their totals."""
-    head = ("", "epoch", "seconds", "samples/s", "bucket sent", "hit ratio")
+    head = ("", "epoch", "seconds", "samples/s", "bucket sent", "from the cache")
     lines = [head]
     for run in (direct, through):
         for number, seconds in enumerate(run.seconds):
-            hits = f"{run.hit_ratio[number]:.1%}" if run is through else "–"
+            hits = f"{max(0.0, 1 - run.backend_bytes[number] / run.bytes[number]):.1%}" if run is through else "–"
             fetched = f"{run.backend_bytes[number] / MB:.1f} MB"
             rate = f"{run.samples[number] / seconds:,.0f}".replace(",", " ")
             lines.append((run.name if number == 0 else "", str(number + 1), f"{seconds:.1f}", rate, fetched, hits))

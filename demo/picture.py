@@ -16,7 +16,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     backend_bytes: list[float] = field(default_factory=list)
-    hit_ratio: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
     progress: list[tuple[float, int]] = field(default_factory=list)
     accuracy: float = 0.0
 

@@ -1,98 +1,30 @@
-"""The demo's training job: a small PyTorch model that reads tar shards with boto3, from whatever endpoint it is given.
+"""The demo's training job: a small PyTorch model that learns to tell from half a kilobyte of what kind of file it is.
 
-Nothing here knows about Forebay: the same program runs against the bucket and through the node, and only the endpoint
-differs. `DataLoader` workers read the shards in an order that is new each epoch, cut a random half kilobyte out of each
-sample, and hand batches to the model, which learns to tell of which kind of file they are.
+    python -m demo.train bucket|node ENDPOINT BUCKET EPOCHS WORKERS FOLDER [REPORT_EVERY_S]
 
-    python -m demo.train ENDPOINT BUCKET EPOCHS
-
-prints one line of JSON per progress report and per epoch, for the program that started it.
+The same model and loop for both feeds (`demo/feeds.py`). It keeps a checkpoint in FOLDER every few steps (model,
+optimizer, and where the feed is), goes on from there when it finds one, and notes the name of every sample that it
+trained on in FOLDER/seen.txt. It prints one line of JSON for each report and epoch, for the program that started it.
 """
 
 from __future__ import annotations
 
 import json
-import random
+import os
 import sys
-import tarfile
 import time
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import boto3
-import numpy as np
 import torch
-from botocore import UNSIGNED
-from botocore.config import Config
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
 from demo.corpus import NAMES
+from demo.feeds import FromBucket, from_node
+from torch import nn
 
-CROP_BYTES = 512
-BATCH = 128
-WORKERS = 2
 REPORT_EVERY_S = 0.25
-LABELS = {name: number for number, name in enumerate(NAMES)}
-
-Batch = tuple[torch.Tensor, torch.Tensor, int]  # bytes, labels, size of the samples as they were read
+CHECKPOINT_EVERY = 3  # steps; a checkpoint of this model costs a millisecond
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-def s3_client(endpoint: str):
-    """boto3 as anybody would make it, without credentials (both ends are open on this machine's loopback)."""
-    config = Config(signature_version=UNSIGNED, s3={"addressing_style": "path"})
-    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config)
-
-
-def list_shards(s3, bucket: str, prefix: str) -> list[str]:
-    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-    return [item["Key"] for page in pages for item in page.get("Contents", [])]
-
-
-def read_shard(s3, bucket: str, key: str) -> Iterator[tuple[str, bytes]]:
-    """Members of a tar shard as they arrive: (kind, bytes)."""
-    body = s3.get_object(Bucket=bucket, Key=key)["Body"]
-    with tarfile.open(fileobj=body, mode="r|", bufsize=1 << 20) as tar:
-        for member in tar:
-            file = tar.extractfile(member)
-            assert file is not None, f"{key}: {member.name} is not a file"
-            yield member.name.rpartition(".")[2], file.read()
-
-
-class Shards(IterableDataset):
-    """Batches out of shards; each worker reads every so-many-th shard of the epoch's order."""
-
-    def __init__(self, endpoint: str, bucket: str, keys: list[str], seed: int) -> None:
-        self.endpoint, self.bucket, self.keys, self.seed = endpoint, bucket, list(keys), seed
-        random.Random(seed).shuffle(self.keys)
-
-    def __iter__(self) -> Iterator[Batch]:
-        info = get_worker_info()
-        number, count = (info.id, info.num_workers) if info else (0, 1)
-        chance = random.Random(self.seed * 1000 + number)
-        s3 = s3_client(self.endpoint)
-        crops: list[bytes] = []
-        labels: list[int] = []
-        size = 0
-        for key in self.keys[number::count]:
-            for kind, sample in read_shard(s3, self.bucket, key):
-                start = chance.randrange(max(1, len(sample) - CROP_BYTES))
-                crops.append(sample[start : start + CROP_BYTES].ljust(CROP_BYTES, b"\0"))
-                labels.append(LABELS[kind])
-                size += len(sample)
-                if len(crops) == BATCH:
-                    yield as_batch(crops, labels, size)
-                    crops, labels, size = [], [], 0
-        if crops:
-            yield as_batch(crops, labels, size)
-
-
-def as_batch(crops: list[bytes], labels: list[int], size: int) -> Batch:
-    data = np.frombuffer(b"".join(crops), np.uint8).reshape(-1, CROP_BYTES)
-    return torch.from_numpy(data.copy()), torch.tensor(labels), size
-
-
-# --- learning --------------------------------------------------------------------------------------------------------
 class FragmentNet(nn.Module):
     """Bytes to kind: an embedding per byte, two strided convolutions, the strongest and the mean response of each."""
 
@@ -111,45 +43,94 @@ def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-def train(endpoint: str, bucket: str, epochs: int) -> FragmentNet:
-    """Train on every `train-` shard of the bucket, reporting as it goes."""
-    torch.manual_seed(1)
-    torch.set_num_threads(1)  # the workers need processors too
-    model = FragmentNet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keys = list_shards(s3_client(endpoint), bucket, "train-")
-    assert keys, f"no training shard in {bucket} at {endpoint}"
-    began, seen, said = time.perf_counter(), 0, 0.0
-    for epoch in range(1, epochs + 1):
-        started, first, size_read, loss_sum = time.perf_counter(), seen, 0, 0.0
-        for data, labels, size in DataLoader(Shards(endpoint, bucket, keys, epoch), None, num_workers=WORKERS):
-            loss = nn.functional.cross_entropy(model(data), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen += len(labels)
-            size_read += int(size)
-            loss_sum += loss.item() * len(labels)
-            now = time.perf_counter() - began
-            if now - said > REPORT_EVERY_S:
-                say(at_s=now, seen=seen, epoch=epoch)
-                said = now
-        ended = time.perf_counter()
-        say(at_s=ended - began, seen=seen, epoch=epoch)
-        say(done=epoch, seconds=ended - started, samples=seen - first, bytes=size_read, loss=loss_sum / (seen - first))
-    return model
+def feed_of(kind: str, endpoint: str, bucket: str, prefix: str, workers: int, *, shuffle: bool = True) -> Any:
+    if kind == "bucket":
+        return FromBucket(endpoint, bucket, prefix, workers)
+    return from_node(endpoint, bucket, prefix, workers, shuffle=shuffle)
+
+
+class Job:
+    """Model, optimizer, feed, and the checkpoint that holds all three."""
+
+    def __init__(self, feed: Any, folder: Path) -> None:
+        torch.manual_seed(1)
+        torch.set_num_threads(1)  # the workers need processors too
+        self.feed, self.path = feed, folder / "checkpoint.pt"
+        self.model = FragmentNet()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.epoch = self.seen = self.steps = 0  # `seen`: samples of the epoch under way
+        self.names = (folder / "seen.txt").open("a")
+        if self.path.exists():
+            kept = torch.load(self.path, weights_only=True)
+            self.model.load_state_dict(kept["model"])
+            self.optimizer.load_state_dict(kept["optimizer"])
+            feed.load_state_dict(kept["feed"])
+            self.epoch, self.seen, self.steps = kept["epoch"], kept["seen"], kept["steps"]
+            self.names.truncate(kept["noted"])  # what was trained on after the checkpoint is trained on again
+            self.names.seek(0, os.SEEK_END)
+
+    def save(self) -> None:
+        """Whole or not at all: a job that is killed here still has the checkpoint before."""
+        self.names.flush()
+        kept = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "feed": self.feed.state_dict(),
+            "epoch": self.epoch,
+            "seen": self.seen,
+            "steps": self.steps,
+            "noted": self.names.tell(),
+        }
+        torch.save(kept, self.path.with_suffix(".new"))
+        os.replace(self.path.with_suffix(".new"), self.path)
+
+    def run(self, epochs: int, began_s: float, report_every_s: float) -> None:
+        """Train to the end of the last epoch."""
+        said_s, first_s = 0.0, began_s
+        while self.epoch < epochs:
+            loss_sum, size_bytes, before = 0.0, 0, self.seen
+            for data, labels, size, names in self.feed:
+                loss = nn.functional.cross_entropy(self.model(data), labels)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.seen, self.steps, size_bytes = self.seen + len(labels), self.steps + 1, size_bytes + int(size)
+                self.names.writelines(f"{self.epoch + 1} {name}\n" for name in names)
+                loss_sum += loss.item() * len(labels)
+                if self.steps % CHECKPOINT_EVERY == 0:
+                    self.save()
+                now_s = time.perf_counter() - began_s
+                if now_s - said_s >= report_every_s:
+                    say(at_s=now_s, seen=self.seen, epoch=self.epoch + 1)
+                    said_s = now_s
+            now_s, done = time.perf_counter(), self.seen - before
+            self.epoch, self.seen, samples = self.epoch + 1, 0, self.seen
+            self.save()
+            say(at_s=now_s - began_s, seen=samples, epoch=self.epoch)
+            say(done=self.epoch, seconds=now_s - first_s, samples=done, bytes=size_bytes, loss=loss_sum / max(1, done))
+            first_s = now_s
 
 
 @torch.no_grad()
-def accuracy(model: FragmentNet, endpoint: str, bucket: str) -> float:
+def accuracy(model: FragmentNet, batches: Any) -> float:
     """The share of held-out fragments whose kind the model tells."""
     right = total = 0
-    for data, labels, _ in Shards(endpoint, bucket, list_shards(s3_client(endpoint), bucket, "test-"), 0):
+    for data, labels, *_ in batches:
         right += int((model(data).argmax(1) == labels).sum())
         total += len(labels)
     return right / max(1, total)
 
 
+def main(kind: str, endpoint: str, bucket: str, epochs: int, workers: int, folder: Path, report_every_s: float) -> None:
+    began_s = time.perf_counter()  # finding out what there is to read is part of the first epoch
+    job = Job(feed_of(kind, endpoint, bucket, "train-", workers), folder)
+    job.run(epochs, began_s, report_every_s)
+    if kind == "node":
+        say(stall=str(job.feed.stall))
+        job.feed.close()
+    say(accuracy=accuracy(job.model, feed_of(kind, endpoint, bucket, "test-", 0, shuffle=False)))
+
+
 if __name__ == "__main__":
-    trained = train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    say(accuracy=accuracy(trained, sys.argv[1], sys.argv[2]))
+    every_s = float(sys.argv[7]) if len(sys.argv) > 7 else REPORT_EVERY_S
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]), every_s)
