@@ -106,8 +106,8 @@ class S3:
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
         """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
-        headers = request.headers
         self._auth.check_host(request)
+        headers = request.headers
         name, key = self._addressing.split(request.path, headers.get(b"host", b""))
         method = request.method
         if key and (method == b"GET" or method == b"HEAD"):
@@ -137,8 +137,8 @@ class S3:
         """Bodies belong to writes; who may not write is refused before the body. A GET's is read and ignored."""
         if request.method not in (b"PUT", b"POST", b"DELETE"):
             return BoundedBody(limits.JSON_BODY_BYTES_MAX)
-        name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
         self._auth.check_host(request)
+        name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
