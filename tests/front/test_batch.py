@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import random
 import socket
 import tarfile
 from collections.abc import Callable
@@ -265,6 +267,47 @@ def test_what_is_not_fresh_or_not_whole_is_the_engines(node: Node) -> None:
         RangeSpec(BLOCK - 5, BLOCK + 4),
         RangeSpec(BLOCK, BLOCK + 8),
     ]
+
+
+def test_each_frame_is_what_a_get_would_have_said(node: Node) -> None:
+    """Two ways to the same bytes: random items in one batch, and each with a request of its own."""
+    chance = random.Random(11)
+    part = os.urandom(2 * BLOCK + 100)
+    node.put("inline", os.urandom(9000))
+    node.put("file", os.urandom(150_000))
+    node.put("part", part, blocks={1})
+    node.put("gone", os.urandom(50_000))
+    node.data_file("gone").unlink()
+    node.put("stale", b"stale" * 900, bucket="strict")
+    for bucket, key, data in (
+        ("b", "part", part), ("b", "gone", os.urandom(50_000)), ("b", "cold", os.urandom(123_456)),
+        ("strict", "stale", b"newer" * 1000),
+    ):  # fmt: skip
+        node.engine.cold[bucket, key] = Cold(data, "v1")
+    names = [("b", key) for key in ("inline", "file", "part", "gone", "cold", "none")] + [
+        ("strict", "stale"),
+        ("no", "k"),
+    ]
+    items = []
+    for _ in range(150):
+        bucket, key = chance.choice(names)
+        start = chance.choice((0, 0, 1, 8999, 49_999, BLOCK - 7, BLOCK, 10**7))
+        end = chance.choice((None, start + 1, start + 5000, start + 100_000))
+        items.append(Item(bucket, key, start, end, etag=chance.choice(("", "", "etag-v1", "etag-v0"))))
+    _, found = ask(node, *items)
+    with node.connect() as client:
+        for item, frame in zip(items, found, strict=True):
+            headers = {"Range": f"bytes={item.start}-{'' if item.end is None else item.end - 1}"}
+            if item.etag:
+                headers["If_Match"] = f'"{item.etag}"'
+            said = client.ask(f"/-/v1/objects/{item.bucket}/{item.key}", **headers)
+            assert frame.status == (200 if said.status == 206 else said.status), (item, said)
+            if frame.status == 200:
+                assert frame.body == said.body
+                assert said.headers["content-range"].endswith(f"/{frame.total}")
+            else:
+                assert json.loads(said.body)["error"]["code"] == frame.error.code, item
+    assert {frame.status for frame in found} == {200, 400, 404, 412, 416}
 
 
 def test_each_bucket_asks_for_its_own_grant(node: Node) -> None:
