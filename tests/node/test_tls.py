@@ -98,7 +98,7 @@ def test_many_connections_and_pipelined_requests(node: Node, secure: Callable[..
 
     def read(_: int) -> bool:
         with secure() as client:
-            client.send(b"GET /b/small HTTP/1.1\r\nHost: h\r\n\r\n" * 20 + b"GET /b/large HTTP/1.1\r\nHost: h\r\n\r\n")
+            client.send(b"GET /b/small HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20 + b"GET /b/large HTTP/1.1\r\nHost: localhost\r\n\r\n")
             small = all(client.answer().body == b"x" * 10 for _ in range(20))
             return small and client.answer().body == data
 
@@ -111,7 +111,7 @@ def test_a_cold_read_and_a_slow_reader(node: Node, secure: Callable[..., Client]
     node.engine.cold["b", "cold"] = Cold(data)
     node.put("warm", data * 4)
     with secure() as client, secure() as slow:
-        slow.send(b"GET /b/warm HTTP/1.1\r\nHost: h\r\n\r\n")
+        slow.send(b"GET /b/warm HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.ask("/b/cold").body == data, "one who does not read does not keep others waiting"
         assert slow.answer().body == data * 4
 
@@ -120,7 +120,7 @@ def test_a_file_that_ends_early_is_never_filled_up(node: Node, secure: Callable[
     node.put("broken", os.urandom(3 * MIB))
     os.truncate(node.data_file("broken"), MIB)
     with secure() as client:
-        client.send(b"GET /b/broken HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.send(b"GET /b/broken HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with pytest.raises((EOFError, OSError)):
             client.answer()
 
@@ -140,7 +140,7 @@ def test_an_answer_under_way_is_finished_when_the_node_stops(tmp_path: Path, pai
         context = ssl.create_default_context(cadata=pair.cert.read_text())
         sock = socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_S)
         client = Client(context.wrap_socket(sock, server_hostname="127.0.0.1"))
-        client.send(b"GET /b/large HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.send(b"GET /b/large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.sock.recv(1)
         stopping = ThreadPoolExecutor(1).submit(lambda: node.run(node.front.stop(WAIT_S / 2)))
         client.buffer = b"H"
