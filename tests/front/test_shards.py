@@ -269,6 +269,9 @@ def test_without_room_members_are_read_as_they_pass_and_packed_ones_are_refused(
             assert here.get("remote", "x.tar", name).body == data
         refused = here.get("remote", "x.tar.gz", "3")
         assert (refused.status, refused.error) == (507, ("Unavailable", "InsufficientStorage"))
+        asked = here.remote.fetched_bytes()
+        assert here.get("remote", "x.tar.gz", "4").status == 507
+        assert here.remote.fetched_bytes() == asked, "it is not tried for each who asks"
         assert here.temp_files() == []
 
 

@@ -93,12 +93,17 @@ class Derived:
         """Keep `data`. False when it cannot be kept, for want of room or of an engine."""
         if len(data) <= limits.INLINE_BYTES_MAX:
             return await self._keep(KeepCall(kind, bucket, key, version, len(data), body=data))
+        writer = None
         try:
             writer = self.writer(kind, bucket, key, version)
             await asyncio.to_thread(writer.write, data)
         except (OSError, Unavailable) as error:
             log.info("what was derived from %s/%s is not kept: %s", bucket, key, error)
             return False
+        except BaseException:
+            if writer is not None:
+                writer.abort()
+            raise
         return await writer.keep()
 
     def writer(self, kind: DerivedKind, bucket: str, key: str, version: str) -> DerivedWriter:

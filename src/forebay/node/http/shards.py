@@ -9,7 +9,7 @@ are given out.
 
 Everybody in this process who waits for one shard waits for one build; between fronts, who builds holds the name of an
 abstract socket, which ends with its holder, and the others look now and then whether the outcome is there. What cannot
-be read as a shard is remembered for FAILED_KEPT_S, so that asking again costs nothing.
+be read as a shard, or has no room, is remembered for FAILED_KEPT_S, so that asking again costs nothing.
 
 What is not kept (no room on the disks) is read all the same: the index from ranges of the object, as they pass through.
 Only the plain form needs a disk, and is refused without room.
@@ -67,7 +67,7 @@ ResultT = TypeVar("ResultT")
 MEMBERS_KEPT_MAX = 2_000_000  # of all indexes in this process's memory: about 400 MB once their names are looked up
 FAILED_KEPT_S = 30.0
 FAILED_MAX = 1024
-CLAIM_WAIT_S = 60.0  # then a build counts as stuck, and is done again beside it
+CLAIM_WAIT_S = 600.0  # then a build counts as stuck, and is done again beside it; a large cold shard takes minutes
 CLAIM_LOOK_S = 0.05
 TRIES = 4  # a shard that changes so often while it is looked at is not read
 BUILDERS = 2  # threads that read headers and unpack
@@ -184,9 +184,7 @@ class Shards:
             self._kept.move_to_end((bucket, key))
             return index
         name = (bucket, key, record.version)
-        failed = self._failed.get(name)
-        if failed is not None and self._clock.monotonic_s() < failed[0]:
-            raise from_wire(failed[1].to_wire())
+        self._refuse_failed(name)
         task = self._building.get(name)
         if task is None:
             task = self._building[name] = asyncio.create_task(self._find(bucket, key, record))
@@ -201,12 +199,23 @@ class Shards:
         if done.cancelled():
             return
         error = done.exception()
-        if isinstance(error, Corrupt | NotSupported | Invalid):
+        if error is None:
+            self._keep(name[:2], done.result())
+        else:
+            self._remember(name, error)
+
+    def _remember(self, name: tuple[str, str, str], error: BaseException) -> None:
+        """What will not be otherwise in a moment need not be tried by each who asks."""
+        if isinstance(error, Corrupt | NotSupported | Invalid) or getattr(error, "code", "") == "InsufficientStorage":
+            assert isinstance(error, ForebayError), "these are kinds of it"
             self._failed[name] = (self._clock.monotonic_s() + FAILED_KEPT_S, error)
             while len(self._failed) > FAILED_MAX:
                 self._failed.popitem(last=False)
-        elif error is None:
-            self._keep(name[:2], done.result())
+
+    def _refuse_failed(self, name: tuple[str, str, str]) -> None:
+        failed = self._failed.get(name)
+        if failed is not None and self._clock.monotonic_s() < failed[0]:
+            raise from_wire(failed[1].to_wire())
 
     def _keep(self, name: tuple[str, str], index: MemberIndex) -> None:
         old = self._kept.pop(name, None)
@@ -399,6 +408,7 @@ class Shards:
         found = self._plain(bucket, key, record)
         if found is None:
             name = (bucket, key, record.version)
+            self._refuse_failed(name)
             task = self._unpacking.get(name)
             if task is None:
                 task = self._unpacking[name] = asyncio.create_task(self._unpack_again(bucket, key, record))
@@ -414,8 +424,9 @@ class Shards:
 
     def _unpacked(self, name: tuple[str, str, str], done: asyncio.Task[None]) -> None:
         del self._unpacking[name]
-        if not done.cancelled():
-            done.exception()  # whoever waited has it
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._remember(name, error)
 
     async def _unpack_again(self, bucket: str, key: str, record: Record) -> None:
         form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
