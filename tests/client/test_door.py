@@ -220,7 +220,11 @@ def test_what_is_no_longer_fresh_is_asked_for_again(front: FakeDoor, door: HostD
     until(lambda: door._look() or door.files_open == 0)
 
 
-def test_so_many_are_kept_and_the_oldest_go(front: FakeDoor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("large_bytes", [1, limits.MIB])
+def test_so_many_are_kept_and_the_oldest_go(
+    front: FakeDoor, tmp_path: Path, large_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_door, "LARGE_BYTES", large_bytes)
     before = descriptors()
     door = HostDoor(front.where, files_open_max=16)
     for number in range(200):

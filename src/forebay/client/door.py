@@ -68,6 +68,7 @@ REPORT_S = 1.0  # between reports of what was read
 REPORT_BLOCKS_MAX = 2048  # in one message
 ASKS_MAX = 2  # questions under way: the front works on one while we read what the other gave
 READ_BYTES_MAX = 1 << 30  # of one system call
+LARGE_BYTES = 256 * limits.KIB  # to read so much takes longer than to ask for another object
 BATCHES_MIN = 4  # so often members of a shard are asked for before its index is fetched
 SHARDS_COUNTED_MAX = 65_536
 _PATH = re.compile(r"/.*/door-\d+\.sock")
@@ -278,33 +279,56 @@ class HostDoor:
                 reads += 1
                 read_bytes += len(body)
         if missing:
+            wanted = items if not inside else [inside.get(at, item) for at, item in enumerate(items)]
             with self._lock:
-                self._read_missing(
-                    items if not inside else [inside.get(at, item) for at, item in enumerate(items)], answers, missing
-                )
+                large = self._read_missing(wanted, answers, missing)
+            for at, held in large:
+                answers[at] = self._read_one(wanted[at], held)
         self._count(reads, read_bytes, used_s)
         return answers
 
     def _read_missing(
         self, items: Sequence[Item], answers: list[bytes | memoryview | None], missing: dict[Name, list[int]]
-    ) -> None:
-        """Of objects that are not open, or not fresh: each as its answer comes."""
+    ) -> list[tuple[int, _Held]]:
+        """Under `_lock`. Of objects that are not open, or not fresh: each as its answer comes, while the front works on
+        the next. Returns what is large and still to be read: other threads need not wait for that."""
+        large: list[tuple[int, _Held]] = []
         for name, found in self._asked(list(missing)):
+            if found is None:
+                continue
             for at in missing[name]:
+                item = items[at]
                 if isinstance(found, Found):
-                    answers[at] = _cut(found, items[at])
-                elif found is not None:
-                    try:
-                        item = items[at]
-                        body = answers[at] = found.read(item.start, item.end, item.etag)
-                    except OSError:
-                        self._forget(name, found)
-                        break
-                    if body is not None:
-                        self._reads += 1
-                        self._read_bytes += len(body)
+                    answers[at] = _cut(found, item)
+                    continue
+                size = (found.size_bytes if item.end is None else item.end) - item.start
+                if size >= LARGE_BYTES and len(large) < limits.DOOR_FILES_MAX:
+                    large.append((at, found))
+                    continue
+                try:
+                    body = answers[at] = found.read(item.start, item.end, item.etag)
+                except OSError:
+                    self._forget(name, found)
+                    break
+                if body is not None:
+                    self._reads += 1
+                    self._read_bytes += len(body)
             if isinstance(found, _Held) and found.size_bytes <= found.block_bytes:
                 found.touched.clear()  # the front has counted that when it gave it
+        return large
+
+    def _read_one(self, item: Item, held: _Held) -> bytes | None:
+        try:
+            body = held.read(item.start, item.end, item.etag)
+        except OSError:
+            self._distrust((item.bucket, item.key), held)
+            return None
+        if body is not None:
+            self._reads += 1
+            self._read_bytes += len(body)
+            if held.size_bytes <= held.block_bytes:
+                held.touched.clear()
+        return body
 
     def _index(self, name: Name) -> MemberIndex | None:
         """The index of a shard whose members are ranges, of the version that is open here if one is. What would be a

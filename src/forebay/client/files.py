@@ -279,7 +279,9 @@ def _changed(bucket: str, key: str) -> Precondition:
 class ObjectWriter(io.RawIOBase):
     """A binary file that becomes the object when it is closed; see the module's header.
 
-    `written` says what the object is then. The errors of `Client.put` are raised by `close`.
+    `written` says what the object is then. The errors of `Client.put` are raised by `close`. A wrapper
+    (`TextIOWrapper`, `BufferedWriter`) closes what it wraps also after an error, and would make half a file the object:
+    call `abort` then, or write without one.
     """
 
     mode = "wb"
