@@ -334,3 +334,72 @@ class AgainstAList(RuleBasedStateMachine):
 
 AgainstAList.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_hints_are_those_of_a_list = AgainstAList.TestCase
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_events_keeps_the_books(seed):
+    """Hinted, pinned, in use and plain units of buckets with and without a quota, in any order; and who is due last
+    leaves first."""
+    chance = random.Random(seed)
+    hints = Hints()
+    blocks = Dataset(1, [limits.BLOCK_BYTES] * 60)
+    machine = HintedEviction(40 * MIB, hints)
+    machine.set_quota("b", 20 * MIB)
+    told, evicted = False, 0
+    for _ in range(3000):
+        n = chance.randrange(80)
+        unit, bucket = unit_of(n, 0), "ab"[n % 2]
+        event = chance.randrange(12)
+        if event < 4:
+            machine.landed(unit, chance.choice((MIB, MIB, 3 * MIB)), bucket)
+            if told and n < 60:
+                hints.landed(unit, blocks, n)
+                machine.hint(unit)
+        elif event == 4 and told:
+            position = hints.job("job").position + chance.randrange(6)
+            for moved in hints.at("job", position, 0.0):
+                machine.moved(moved)
+        elif event == 5 and told:
+            future = [(chance.randrange(60), 0, 1) for _ in range(chance.randrange(40))]
+            if hints.extend(
+                "job", chance.randint(hints.job("job").position, hints.job("job").known), triples(future), 0.0
+            ):
+                machine.all_moved()
+        elif event == 6:
+            machine.removed(unit)
+            hints.gone(unit)
+        elif event == 7:
+            pinned = chance.random() < 0.3
+            if machine.pin(unit, pinned) and not pinned and hints.knows(unit):
+                machine.hint(unit)
+        elif event == 8 and chance.random() < 0.1:
+            if told:
+                for freed in hints.close("job"):
+                    machine.unhint(freed)
+            else:
+                hints.begin("job", blocks, 0, 0.0)
+                for other in range(60):
+                    if unit_of(other, 0) in machine:
+                        hints.landed(unit_of(other, 0), blocks, other)
+                        machine.hint(unit_of(other, 0))
+            told = not told
+        elif event == 9:
+            machine.touched(unit)
+        elif event == 10 and chance.random() < 0.05:
+            machine.set_quota("b", chance.choice((None, 15 * MIB)))
+        if machine.excess_bytes:
+            busy = {unit_of(chance.randrange(80), 0) for _ in range(5)}
+            dues = {each: hints.due(each) for each in machine.units()}
+            chosen = machine.victims(machine.excess_bytes, busy.__contains__)
+            assert not busy.intersection(chosen.units)
+            for victim in chosen.units:
+                hints.gone(victim)
+            for victim in dues.keys() & set(chosen.units):
+                beside = (each for each in dues if each in machine and each not in busy)
+                later = [each for each in beside if dues[each] > dues[victim]]
+                assert not [each for each in later if split_unit(each)[0] % 2 == split_unit(victim)[0] % 2]
+                evicted += 1
+        machine.spares(MIB, hints.passed + 5.0)
+        machine.check()
+        hints.check()
+    assert evicted > 20
