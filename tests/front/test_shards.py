@@ -105,6 +105,9 @@ def test_what_is_not_there_says_so(here: Place) -> None:
     assert here.get("remote", "y.tar", "nothing").error == ("NotFound", "NoSuchKey")
     assert here.get("nowhere", "y.tar", "nothing").error == ("NotFound", "NoSuchBucket")
     assert here.get("-members", "remote/=x.tar").error == ("Invalid", "InvalidBucketName")
+    for target in ("/-members/remote/=x.tar", "/-members?list-type=2", "/-plain", "/-/v1/list/-members"):
+        refused = here.ask("GET", target)
+        assert (refused.status, b"InvalidBucketName" in refused.body) == (400, True), target
     assert here.members("remote", "y.tar").error == ("NotFound", "NoSuchKey")
     outside = here.get("remote", "x.tar", SAMPLES[2][0], headers={"Range": "bytes=99999-"})
     assert (outside.status, outside.headers["content-range"]) == (416, f"bytes */{len(SAMPLES[2][1])}")
