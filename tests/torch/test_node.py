@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.conftest import NodeProcess
+from tests.node.conftest import NodeProcess, until
 from tests.torch.memory_source import numbered_shard, shard, tokens
 
 from forebay.core.errors import Corrupt, NotFound, Unavailable
@@ -92,6 +92,16 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
     assert list(skipping.damaged) == ["damaged/a.tar"]
     with pytest.raises(NotFound):
         ObjectDataset("corpus/none/", url=node.endpoint)
+
+
+def test_the_node_knows_what_is_read_next(node: NodeProcess):
+    with DataLoader(ShardDataset("corpus/train/", url=node.endpoint), 8, job="told", seed=1, workers=1) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        told = until(lambda: (state := node.json("GET", "hints/told"))["position"] == 24 and state)
+        assert told["known"] >= 24 + 160
+    assert node.ask("GET", "/-/v1/hints/told")[0] == 404, "the job is over"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -25,9 +25,10 @@ from torch.utils.data import Dataset as TorchDataset
 from forebay.core import limits
 from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
+from forebay.core.manifest import Manifest
 from forebay.torch.listing import Column, Fingerprint, Listing
 from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
-from forebay.torch.source import PATIENCE_S, Bytes, Facts, NodeSource, Patient, Source, parse_place
+from forebay.torch.source import Facts, NodeSource, Patient, Source, Telling, parse_place
 
 OnError = Literal["raise", "skip"]
 Shuffle = bool | Literal["block"]
@@ -56,6 +57,7 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         self.on_error: OnError = on_error
         self._suffixes = tuple(suffixes)
         self._source = Patient(source or NodeSource(url), patience_s)
+        self._manifest: Manifest | None = None
         self._listing: Listing | None = self._listed()
         if not self._listing.objects:
             which = f" that end in {', '.join(suffixes)}" if suffixes else ""
@@ -67,6 +69,10 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
 
     def blocks(self) -> tuple[Column, Column]:
         """Samples and bytes of each block, in order: what a block shuffle keeps together."""
+        raise NotImplementedError
+
+    def accesses(self, indices: Column) -> Column:
+        """For each sample a row (object's number in the manifest, first block, end block), uint32."""
         raise NotImplementedError
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
@@ -88,6 +94,7 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
+        state["_manifest"] = None
         if self.listing.memory_bytes > _INLINE_BYTES_MAX:
             state["_listing"] = None
             state["_listed_as"] = self.listing.manifest
@@ -102,7 +109,12 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         return self._listing
 
     def _listed(self, manifest: str = "") -> Listing:
-        return Listing.of(self._source.manifest(*parse_place(self.place), manifest), self._suffixes)
+        self._manifest = self._source.manifest(*parse_place(self.place), manifest)
+        return Listing.of(self._manifest, self._suffixes)
+
+    def hints(self, job: str) -> Telling | None:
+        """A way to tell the node what `job` reads of this; None if there is none, or in a copy of the dataset."""
+        return None if self._manifest is None else self._source.source.hints(job, self._manifest)
 
     def changed_since(self, manifest: str) -> str:
         """In the node's words, what changed since that manifest; empty if it does not say."""
@@ -157,6 +169,14 @@ def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> 
         return found
 
 
+def block_rows(listing: Listing, objects: Column, starts: Column, ends: Column) -> Column:
+    """Rows (object's number in the manifest, first block, end block) for the bytes starts..ends of objects."""
+    blocks = np.maximum(1, -(-listing.sizes[objects] // limits.BLOCK_BYTES))
+    first = np.minimum(starts // limits.BLOCK_BYTES, blocks - 1)
+    end = np.clip(-(-ends // limits.BLOCK_BYTES), first + 1, blocks)
+    return np.ascontiguousarray(np.stack([listing.numbers_in_manifest(objects), first, end], 1), np.uint32)
+
+
 def runs(sizes: Column, block_bytes: int = BLOCK_BYTES) -> tuple[Column, Column]:
     """Samples of these sizes in runs of about `block_bytes`: the samples and bytes of each."""
     block = (np.cumsum(sizes) - sizes) // block_bytes
@@ -167,6 +187,3 @@ def runs(sizes: Column, block_bytes: int = BLOCK_BYTES) -> tuple[Column, Column]
 def whole_objects(listing: Listing, numbers: Sequence[int]) -> list[Item]:
     """Items for whole objects, each of the version that was listed."""
     return [Item(listing.bucket, listing.key(n), 0, None, "", listing.etag(n)) for n in numbers]
-
-
-__all__ = ["PATIENCE_S", "Bytes", "Dataset", "OnError", "Shuffle", "decoded", "runs", "whole_objects"]

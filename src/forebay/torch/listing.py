@@ -50,6 +50,7 @@ class Listing(NamedTuple):
     etags: Blob
     etag_ends: Column
     manifest: str
+    numbers: Column | None = None  # in the manifest; None: as here
 
     @classmethod
     def of(cls, manifest: Manifest, suffixes: Sequence[str] = ()) -> Listing:
@@ -85,6 +86,10 @@ class Listing(NamedTuple):
         """Its etag; empty where the backend has none."""
         return _text(self.etags, self.etag_ends, number)
 
+    def numbers_in_manifest(self, objects: Column) -> Column:
+        """What the manifest counts these objects as."""
+        return objects if self.numbers is None else self.numbers[objects]
+
     def _ending_in(self, suffixes: Sequence[str]) -> Column:
         """Which keys end in one of `suffixes`, whatever the case of ASCII letters."""
         letters = np.frombuffer(self.keys, np.uint8)
@@ -109,7 +114,9 @@ class Listing(NamedTuple):
             return b"".join(pieces), np.cumsum(np.diff(bounds)[chosen])
 
         keys, key_ends = cut(self.keys, self.key_ends)
-        return Listing(self.bucket, keys, key_ends, self.sizes[chosen], *cut(self.etags, self.etag_ends), self.manifest)
+        etags, etag_ends = cut(self.etags, self.etag_ends)
+        numbers = np.flatnonzero(chosen)
+        return Listing(self.bucket, keys, key_ends, self.sizes[chosen], etags, etag_ends, self.manifest, numbers)
 
     def fingerprint(self, shape: str, samples: int) -> Fingerprint:
         """Of a dataset of `samples` made of these objects."""

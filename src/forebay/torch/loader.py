@@ -20,6 +20,8 @@ an error or an interrupt no worker is left that is waited for, and the state is 
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -28,9 +30,10 @@ from torch.utils import data
 
 import torch
 from forebay.core.errors import ForebayError, Invalid
-from forebay.ports import clock
-from forebay.torch.dataset import WINDOW_BYTES, Shuffle
+from forebay.ports import chance, clock
+from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
+from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
 from forebay.torch.schedule import Place, Schedule
 from forebay.torch.stall import StallMeter
@@ -47,6 +50,8 @@ class DataLoader:
     is faster where little is decoded. `prefetch`: batches made ahead, for each worker, or in all by threads. `collate`
     makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'
     or 'forkserver' for workers. `worker_init` is called in each with its number. `rank` and `world` as of `Schedule`.
+    `hints`: rank 0 tells the node what all ranks will read, so that it fetches ahead and keeps what is needed soonest;
+    `job` is the name it does that under, by default torchrun's run id or one of its own.
 
     A state (`state_dict`) is less than 1 KiB of plain values, and costs microseconds. Errors are raised at the step
     that they belong to, and the loader stays where it was: iterate again to try that step again.
@@ -69,6 +74,8 @@ class DataLoader:
         pin_memory: bool | None = None,
         start_method: str | None = None,
         worker_init: Callable[[int], None] | None = None,
+        hints: bool = True,
+        job: str = "",
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise Invalid(f"{workers} workers with {prefetch} batches ahead: at least 0 and 1")
@@ -91,6 +98,9 @@ class DataLoader:
         self._steps: Iterator[Any] = iter(())
         self._inner: data.DataLoader | None = None
         self._ahead: Ahead | None = None
+        self._foretold = not hints or self.schedule.rank != 0
+        self._foretelling: Foretelling | None = None
+        self._job = job or os.environ.get("TORCHELASTIC_RUN_ID", "").replace("/", "-")[:32] or chance.token_hex(8)
         self._iteration = 0
 
     def __len__(self) -> int:
@@ -113,6 +123,7 @@ class DataLoader:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
+        self._hush()
 
     # --- where it is -------------------------------------------------------------------------------------------------
     @property
@@ -161,6 +172,7 @@ class DataLoader:
                 yield indices
 
         source: Iterator[Fetched] = self._begin(steps())
+        self._foretell()  # after workers were forked: its thread must not hold a lock then
         given_s = clock.monotonic_s()
         taken = 0
         try:
@@ -176,6 +188,8 @@ class DataLoader:
                 given_s = now_s
                 self._place = after[taken]
                 taken += 1
+                if self._foretelling is not None:
+                    self._foretelling.at(self._place)
                 yield fetched.batch
                 if iteration != self._iteration:
                     raise Invalid("the loader was restarted, closed or iterated anew in the middle of this iteration")
@@ -190,6 +204,24 @@ class DataLoader:
             ahead, self._ahead = (self._ahead, None) if source is self._ahead else (None, self._ahead)
             if ahead is not None:
                 ahead.close()
+
+    def _foretell(self) -> None:
+        """Begin telling the node, once; a loader in a forked child leaves that to its parent."""
+        if not self._foretold and isinstance(self.dataset, Dataset):
+            told = self.dataset.hints(self._job)
+            if told is not None:
+                self._foretelling = Foretelling(self.schedule, told, self._place)
+                weakref.finalize(self, self._foretelling.end)  # a loader that is forgotten says nothing more
+        elif self._foretelling is not None:
+            self._foretelling.at(self._place)
+        self._foretold = True
+
+    def _hush(self) -> None:
+        """End telling, if it was begun; the next iteration begins again."""
+        foretelling, self._foretelling = self._foretelling, None
+        if foretelling is not None:
+            foretelling.close()
+            self._foretold = False
 
     def _begin(self, steps: Iterator[Any]) -> Any:
         if not self.workers:

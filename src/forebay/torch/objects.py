@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from forebay.ports import clock
-from forebay.torch.dataset import Dataset, OnError, decoded, runs, whole_objects
+from forebay.torch.dataset import Dataset, OnError, block_rows, decoded, runs, whole_objects
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 
@@ -48,6 +50,9 @@ class ObjectDataset(Dataset):
 
     def blocks(self) -> tuple[Column, Column]:
         return runs(self.listing.sizes)
+
+    def accesses(self, indices: Column) -> Column:
+        return block_rows(self.listing, indices, np.zeros_like(indices), self.listing.sizes[indices])
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         items = whole_objects(self.listing, indices)

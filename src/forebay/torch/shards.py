@@ -32,7 +32,7 @@ from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, NotFound
 from forebay.core.members import MemberIndex
 from forebay.ports import clock
-from forebay.torch.dataset import Dataset, OnError, decoded
+from forebay.torch.dataset import Dataset, OnError, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
@@ -184,10 +184,27 @@ class ShardDataset(Dataset):
         shard = int(np.searchsorted(self._ends, index, "right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
+    def accesses(self, indices: Column) -> Column:
+        """From the first to the last byte of a sample's parts; all of a shard that is compressed as a whole."""
+        shards, inner = self._located(indices)
+        starts, ends = np.zeros_like(shards), self.listing.sizes[shards]
+        for shard in np.unique(shards):
+            layout = self._layout(int(shard), Facts())
+            if layout.plain:
+                here = shards == shard
+                bounds = np.concatenate(([0], np.frombuffer(layout.ends, np.uint64).astype(np.int64)))
+                first, last = bounds[inner[here]], bounds[inner[here] + 1] - 1
+                offsets, sizes = (np.frombuffer(column, np.uint64) for column in (layout.offsets, layout.sizes))
+                starts[here], ends[here] = offsets[first], offsets[last] + sizes[last]
+        return block_rows(self.listing, shards, starts, ends)
+
+    def _located(self, indices: Column) -> tuple[Column, Column]:
+        """Shards of samples, and their numbers there."""
+        shards: Column = np.searchsorted(self._ends, indices, "right")
+        return shards, indices - np.where(shards > 0, self._ends[shards - 1], 0)
+
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
-        numbers: Column = np.asarray(indices, np.int64)
-        shards: Column = np.searchsorted(self._ends, numbers, "right")
-        inner: Column = numbers - np.where(shards > 0, self._ends[shards - 1], 0)
+        shards, inner = self._located(np.asarray(indices, np.int64))
         views = {shard: self._view(shard, facts) for shard in set(shards.tolist())}
         places = [(views[shard], sample) for shard, sample in zip(shards.tolist(), inner.tolist(), strict=True)]
         items: list[Item] = []

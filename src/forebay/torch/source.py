@@ -14,12 +14,14 @@ can succeed are waited for; others are the caller's.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from forebay.client.hinting import Hints
 from forebay.client.sync import Client
 from forebay.core.batch import Item
 from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
@@ -43,6 +45,22 @@ class Answers(NamedTuple):
     cold: int = 0
 
 
+class Telling(Protocol):
+    """One job's hints at a node: `forebay.client.hinting.Hints`."""
+
+    def future(self, accesses: Any, start: int | None = None) -> Any:
+        """From access `start` on these are read: rows of (object, first block, end block), uint32."""
+        ...
+
+    def at(self, position: int) -> Any:
+        """The accesses before `position` are consumed."""
+        ...
+
+    def close(self) -> None:
+        """The job is over."""
+        ...
+
+
 class Source(Protocol):
     """What a dataset reads from. Errors are kinds of `core.errors`."""
 
@@ -56,6 +74,11 @@ class Source(Protocol):
 
     def get_many(self, items: Sequence[Item]) -> Answers:
         """The bytes of all items; what is wrong with one of them stands in its place."""
+        ...
+
+    def hints(self, job: str, manifest: Manifest) -> Telling | None:
+        """A way to tell what `job` will read of the manifest's objects, safe to use from another thread; None if there
+        is nobody to tell."""
         ...
 
 
@@ -161,6 +184,23 @@ class NodeSource:
     def get_many(self, items: Sequence[Item]) -> Answers:
         many = self._client.get_many(items, on_error="report")
         return Answers(list(many), many.cold)
+
+    def hints(self, job: str, manifest: Manifest) -> Telling:
+        return _Hints(copy.copy(self._client), job, manifest)
+
+
+class _Hints(Hints):
+    """Hints over a client of their own, so that no worker is forked while a thread holds one of its locks."""
+
+    def __init__(self, client: Client, job: str, manifest: Manifest) -> None:
+        super().__init__(client.run, job, manifest)
+        self._client = client
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._client.close()
 
 
 def parse_place(place: str) -> tuple[str, str]:

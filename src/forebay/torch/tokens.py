@@ -19,7 +19,7 @@ import torch
 from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.ports import clock
-from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError
+from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
 
@@ -94,6 +94,12 @@ class TokenDataset(Dataset):
         counts: Column = np.diff(np.append(np.arange(0, self.samples, each), self.samples))
         return counts, counts * self.stride * self._type.itemsize
 
+    def accesses(self, indices: Column) -> Column:
+        """Of a window over several files, the first of them."""
+        file, start = self._begins(indices)
+        begin = self.header_bytes + start * self._type.itemsize
+        return block_rows(self.listing, file, begin, begin + self.window * self._type.itemsize)
+
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         items, owners = self._items(np.asarray(indices, np.int64))
         values = self._source.get_many(items, facts)
@@ -121,15 +127,19 @@ class TokenDataset(Dataset):
         made = [bad.get(number, row) for number, row in enumerate(rows)]
         return self._kept(lambda number: f"a window of {first[number].bucket}/{first[number].key}", made, facts)
 
-    def _items(self, indices: Column) -> tuple[list[Item], list[int]]:
-        """The pieces of each window, and which window each belongs to."""
+    def _begins(self, indices: Column) -> tuple[Column, Column]:
+        """The file in which each window begins, and at which token."""
         text: Column = np.searchsorted(self._window_ends, indices, "right")
         before = np.where(text > 0, self._window_ends[text - 1], 0)
         start: Column = (indices - before) * self.stride
-        file = text
-        if self.straddle:
-            file = np.searchsorted(self._token_ends, start, "right")
-            start -= np.where(file > 0, self._token_ends[file - 1], 0)
+        if not self.straddle:
+            return text, start
+        file: Column = np.searchsorted(self._token_ends, start, "right")
+        return file, start - np.where(file > 0, self._token_ends[file - 1], 0)
+
+    def _items(self, indices: Column) -> tuple[list[Item], list[int]]:
+        """The pieces of each window, and which window each belongs to."""
+        file, start = self._begins(indices)
         items: list[Item] = []
         owners: list[int] = []
         width, bucket = self._type.itemsize, self.listing.bucket

@@ -1,0 +1,128 @@
+"""Telling the node what the job will read next, while the job reads.
+
+Theory. The order is computed, so its future is known exactly, for all ranks. Rank 0 tells it, from a thread, as
+accesses in the order of the epoch: one for each sample, the blocks that its bytes lie in. It keeps the node an epoch
+ahead (or as much as it may say), going on into the next epoch before this one ends, and says now and then how far the
+job is. With that the node fetches what comes next and keeps what is needed soonest.
+
+Accesses are numbered from where the job began, over epochs. The loader only leaves word of where it is; when that is a
+place that the numbers do not lead to (a restart, a jump to another epoch), the future is told anew from there.
+
+All of this is advice: a node that does not understand it, or forgot it, or is away, costs a few requests in a thread
+and nothing else. A client of its own talks to the node, so that workers are never forked while it holds a lock.
+
+Invariants. (1) Never more than AHEAD_BLOCKS_MAX blocks are known ahead of the position. (2) The loader's thread never
+waits for this one, but in `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from forebay.core import limits
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
+from forebay.torch.dataset import Dataset
+from forebay.torch.order import Order
+from forebay.torch.schedule import Place, Schedule
+from forebay.torch.source import Telling
+
+AHEAD_BLOCKS_MAX = limits.HINT_ACCESSES_MAX // 2  # leaves room for a piece of large objects
+FIRST_SAMPLES, PIECE_SAMPLES = 2048, 65_536  # told at first, so that fetching begins; then at once
+_PAUSE_S = 0.2  # between reports: some ten batches of a fast job
+_AWAY_S = 5.0  # after a failure
+_CLOSING_S = 2.0
+
+
+class Foretelling:
+    """A thread that tells `schedule`'s future over `hints`. Leave word with `at`; `close` at the end."""
+
+    def __init__(self, schedule: Schedule, hints: Telling, place: Place) -> None:
+        self._schedule, self._hints = schedule, hints
+        self._dataset: Dataset = schedule.dataset
+        self._word = place  # the loader's; replaced whole
+        self._origin = place  # the place of access number `_zero`
+        self._zero = self._known = self._said = self._reported = 0
+        self._ahead_blocks: list[tuple[int, int]] = []  # of each piece that is not consumed: its end, its blocks
+        self._order: tuple[int, Order] | None = None
+        self._ended = threading.Event()
+        self.failed: ForebayError | None = None  # why nothing is told any more
+        self._thread = threading.Thread(target=self._run, name="forebay-foretell", daemon=True)
+        self._thread.start()
+
+    def at(self, place: Place) -> None:
+        """The job is at `place`."""
+        self._word = place
+
+    def end(self) -> None:
+        """As `close`, without waiting for it."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """The job is over, or goes on elsewhere."""
+        self._ended.set()
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        lost = False
+        while not self._ended.wait(pause_s):
+            try:
+                pause_s = 0.0 if self._step() else _PAUSE_S
+                lost = False
+            except NotFound:  # a node that was restarted; if it has not even the manifest, it has no use for this
+                self._known = self._said
+                self._ahead_blocks.clear()
+                pause_s, lost = (_AWAY_S if lost else 0.0), True
+            except (Invalid, NotSupported) as error:
+                self.failed = error
+                return
+            except ForebayError:
+                pause_s = _AWAY_S
+        try:
+            self._hints.close()
+        except ForebayError:
+            pass  # it forgets by itself
+
+    def _step(self) -> bool:
+        """Say how far the job is, or one piece of its future; whether there is more to say at once."""
+        position = self._number(self._word)
+        self._said = position
+        if self._reported < position < self._known:
+            self._hints.at(position)
+            self._reported = position
+        while self._ahead_blocks and self._ahead_blocks[0][0] <= position:
+            self._ahead_blocks.pop(0)
+        ahead = self._known - position
+        if ahead >= self._schedule.samples or sum(blocks for _, blocks in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
+            return False
+        self._tell(FIRST_SAMPLES if not ahead else PIECE_SAMPLES)
+        return True
+
+    def _number(self, place: Place) -> int:
+        """The number of the access at `place`. A place that cannot be reached from the origin becomes the origin."""
+        samples = self._schedule.samples
+        number = self._zero + (place.epoch - self._origin.epoch) * samples + place.samples - self._origin.samples
+        if not self._said <= number <= self._known:
+            self._origin, self._zero = place, self._said
+            self._known = number = self._said
+            self._ahead_blocks.clear()
+        return number
+
+    def _tell(self, count: int) -> None:
+        """The next accesses, at most `count` and to the end of their epoch."""
+        samples = self._schedule.samples
+        since = self._known - self._zero + self._origin.samples
+        epoch, begin = self._origin.epoch + since // samples, since % samples
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._schedule.order(epoch)
+        end = min(begin + count, samples)
+        accesses = self._dataset.accesses(self._order[1].at(np.arange(begin, end)))
+        blocks = int((accesses[:, 2].astype(np.int64) - accesses[:, 1]).sum())
+        if blocks > AHEAD_BLOCKS_MAX and end - begin > 1:
+            self._tell((end - begin) // 2)
+            return
+        self._hints.future(accesses, self._known)
+        self._known += end - begin
+        self._ahead_blocks.append((self._known, blocks))
