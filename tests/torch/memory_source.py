@@ -42,7 +42,7 @@ class MemorySource:
 
     def etag(self, key: str) -> str:
         data = self.objects[key]
-        if self._etags.get(key, (b"", ""))[0] is not data:
+        if key not in self._etags or self._etags[key][0] is not data:
             self._etags[key] = data, hashlib.md5(data).hexdigest()
         return self._etags[key][1]
 
