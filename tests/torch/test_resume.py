@@ -9,6 +9,9 @@ import json
 import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,3 +163,33 @@ def test_the_harness_finds_a_sample_that_is_lost(tmp_path: Path):
     say(1, ([0, 0], [0, 2], [11]), ([0, 2], [0, 5], [13]))
     with pytest.raises(AssertionError, match="disagree"):
         committed(tmp_path, job, [0, 4])
+
+
+INTERRUPTED = """
+import sys
+from forebay.torch import DataLoader, ObjectDataset
+loader = DataLoader(ObjectDataset(sys.argv[2], url=sys.argv[1]), 4, workers=int(sys.argv[3]))
+while True:
+    for batch in loader:
+        inner = loader._inner._iterator._workers if loader.workers else []
+        print(*[worker.pid for worker in inner], flush=True)
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupt_from_the_terminal_ends_everything(numbered: tuple[NodeProcess, str], workers: int):
+    """Ctrl-C reaches the training process and its workers at once."""
+    node, place = numbered
+    command = [sys.executable, "-c", INTERRUPTED, node.endpoint, place, str(workers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == workers
+        os.killpg(process.pid, signal.SIGINT)
+        process.stdout.read()
+        said = process.stderr.read().decode()
+        assert process.wait(30) != 0
+    assert "KeyboardInterrupt" in said
+    until(lambda: not any(alive(pid) for pid in pids), 30)
