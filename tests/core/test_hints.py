@@ -175,6 +175,22 @@ def test_neither_a_hinted_epoch_nor_a_hot_set_without_hints_starves_the_other():
     assert hits["hot"] / 4000 > 0.7, hits
 
 
+def test_a_scan_beside_a_job_takes_nothing_from_it():
+    data = dataset(600, "equal", seed=1)
+    trace = epochs(data, 4, seed=2)
+    capacity = 300 * MIB
+    told = Told(capacity, trace)
+    told.mixed = True
+    hits = 0
+    for at, one in enumerate(trace):
+        hits += told.access(*one)
+        told.machine.landed(unit_of(10**6 + at, 0), MIB, "b")
+        for victim in told.machine.victims(told.machine.excess_bytes).units:
+            told.hints.gone(victim)
+    best, _ = replay(Belady(capacity, trace), trace)
+    assert hits / len(trace) >= 0.9 * best
+
+
 def test_when_the_job_ends_its_units_compete_like_any_other():
     data = dataset(200, "equal", seed=1)
     trace = epochs(data, 2, seed=2)

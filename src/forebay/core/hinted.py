@@ -5,7 +5,8 @@ and no probation holds them. When room is needed,
 
 * what no job needs again goes first;
 * else the hinted unit that is due last stands against the unit that the policy gives up, and the one that will
-  probably not be used for longer goes (`core/foreseen.py` makes the two comparable).
+  probably not be used for longer goes (`core/foreseen.py` makes the two comparable). A newcomer without evidence goes
+  before any unit that somebody will need: a scan beside a job takes nothing from it.
 
 So with hints alone this is Belady's choice, newcomers included: what is needed later than all that is here lands, is
 read, and leaves first. Without hints nothing is decided otherwise than before.
@@ -19,8 +20,9 @@ or pinned, not both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
 
-from forebay.core.eviction import _APART, _PINNED, _PROBATION, LOW_MARK, Evicted, Eviction
+from forebay.core.eviction import _APART, _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted, Eviction
 from forebay.core.foreseen import Foreseen, Latest, View
 from forebay.core.pool import Pool
 
@@ -138,7 +140,9 @@ class HintedEviction(Eviction):
         return self._foreseen.latest(lambda bucket_id: pool is None or pools[bucket_id] is pool, self._in_use)
 
     def _idle(self, slot: int) -> float:
-        """How long it will not be used, at least, in ticks."""
+        """How long it will not be used, at least, in ticks. A newcomer has to show that it comes back at all."""
+        if self._flags[slot] & _PROBATION and self._intervals[slot] < INTERVALS_MIN:
+            return inf
         return max(self._means[slot], self._now - self._last[slot])
 
     def _ticks(self, due: float) -> float:

@@ -6,8 +6,8 @@ whoever comes within the bucket's freshness gets what was made then. As with rea
 began: who needs a later one waits for the one under way and shares the next.
 
 A manifest is kept as a derived object under its bucket, prefix and id, and the fronts send it from there. One that the
-store has no room for is held in memory (HELD_BYTES_MAX, but always the newest) and sent from there in parts. Of each
-(bucket, prefix) the manifest before the current one is kept too, to say what changed.
+store has no room for is held in memory (HELD_BYTES_MAX, but always the newest) and sent from there in parts. Earlier
+ones stay in the store until they are evicted: as long as one is there, it can be said what changed since.
 
 Nobody waits silently for long: after WAIT_S the answer is how far the listing is, and the asker asks again.
 
@@ -50,8 +50,8 @@ ONE_BY_ONE = ("az", "https", "http")  # they list from the beginning to find a p
 class _Listed:
     """The newest manifest of a (bucket, prefix)."""
 
-    def __init__(self, state: ManifestState, served: Served, before: str) -> None:
-        self.state, self.served, self.before = state, served, before
+    def __init__(self, state: ManifestState, served: Served) -> None:
+        self.state, self.served = state, served
         self.stale = False  # something was written since
 
 
@@ -167,11 +167,8 @@ class Manifests:
 
     def _learn(self, listing: _Listing, state: ManifestState) -> None:
         name = (state.bucket, state.prefix)
-        old = self._known.pop(name, None)
-        before = ""
-        if old is not None and old.served.same_place(listing.served):
-            before = old.before if old.state.id == state.id else old.state.id
-        self._known[name] = _Listed(state, listing.served, before)
+        self._known.pop(name, None)
+        self._known[name] = _Listed(state, listing.served)
         self._known[name].stale = listing.overtaken
         while len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
