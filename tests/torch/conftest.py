@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
+import torch
 from forebay.torch import DataLoader
+
+torch.set_num_threads(1)  # tensors here are small, and cores are busy
 
 
 @pytest.fixture

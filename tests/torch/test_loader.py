@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torch
 from forebay.core.errors import Busy, Corrupt, Denied, Invalid, Precondition, Unavailable
 from forebay.torch import BatchSampler, DataLoader, ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch.fetching import Fetched
 from forebay.torch.source import Facts, Patient
 
 WORKERS = [0, 2]
@@ -152,6 +153,23 @@ def test_token_windows_are_one_tensor(text: MemorySource, make: Make, workers: i
 
 def test_workers_may_be_spawned(make: Make):
     assert flat(make(10, workers=1, seed=5, start_method="spawn")) == flat(make(10, seed=5))
+
+
+class Batch(list[Any]):
+    """A batch of a class of its own, which torch lets pin itself."""
+
+    pinned = False
+
+    def pin_memory(self) -> Batch:
+        found = Batch(self)
+        found.pinned = True
+        return found
+
+
+def test_batches_are_pinned_if_asked(make: Make):
+    assert next(iter(make(collate=Batch, pin_memory=True))).pinned
+    assert not next(iter(make(collate=Batch))).pinned or torch.cuda.is_available()
+    assert Fetched(Batch([1]), 1, Facts()).pin_memory().batch.pinned, "as torch's own pinning thread does"
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

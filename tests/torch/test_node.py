@@ -7,6 +7,7 @@ import io
 import os
 import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ import pytest
 from tests.node.conftest import NodeProcess, until
 from tests.torch.memory_source import numbered_shard, shard, tokens
 
+from forebay.bench import servers
 from forebay.core.errors import Corrupt, NotFound, Unavailable
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a bucket with objects, shards and token files."""
-    folder = tmp_path / "bucket"
+    folder = tmp_path_factory.mktemp("training") / "bucket"
     for name in ("numbers", "train", "text"):
         (folder / name).mkdir(parents=True)
     for number in range(200):
@@ -34,10 +36,11 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def node(place: Path, tmp_path: Path, free_port: int):
-    """A running node with that bucket as `corpus`, always at one port."""
-    running = NodeProcess(tmp_path / "node-0", "--listen", f"127.0.0.1:{free_port}", "--fronts", "1")
+@pytest.fixture(scope="module")
+def node(place: Path) -> Iterator[NodeProcess]:
+    """A running node with that bucket as `corpus`, always at one port. A test that stops it starts it again."""
+    port = servers.free_ports(1)[0]
+    running = NodeProcess(place.parent / "node-0", "--listen", f"127.0.0.1:{port}", "--fronts", "1")
     running.start()
     running.add_bucket("corpus", f"file://{place}")
     yield running
