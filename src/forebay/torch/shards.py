@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +37,8 @@ from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
-LAYOUTS_BYTES_MAX = 512 * limits.MIB
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst", ".zip")
+LAYOUTS_BYTES_MAX = 2 * limits.GIB  # some 40 million samples; forked workers share them
 GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less than a frame and its handling cost
 _INDEXERS = 8  # shards whose members are asked for at once, when a dataset is made
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -86,7 +86,7 @@ def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
     extensions: dict[str, int] = {}
     keys: list[bytes] = []
     rows: list[tuple[int, int, int]] = []
-    ends = array("Q")
+    ends = array("I")
     for key, found in samples.items():
         keys.append(key.encode("utf-8", "surrogateescape"))
         for extension, (offset, size) in sorted(found.items(), key=lambda part: part[1]):
@@ -95,7 +95,7 @@ def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
     offsets, sizes, kinds = zip(*rows, strict=True) if rows else ((), (), ())
     return Layout(
         b"".join(keys),
-        array("Q", accumulate(map(len, keys))),
+        array("I", accumulate(map(len, keys))),
         ends,
         array("Q", offsets),
         array("Q", sizes),
@@ -188,12 +188,15 @@ class ShardDataset(Dataset):
         """From the first to the last byte of a sample's parts; all of a shard that is compressed as a whole."""
         shards, inner = self._located(indices)
         starts, ends = np.zeros_like(shards), self.listing.sizes[shards]
-        for shard in np.unique(shards):
-            layout = self._layout(int(shard), Facts())
+        by_shard = np.argsort(shards, kind="stable")
+        edges = np.flatnonzero(np.diff(shards[by_shard], prepend=-1, append=-1))
+        for begin, end in pairwise(edges.tolist()):
+            here = by_shard[begin:end]
+            layout = self._layout(int(shards[here[0]]), Facts())
             if layout.plain:
-                here = shards == shard
-                bounds = np.concatenate(([0], np.frombuffer(layout.ends, np.uint64).astype(np.int64)))
-                first, last = bounds[inner[here]], bounds[inner[here] + 1] - 1
+                members = np.frombuffer(layout.ends, np.uint32).astype(np.int64)
+                first = np.where(inner[here] > 0, members[inner[here] - 1], 0)
+                last = members[inner[here]] - 1
                 offsets, sizes = (np.frombuffer(column, np.uint64) for column in (layout.offsets, layout.sizes))
                 starts[here], ends[here] = offsets[first], offsets[last] + sizes[last]
         return block_rows(self.listing, shards, starts, ends)
