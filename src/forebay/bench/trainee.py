@@ -30,7 +30,7 @@ def loader(work: dict[str, Any]) -> Any:
         made = functools.partial(of_object, how=how) if how else None
         dataset = ObjectDataset(work["place"], url=work["url"], decode=made)
     else:
-        decoders = {"jpg": functools.partial(of_shard, how=how)} if how else None
+        decoders = {"jpg": functools.partial(of_shard, how=how)} if how else {}  # {}: bytes, as the peers give
         dataset = ShardDataset(work["place"], url=work["url"], decode=decoders, parts=["jpg"])
     return DataLoader(dataset, work["batch"], seed=work["seed"], workers=work["workers"], collate=collate)
 
