@@ -98,7 +98,8 @@ def test_many_connections_and_pipelined_requests(node: Node, secure: Callable[..
 
     def read(_: int) -> bool:
         with secure() as client:
-            client.send(b"GET /b/small HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20 + b"GET /b/large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            client.send(b"GET /b/small HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+            client.send(b"GET /b/large HTTP/1.1\r\nHost: localhost\r\n\r\n")
             small = all(client.answer().body == b"x" * 10 for _ in range(20))
             return small and client.answer().body == data
 
