@@ -229,7 +229,11 @@ def imports_are_declared(tree: Tree) -> Iterator[str]:
     runtime = {_package(text) for text in project.get("dependencies", [])}
     project_extras = project.get("optional-dependencies", {})
     extras = {_package(text) for extra in project_extras.values() for text in extra}
-    rooms = {f"{SOURCE}{room}/": {_package(text) for text in texts} for room, texts in project_extras.items()}
+    places = {"fsspec": "client/filesystem"}  # the other extras are for the room of their name
+    rooms = {
+        f"{SOURCE}{places.get(extra, f'{extra}/')}": {_package(text) for text in texts}
+        for extra, texts in project_extras.items()
+    }
     here = {"forebay", "demo", "tests", *sys.stdlib_module_names}
     for path, text in python(tree):
         own = {name for room, names in rooms.items() if path.startswith(room) for name in names}  # src/forebay/torch/

@@ -71,6 +71,13 @@ class _Connection:
         self.reusable = False
         self._writer.transport.abort()
 
+    def abandon(self) -> None:
+        """Make the descriptor another file's before the transport takes it out of the poll set: that is then no change,
+        since the set knows files, not numbers."""
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), self._writer.get_extra_info("socket").fileno(), inheritable=False)
+        self.close()
+
     def is_quiet(self) -> bool:
         """Whether a kept connection looks alive."""
         return not self._reader.at_eof() and not self._writer.is_closing()
@@ -234,10 +241,20 @@ class Client:
 
     async def aclose(self) -> None:
         """Close kept connections; later calls raise `Closed`. May be called twice."""
+        self.drop()
+        await asyncio.sleep(0)  # the loop closes the sockets in its next round
+
+    def drop(self) -> None:
+        """As `aclose`, without waiting; on the client's loop."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
-        await asyncio.sleep(0)  # the loop closes the sockets in its next round
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connections, whose poll set the child shares."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().abandon()
 
     async def run(self, flow: flows.Flow[T]) -> T:
         """Drive `flow` to its end; what fails is raised inside the flow, and from here."""
