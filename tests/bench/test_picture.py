@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,10 +12,14 @@ from typing import Any
 
 import pytest
 
-from forebay.bench import picture
 from forebay.bench.workloads import ROWS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot-loader"
+_loader = importlib.machinery.SourceFileLoader("plot_loader", str(SCRIPT))
+_spec = importlib.util.spec_from_loader("plot_loader", _loader)
+assert _spec is not None
+picture = importlib.util.module_from_spec(_spec)
+_loader.exec_module(picture)
 SIDES = ("webdataset", "litdata", "shards", "objects")
 
 
