@@ -488,9 +488,12 @@ def test_the_meter_says_what_steps_waited_for(make: Make, numbers: MemorySource)
 def test_reasons_are_shared_out_by_what_the_batch_took(make: Make):
     meter = make().stall
     meter.add(1.0, 2.0, 8, Facts(read_s=1.0, busy_s=2.0, decode_s=1.0))
-    assert meter.last == pytest.approx({"cold": 0.0, "busy": 0.5, "decode": 0.25, "read": 0.25})
+    assert meter.last == pytest.approx({"cold": 0.0, "busy": 0.5, "direct": 0.0, "decode": 0.25, "read": 0.25})
     meter.add(1.0, 1.0, 8, Facts(read_s=1.0, cold=3))
-    assert meter.last == pytest.approx({"cold": 1.0, "busy": 0.0, "decode": 0.0, "read": 0.0})
+    assert meter.last == pytest.approx({"cold": 1.0, "busy": 0.0, "direct": 0.0, "decode": 0.0, "read": 0.0})
+    meter.add(1.0, 1.0, 8, Facts(read_s=3.0, decode_s=1.0, cold=1, direct=8))
+    assert meter.last == pytest.approx({"cold": 0.0, "busy": 0.0, "direct": 0.75, "decode": 0.25, "read": 0.0})
+    assert meter.report()["direct_items"] == 8
     meter.add(0.5, 0.5, 8, Facts(skipped=["a"]))
     assert meter.last["read"] == 0.5
     assert "cold 1.00 s" in str(meter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import os
@@ -15,6 +16,7 @@ import pytest
 from tests.node.conftest import NodeProcess, until
 from tests.torch.memory_source import numbered_shard, shard, tokens
 
+from forebay import aio
 from forebay.bench import servers
 from forebay.core.errors import Corrupt, NotFound, Unavailable
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
@@ -105,6 +107,21 @@ def test_the_node_knows_what_is_read_next(node: NodeProcess):
         told = until(lambda: (state := node.json("GET", "hints/told"))["position"] == 24 and state)
         assert told["known"] >= 24 + 160
     assert node.ask("GET", "/-/v1/hints/told")[0] == 404, "the job is over"
+
+
+def test_an_asyncio_program_tells_what_it_will_read(node: NodeProcess):
+    async def story() -> None:
+        async with aio.connect(node.endpoint) as client:
+            manifest = await client.manifest("corpus", "numbers/")
+            async with client.hints("told", manifest) as hints:
+                assert (await hints.future([(n, 0, 1) for n in range(9)])).known == 9
+                assert (await hints.future([(9, 0, 1)])).known == 10
+                assert (await hints.at(4)).position == 4
+                assert (await hints.state()).position == 4
+            with pytest.raises(NotFound):
+                await hints.state()
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -154,12 +154,13 @@ class CloudReads:
         self.scheme = scheme
         self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
         self._has_ranges = True
+        self.by_wire = False  # nothing goes through obstore
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         full, what = self._full(key)
         if range is not None:
             _check_range(range, what)
-        if not is_plain(full):
+        if self.by_wire or not is_plain(full):
             return await self._fetch_by_wire(full, key, range, version)
         if range is not None and range.first is None and self.scheme == "az":
             # Azure has no suffix ranges: ask for the size, then for that version's end.
@@ -220,7 +221,7 @@ class CloudReads:
         return await self._head(full, key, what)
 
     async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
-        if not is_plain(full):
+        if self.by_wire or not is_plain(full):
             return await self._head_by_wire(full, key)
         try:
             result = await obstore.get_async(self._store, full, options={"head": True})
@@ -237,7 +238,7 @@ class CloudReads:
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
         full, what = self._full(key)
-        if not is_plain(full) or not is_condition(version):
+        if self.by_wire or not is_plain(full) or not is_condition(version):
             info = await self._head(full, key, what)
             return None if info.version == version else info
         try:

@@ -7,6 +7,7 @@ request that really leaves; `Retrying`, the only layer that retries, makes passi
 
 from __future__ import annotations
 
+from forebay.backends.cloud import CloudReads
 from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.faulty import FaultPlan, Faulty
 from forebay.backends.locate import locate
@@ -26,13 +27,17 @@ def open_backend(
     chance: Chance = system_chance.system,
     counters: BackendCounters | None = None,
     faults: FaultPlan | None = None,
+    forked: bool = False,
 ) -> Backend:
     """The backend of `bucket`, ready to use; it connects on first use. Close it with `aclose`.
 
+    `forked`: this process was forked from one that may have used obstore, which hangs then, so no body is read with it.
     `Invalid` says what is wrong with the URL or options.
     """
     counters = counters or BackendCounters()
     backend = locate(bucket, clock)
+    if isinstance(backend, CloudReads):
+        backend.by_wire = forked
     if faults is not None:
         backend = Faulty(backend, faults, clock=clock)
     backend = Counting(backend, counters, clock)

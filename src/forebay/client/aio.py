@@ -23,6 +23,7 @@ from typing import TypeVar
 from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import CUT, Collected, Stale
+from forebay.client.hinting import HintsAsync
 from forebay.client.http1 import (
     EXPECT_BYTES_MIN,
     Chunks,
@@ -377,6 +378,10 @@ class Client:
     ) -> Manifest:
         """One listing of everything under `prefix`; see `forebay.Client.manifest`."""
         return await self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
+
+    def hints(self, job: str, manifest: Manifest) -> HintsAsync:
+        """Tell the node what `job` will read; see `forebay.Client.hints`. Nothing is sent before its `future`."""
+        return HintsAsync(self.run, job, manifest)
 
     async def put(
         self,

@@ -13,7 +13,7 @@ Invariant. Accesses are told in pieces of at most PIECE_ACCESSES, in order.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -127,3 +127,42 @@ class Hints:
     def close(self) -> None:
         """The job is over: what it needed competes like anything else."""
         self._run(close(self.job))
+
+
+class HintsAsync:
+    """`Hints` as coroutines. Made by `forebay.aio.Client.hints`; close it when the job ends, or use `async with`."""
+
+    def __init__(self, run: Callable[[Any], Awaitable[Any]], job: str, manifest: Manifest) -> None:
+        self.job, self.manifest = job, manifest
+        self.known = 0  # accesses told so far
+        self._run = run
+
+    async def __aenter__(self) -> HintsAsync:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
+        """See `Hints.future`."""
+        said: HintsState = await self._run(
+            tell(self.job, self.manifest, self.known if start is None else start, pack(accesses))
+        )
+        self.known = said.known
+        return said
+
+    async def at(self, position: int) -> HintsState:
+        """See `Hints.at`."""
+        said: HintsState = await self._run(at(self.job, position))
+        return said
+
+    async def state(self) -> HintsState:
+        """What the node knows of the job."""
+        said: HintsState = await self._run(state(self.job))
+        return said
+
+    async def aclose(self) -> None:
+        """The job is over: what it needed competes like anything else."""
+        await self._run(close(self.job))

@@ -16,7 +16,7 @@ no descriptor, thread or lock.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -29,6 +29,7 @@ from forebay.core.manifest import Manifest
 from forebay.torch.listing import Column, Fingerprint, Listing
 from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
 from forebay.torch.source import Facts, NodeSource, Patient, Source, Telling, parse_place
+from forebay.torch.switch import NodeOrBackend
 
 OnError = Literal["raise", "skip"]
 Shuffle = bool | Literal["block"]
@@ -49,6 +50,8 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         url: str | None,
         on_error: OnError,
         patience_s: float,
+        direct_after_s: float | None,
+        direct: Mapping[str, str] | None,
         source: Source | None,
     ) -> None:
         if on_error not in get_args(OnError):
@@ -56,7 +59,9 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         self.place = place
         self.on_error: OnError = on_error
         self._suffixes = tuple(suffixes)
-        self._source = Patient(source or NodeSource(url), patience_s)
+        bucket = parse_place(place)[0]
+        source = source or NodeOrBackend(NodeSource(url), bucket, direct_after_s, direct)
+        self._source = Patient(source, patience_s)
         self._manifest: Manifest | None = None
         self._listing: Listing | None = self._listed()
         if not self._listing.objects:

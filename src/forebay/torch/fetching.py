@@ -196,7 +196,8 @@ class Ahead:
                 return
             try:
                 slot.result = self._fetch(slot.indices, self._ended)
-                if slot.result.facts.cold or slot.result.facts.busy_s:
+                facts = slot.result.facts
+                if facts.cold or facts.direct or facts.busy_s:
                     self._far.set()
                 else:
                     self._far.clear()

@@ -8,7 +8,7 @@ Invariant. Sample i is the object with the i-th key in byte order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from forebay.ports import clock
 from forebay.torch.dataset import Dataset, OnError, block_rows, decoded, runs, whole_objects
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
+from forebay.torch.switch import DIRECT_AFTER_S
 
 
 class ObjectDataset(Dataset):
@@ -24,7 +25,9 @@ class ObjectDataset(Dataset):
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. Only
     keys that end in one of `suffixes` count. `on_error`: 'raise', or 'skip' what is missing or cannot be decoded.
-    `patience_s`: how long to wait for a node that does not answer. `url` as of `forebay.connect`.
+    `patience_s`: how long to wait for a node that does not answer; after `direct_after_s` of that the bucket's backend
+    is read instead, where it can be (None: never), and `direct` says how (`{"url": "s3://…", …options…}`) where what
+    the node says of the bucket does not do. `url` as of `forebay.connect`.
     """
 
     shape = "objects"
@@ -38,9 +41,20 @@ class ObjectDataset(Dataset):
         url: str | None = None,
         on_error: OnError = "raise",
         patience_s: float = PATIENCE_S,
+        direct_after_s: float | None = DIRECT_AFTER_S,
+        direct: Mapping[str, str] | None = None,
         source: Source | None = None,
     ) -> None:
-        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        super().__init__(
+            place,
+            suffixes=suffixes,
+            url=url,
+            on_error=on_error,
+            patience_s=patience_s,
+            direct_after_s=direct_after_s,
+            direct=direct,
+            source=source,
+        )
         self.decode = decode
         self.samples = self.listing.objects
 

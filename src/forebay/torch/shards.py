@@ -36,6 +36,7 @@ from forebay.torch.dataset import Dataset, OnError, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
+from forebay.torch.switch import DIRECT_AFTER_S
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst", ".zip")
 LAYOUTS_BYTES_MAX = 2 * limits.GIB  # some 40 million samples; forked workers share them
@@ -126,6 +127,8 @@ class ShardDataset(Dataset):
         url: str | None = None,
         on_error: OnError = "raise",
         patience_s: float = PATIENCE_S,
+        direct_after_s: float | None = DIRECT_AFTER_S,
+        direct: Mapping[str, str] | None = None,
         source: Source | None = None,
     ) -> None:
         self.decode, self.transform = decode, transform
@@ -135,7 +138,16 @@ class ShardDataset(Dataset):
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._layouts_bytes = 0
         self._decoder_of: dict[str, Decoder | None] = {}
-        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        super().__init__(
+            place,
+            suffixes=suffixes,
+            url=url,
+            on_error=on_error,
+            patience_s=patience_s,
+            direct_after_s=direct_after_s,
+            direct=direct,
+            source=source,
+        )
         with ThreadPoolExecutor(_INDEXERS) as pool:
             counts = list(pool.map(self._count, range(self.listing.objects)))
         self._ends = np.cumsum(np.asarray(counts, np.int64))

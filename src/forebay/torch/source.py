@@ -3,7 +3,7 @@
 Theory. Datasets ask for three things: the objects under a prefix, the members of a shard, and many pieces of bytes at
 once. `NodeSource` asks a node through the client. `Patient` is the only layer that tries again: a training job has
 hours, so it waits for a node that restarts or is busy, for at most `patience_s`, and says how long it waited. What is
-asked for a second time is only what failed.
+asked for a second time is only what failed. Between the two stands the way past a node that is gone (`switch.py`).
 
 A source made in one process works in another: it pickles as the arguments of its client, opens nothing before its
 first use, and the client forgets its parent's sockets after a fork.
@@ -27,22 +27,25 @@ from forebay.core.batch import Item
 from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
 from forebay.core.manifest import Manifest
 from forebay.core.members import MemberIndex
-from forebay.core.types import check_bucket_name
+from forebay.core.types import Bucket, check_bucket_name
 from forebay.ports import clock
 
 PATIENCE_S = 300.0  # a node that restarts is back in seconds, one whose machine restarts in minutes
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 2.0
-_WAITED_FOR = (Unavailable, Busy, Closed)
+ANSWER_S = 2.0  # for a node to say whether it is ready
+WAITED_FOR = (Unavailable, Busy, Closed)
 
 Bytes = bytes | memoryview
 T = TypeVar("T")
 
 
 class Answers(NamedTuple):
-    """For each item its bytes or its error, in order; `cold`: how many were not at the node when asked for."""
+    """For each item its bytes or its error, in order; `cold`: how many were not at the node when asked for; `direct`:
+    how many were read past it."""
 
     values: list[Bytes | ForebayError]
     cold: int = 0
+    direct: int = 0
 
 
 class Telling(Protocol):
@@ -90,6 +93,7 @@ class Facts(msgspec.Struct):
     decode_s: float = 0.0
     items: int = 0
     cold: int = 0
+    direct: int = 0
     size_bytes: int = 0
     skipped: list[str] = []
     ended: threading.Event | None = None
@@ -119,12 +123,13 @@ class Patient:
             nonlocal wanted, values
             answers = self.source.get_many([items[n] for n in wanted] if values else items)
             facts.cold += answers.cold
+            facts.direct += answers.direct
             if not values:
                 values = answers.values
             else:
                 for number, value in zip(wanted, answers.values, strict=True):
                     values[number] = value
-            wanted = [number for number in wanted if isinstance(values[number], _WAITED_FOR)]
+            wanted = [number for number in wanted if isinstance(values[number], WAITED_FOR)]
             if wanted:
                 error = values[wanted[0]]
                 assert isinstance(error, ForebayError), "chosen for being one"
@@ -144,7 +149,7 @@ class Patient:
             tried_s = clock.monotonic_s()
             try:
                 return attempt()
-            except _WAITED_FOR as error:
+            except WAITED_FOR as error:
                 left_s = began_s + self.patience_s - clock.monotonic_s()
                 if left_s <= 0:
                     raise Unavailable(
@@ -171,6 +176,22 @@ class NodeSource:
         client = getattr(self, "_client", None)  # none if the URL was refused
         if client is not None:
             client.close()
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    def answers(self) -> bool:
+        """Whether the node says, within ANSWER_S, that it is ready."""
+        try:
+            with Client(self.url, patience_s=ANSWER_S) as client:
+                return client.ready()
+        except ForebayError:
+            return False
+
+    def settings(self, bucket: str) -> Bucket:
+        """A bucket's settings, without its secrets."""
+        return self._client.bucket(bucket)
 
     def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
         return self._client.manifest(bucket, prefix, id=id or None)

@@ -1,9 +1,10 @@
 """How long steps waited for data, and why.
 
 Theory. A step waits from the moment it asks for a batch until it has it. What the batch itself took says why: bytes
-that were not at the node (`cold`), a node that was busy or away (`busy`), decoding (`decode`), and else reading what
-was there (`read`). When batches are made ahead, most of that is hidden, and only what shows is counted: the wait is
-shared out in proportion. Cost: about 2 µs a step, two looks at the clock among them.
+that were not at the node (`cold`), a node that was busy or away (`busy`), bytes read past a node that is gone
+(`direct`), decoding (`decode`), and else reading what was there (`read`). When batches are made ahead, most of that is
+hidden, and only what shows is counted: the wait is shared out in proportion. Cost: about 2 µs a step, two looks at the
+clock among them.
 
 Invariant. The reasons together are the wait.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from forebay.torch.source import Facts
 
-REASONS = ("cold", "busy", "decode", "read")
+REASONS = ("cold", "busy", "direct", "decode", "read")
 
 
 class StallMeter:
@@ -24,7 +25,9 @@ class StallMeter:
         self.reset()
 
     def reset(self) -> None:
-        self.steps = self.samples = self.size_bytes = self.items = self.cold_items = self.skipped = 0
+        self.steps = self.samples = self.size_bytes = self.items = self.cold_items = self.direct_items = (
+            self.skipped
+        ) = 0
         self.waited_s = self.worst_s = self.elapsed_s = 0.0
         self.seconds = dict.fromkeys(REASONS, 0.0)
         self.last = dict.fromkeys(REASONS, 0.0)
@@ -37,17 +40,21 @@ class StallMeter:
         self.size_bytes += facts.size_bytes
         self.items += facts.items
         self.cold_items += facts.cold
+        self.direct_items += facts.direct
         self.waited_s += waited_s
         self.elapsed_s += elapsed_s
         self.worst_s = max(self.worst_s, waited_s)
         if facts.skipped:
             self.skipped += len(facts.skipped)
             self.skipped_names = (self.skipped_names + facts.skipped)[:10]
-        cold_s = facts.read_s if facts.cold else 0.0
+        direct_s = facts.read_s if facts.direct else 0.0
+        cold_s = facts.read_s if facts.cold and not facts.direct else 0.0
         whole_s = facts.read_s + facts.busy_s + facts.decode_s
         share = waited_s / whole_s if whole_s > 0 else 0.0
-        read_s = waited_s - share * (cold_s + facts.busy_s + facts.decode_s)
-        for reason, spent_s in zip(REASONS, (cold_s * share, facts.busy_s * share, facts.decode_s * share, read_s)):
+        others = (cold_s, facts.busy_s, direct_s, facts.decode_s)
+        for reason, spent_s in zip(
+            REASONS, (*(each_s * share for each_s in others), waited_s - share * sum(others)), strict=True
+        ):
             self.last[reason] = spent_s
             self.seconds[reason] += spent_s
 
@@ -59,6 +66,7 @@ class StallMeter:
             "size_bytes": self.size_bytes,
             "items": self.items,
             "cold_items": self.cold_items,
+            "direct_items": self.direct_items,
             "skipped": self.skipped,
             "skipped_names": list(self.skipped_names),
             "waited_s": self.waited_s,

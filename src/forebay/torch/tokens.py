@@ -10,7 +10,7 @@ Invariant. Sample i is found by a search over one number for each file; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from forebay.ports import clock
 from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
 from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
+from forebay.torch.switch import DIRECT_AFTER_S
 
 
 class Rows(list[Any]):
@@ -55,6 +56,8 @@ class TokenDataset(Dataset):
         url: str | None = None,
         on_error: OnError = "raise",
         patience_s: float = PATIENCE_S,
+        direct_after_s: float | None = DIRECT_AFTER_S,
+        direct: Mapping[str, str] | None = None,
         source: Source | None = None,
     ) -> None:
         if dtype not in ("uint16", "uint32"):
@@ -62,7 +65,16 @@ class TokenDataset(Dataset):
         self.window, self.stride = window, window if stride is None else stride
         if self.window < 1 or self.stride < 1 or header_bytes < 0:
             raise Invalid(f"a window of {window} tokens every {stride}: both are at least 1")
-        super().__init__(place, suffixes=suffixes, url=url, on_error=on_error, patience_s=patience_s, source=source)
+        super().__init__(
+            place,
+            suffixes=suffixes,
+            url=url,
+            on_error=on_error,
+            patience_s=patience_s,
+            direct_after_s=direct_after_s,
+            direct=direct,
+            source=source,
+        )
         self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
         self._type = np.dtype(dtype).newbyteorder("<")
         self.shape = f"windows of {window} every {self.stride} {dtype}"
