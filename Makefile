@@ -25,11 +25,11 @@ test: venv system ## everything CI runs: format, lint, types, imports, tests, si
 
 check: test ## the same as test
 
-bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|cold|epoch|write|loader] [ARGS=--quick]
-	@$(if $(filter loader all,$(or $(NAME),all)),scripts/setup peers)
+bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|cold|epoch|write|loader|resume] [ARGS=…]
+	@$(if $(filter loader resume all,$(or $(NAME),all)),scripts/setup peers)
 	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
 
-peers: ## .venv-peers: the data loaders that `make bench NAME=loader` compares with, at fixed versions
+peers: ## .venv-peers: the data loaders that `make bench` compares with, at fixed versions
 	@scripts/setup peers
 
 demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/

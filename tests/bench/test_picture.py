@@ -7,7 +7,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +17,20 @@ import pytest
 from forebay.bench.workloads import ROWS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot-loader"
-_loader = importlib.machinery.SourceFileLoader("plot_loader", str(SCRIPT))
-_spec = importlib.util.spec_from_loader("plot_loader", _loader)
-assert _spec is not None
-picture = importlib.util.module_from_spec(_spec)
-_loader.exec_module(picture)
 SIDES = ("webdataset", "litdata", "shards", "objects")
+
+
+@pytest.fixture(scope="module")
+def picture() -> Iterator[ModuleType]:
+    """The script as a module; no bytecode is left beside it."""
+    loader = importlib.machinery.SourceFileLoader("plot_loader", str(SCRIPT))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(module)
+        yield module
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -34,7 +44,7 @@ def document(**changes: Any) -> dict[str, Any]:
     return {"quick": False, "rows": rows, **changes}
 
 
-def test_each_size_and_epoch_has_a_line_for_each_loader_of_medians_by_latency():
+def test_each_size_and_epoch_has_a_line_for_each_loader_of_medians_by_latency(picture: ModuleType):
     panels = picture.series(document())
     assert list(panels) == [(10_000, 1), (10_000, 2), (100_000, 1), (100_000, 2)]
     assert set(panels[10_000, 1]) == set(SIDES)
@@ -46,13 +56,13 @@ def test_each_size_and_epoch_has_a_line_for_each_loader_of_medians_by_latency():
     assert panels[100_000, 2]["shards"] == [(0.0, 3000.0), (5.0, 3000.0), (20.0, 3000.0)]
 
 
-def test_a_row_that_could_not_be_measured_is_a_gap():
+def test_a_row_that_could_not_be_measured_is_a_gap(picture: ModuleType):
     told = document()
     told["rows"][1] |= {"error": "LoadFailed: x", "extra": {}}
     assert sorted(len(lines["shards"]) for lines in picture.series(told).values()) == [2, 2, 3, 3]
 
 
-def test_a_picture_is_drawn(tmp_path: Path):
+def test_a_picture_is_drawn(picture: ModuleType, tmp_path: Path):
     (tmp_path / "loader.json").write_text(json.dumps(document()))
     picture.draw(tmp_path / "loader.json", tmp_path / "loader.png")
     image = pytest.importorskip("PIL.Image").open(tmp_path / "loader.png").convert("RGB")

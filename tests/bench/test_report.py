@@ -145,6 +145,28 @@ def test_the_tables_of_the_pages_show_every_measure(monkeypatch: pytest.MonkeyPa
     assert module.markdown(full).count("\n") == 4
 
 
+def test_the_table_of_resumed_jobs_may_be_written_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    loader = importlib.machinery.SourceFileLoader("results_script", str(ROOT / "scripts" / "results"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    page, told = tmp_path / "docs" / "benchmarks.md", tmp_path / "resume.json"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- resume -->\nold\n<!-- end of resume -->\nafter\n")
+    versions = {"torch": "2.13.0", "torchdata": "0.11.0"}
+    result = Result(BY_NAME["resume"], notes=("| loader |", "| --- |"), extra={"versions": versions})
+    told.write_text(report.as_json([result], quick=False, wall_s=1.8e9))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results", str(told)])
+    assert module.main() == 0
+    assert page.read_text() == (
+        "before\n<!-- resume -->\nMeasured 2027-01-15, with torchdata 0.11.0, torch 2.13.0.\n\n"
+        "| loader |\n| --- |\n<!-- end of resume -->\nafter\n"
+    )
+    told.write_text(report.as_json([result], quick=True, wall_s=1.8e9))
+    assert module.main() == 1, "a quick run shows nothing"
+
+
 def test_a_link_says_what_binds():
     assert str(Link()) == "unlimited"
     assert str(Link(200e6, 0.02)) == "200 MB/s, 20 ms"

@@ -1,6 +1,6 @@
 """`forebay bench`: run rows of the speed table, print them with their peers and verdicts, keep them as JSON.
 
-    forebay bench warm|cold|epoch|scale|all [--row NAME]… [--quick] [--out FILE] [--list]
+    forebay bench warm|cold|epoch|scale|write|client|loader|resume|all [--row NAME]… [--quick] [--out FILE] [--list]
 
 Exit status: 0 when every row ran (reached or missed: a miss is a finding, not a failure), 1 when a row could not be
 measured, 2 for wrong arguments. `--quick` shrinks sizes, seconds and rounds until a row takes seconds: it shows that
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results = run_rows(rows, quick=arguments.quick, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(report.table(results))
+    print(report.notes(results))
     print(report.summary(results))
     out = Path(arguments.out or f"{OUT}/{arguments.group if not arguments.row else '-'.join(arguments.row)}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -56,6 +56,11 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(f"| {line} |" for line in [rendered[0], rule, *rendered[1:]])
 
 
+def notes(results: Sequence[Result]) -> str:
+    """What rows say besides their measures, each below its name."""
+    return "\n".join(f"\n{result.row.name}:\n" + "\n".join(result.notes) for result in results if result.notes)
+
+
 def _cells(row: Row, measure: Measure) -> tuple[str, ...]:
     low, high = measure.spread
     ours = quantity(statistics.median(measure.ours), measure.unit)

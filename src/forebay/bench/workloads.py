@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader"]
+    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader", "resume"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -421,7 +421,23 @@ ROWS: tuple[Row, ...] = (
         for objects in (SAMPLES_100K, SAMPLES_10K)
         for latency_s, decode in ((0.0, False), (0.005, False), (0.020, False), (0.0, True), (0.020, True))
     ),
+    Row(
+        "resume",
+        "resume",
+        "a job killed at a random batch, resumed with other workers and ranks",
+        "forebay.bench.resume:rows",
+        (Objects("numbered", 10_000, 640),),
+        (Objects("numbered-few", 1_000, 320),),
+        goals={
+            "samples twice": at_most(0),
+            "samples lost": at_most(0),
+            "cases not exact": at_most(0),
+        },
+        rounds=1,  # nothing here has a spread
+        epochs=1,
+        peer="best peer",
+    ),
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader")
+GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader", "resume")
