@@ -14,11 +14,11 @@ from typing import Any
 
 import boto3
 import numpy as np
+import torch
 from botocore import UNSIGNED
 from botocore.config import Config
 from torch.utils import data
 
-import torch
 from demo.corpus import NAMES
 from forebay.torch import DataLoader, ShardDataset
 

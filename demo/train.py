@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from demo.corpus import NAMES
 from demo.feeds import FromBucket, from_node
-from torch import nn
 
 REPORT_EVERY_S = 0.25
 CHECKPOINT_EVERY = 3  # steps; a checkpoint of this model costs a millisecond

@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-
 import torch
-from forebay.torch import DataLoader, ObjectDataset
+from PIL import Image
 from torch import nn
+
+from forebay.torch import DataLoader, ObjectDataset
 
 EPOCHS, BATCH, SIDE = 2, 32, 64
 CLASSES = ("cat", "dog")

@@ -14,8 +14,9 @@ import sys
 from typing import Any
 
 import torch
-from forebay.torch import DataLoader, ShardDataset
 from torch import distributed, nn
+
+from forebay.torch import DataLoader, ShardDataset
 
 EPOCHS, BATCH = 2, 32
 

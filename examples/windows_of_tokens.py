@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 
 import torch
-from forebay.torch import DataLoader, TokenDataset
 from torch import nn
+
+from forebay.torch import DataLoader, TokenDataset
 
 CONTEXT, BATCH, VOCABULARY = 64, 16, 256
 

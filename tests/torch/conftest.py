@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
-import torch
 from forebay.torch import DataLoader
 
 torch.set_num_threads(1)  # tensors here are small, and cores are busy

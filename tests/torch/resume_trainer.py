@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from forebay.torch import DataLoader, ObjectDataset
 from torch import distributed
+
+from forebay.torch import DataLoader, ObjectDataset
 
 
 class Job(NamedTuple):

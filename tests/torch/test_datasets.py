@@ -9,9 +9,9 @@ import zipfile
 
 import numpy as np
 import pytest
+import torch
 from tests.torch.memory_source import MemorySource, shard, tokens
 
-import torch
 from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
 from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.decoders import picture

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.torch.memory_source import MemorySource
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import torch
 from forebay.core.errors import Busy, Corrupt, Denied, Invalid, Precondition, Unavailable
 from forebay.torch import BatchSampler, DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.fetching import Fetched

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils import data
 
-import torch
 from forebay.core.errors import ForebayError, Invalid
 from forebay.ports import chance, clock
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from torch import distributed
 from torch.utils.data import Sampler
 
 from forebay.core.errors import Invalid
@@ -27,7 +28,6 @@ from forebay.torch.listing import Fingerprint, Listing
 from forebay.torch.order import Indices, InOrder, Order, Permuted
 from forebay.torch.partition import Last, Partition
 from forebay.torch.state import VERSION, State, from_dict
-from torch import distributed
 
 _AHEAD_SAMPLES = 16_384  # 2 ms of computing
 

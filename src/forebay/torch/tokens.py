@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-
 import torch
+
 from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.ports import clock
