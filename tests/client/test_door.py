@@ -262,7 +262,7 @@ def test_what_is_read_is_reported_now_and_then(
 
 def test_an_object_of_one_block_is_not_counted_twice(front: FakeDoor, door: HostDoor, tmp_path: Path) -> None:
     front.put("b", "one", DATA[:50_000], tmp_path)
-    door.read_many([Item("b", "one")])
+    assert door.read_many([Item("b", "one")]) == [DATA[:50_000]]
     door.close()
     until(lambda: front.used())
     assert [used.hits for used in front.used()] == [[]], "giving it was its use"
