@@ -33,7 +33,7 @@ def file_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]
     running.start()
     try:
         running.json("PUT", "buckets/scratch", {"name": "scratch", "url": "local://", "write": "local"})
-        running.add_bucket("lake", f"file://{folder / 'lake'}", 0)
+        running.add_bucket("lake", f"file://{folder / 'lake'}")
         yield running
     finally:
         running.stop()

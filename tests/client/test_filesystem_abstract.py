@@ -21,7 +21,7 @@ class Place(abstract.AbstractFixtures):
 
     @pytest.fixture
     def fs(self, file_node: NodeProcess) -> ForebayFileSystem:
-        return ForebayFileSystem(url=file_node.endpoint)
+        return ForebayFileSystem(endpoint_url=file_node.endpoint)
 
     @pytest.fixture
     def fs_path(self) -> str:

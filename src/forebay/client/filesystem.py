@@ -33,7 +33,9 @@ from typing import Any, TypeVar
 
 from fsspec.asyn import AsyncFileSystem, get_loop, sync_wrapper
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
+from fsspec.compression import compr
 from fsspec.config import apply_config
+from fsspec.core import get_compression
 from fsspec.spec import AbstractFileSystem
 from fsspec.utils import stringify_path, tokenize
 
@@ -46,12 +48,14 @@ from forebay.client.filesystem_files import (
     AsyncReadFile,
     AsyncWriteFile,
     CachedFile,
+    CompressedFile,
     ReadFile,
     WriteFile,
     open_append,
     open_raw,
 )
 from forebay.client.filesystem_listing import Info, Listing, Tree, directory, in_order, of_entry, of_head
+from forebay.client.filesystem_ranges import bytes_or_error, listed, shares, told_all
 from forebay.client.upload import Plan
 from forebay.core import limits
 from forebay.core.batch import FULL, Item
@@ -61,9 +65,8 @@ from forebay.core.types import LOCAL_URL, Bucket, RangeSpec
 T = TypeVar("T")
 LISTING_KEPT_S = 10.0
 AT_ONCE = limits.CLIENT_IDLE_CONNECTIONS_MAX  # requests of one call under way: as many connections are kept
-BATCH_ITEMS = 2048  # of one request for ranges: its bytes are here twice for a moment
-BATCH_BYTES = 256 * limits.MIB
-_ENVIRONMENT = {"url": "FOREBAY_URL", "token": "FOREBAY_TOKEN", "ca": "FOREBAY_CA"}
+_MEANS_ENDPOINT = {"url", "endpoint", "host", "base_url"}  # else they would be passed over, and another node be asked
+_ENVIRONMENT = {"endpoint_url": "FOREBAY_URL", "token": "FOREBAY_TOKEN", "ca": "FOREBAY_CA"}
 
 
 class _OnePerNode(type(AbstractFileSystem)):  # type: ignore[misc]
@@ -76,7 +79,7 @@ class _OnePerNode(type(AbstractFileSystem)):  # type: ignore[misc]
                 kwargs.pop(name, None)
                 if os.environ.get(variable):
                     kwargs[name] = os.environ[variable]
-        kwargs.setdefault("url", DEFAULT_URL)
+        kwargs.setdefault("endpoint_url", DEFAULT_URL)
         return super().__call__(*args, **kwargs)
 
 
@@ -87,7 +90,7 @@ def split(path: str) -> tuple[str, str]:
         raise as_os_error(
             Invalid(
                 f"{bucket!r} is no bucket: write forebay://BUCKET/KEY, and name the node by FOREBAY_URL or by "
-                f'storage_options={{"url": "http://{bucket}"}}'
+                f'storage_options={{"endpoint_url": "http://{bucket}"}}'
             ),
             path,
         )
@@ -95,7 +98,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore[misc]
-    """A node's buckets. `url`, `token`, `ca` and `patience_s` as of `forebay.connect`, environment included.
+    """A node's buckets. `endpoint_url`, `token`, `ca`, `patience_s`: as of `forebay.connect`, environment included.
 
     With `asynchronous=True` its coroutines (`_cat_file`, …) run on your loop; end with `await fs.aclose()`.
     `listings_expiry_time`, `use_listings_cache`, `max_paths`: how long listings are kept, and whether.
@@ -108,26 +111,31 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
     def __init__(
         self,
         *,
-        url: str | None = None,
+        endpoint_url: str | None = None,
         token: str | None = None,
         ca: str | None = None,
         patience_s: float | None = None,
+        use_listings_cache: bool = True,
         listings_expiry_time: float | None = LISTING_KEPT_S,
+        max_paths: int | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         batch_size: int | None = AT_ONCE,
-        **options: Any,
+        **others: Any,
     ) -> None:
-        self._pid = os.getpid()
+        if meant := _MEANS_ENDPOINT.intersection(others):
+            raise TypeError(f"{meant.pop()!r} is no option of this filesystem: the node's URL is endpoint_url")
+        self._pid = os.getpid()  # what else there is is for other filesystems: libraries pass everything to each
         super().__init__(
             asynchronous=asynchronous,
             loop=loop,
             batch_size=batch_size,
+            use_listings_cache=use_listings_cache,
             listings_expiry_time=listings_expiry_time,
-            **options,
+            max_paths=max_paths,
         )
-        with told(url or ""):
-            self._clients = Clients(url, token, ca, patience_s)
+        with told(endpoint_url or ""):
+            self._clients = Clients(endpoint_url, token, ca, patience_s)
         self.url = self._clients.blocking.url
         weakref.finalize(self, self._clients.let_go)
 
@@ -381,11 +389,13 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
         if (start or 0) < 0 or (end or 0) < 0:
             start, end = self._sync(self._span, path, start, end)
         bucket, key = self._object(path)
-        (result,) = self._clients.blocking.get_many([Item(bucket, key, start or 0, end, "", etag)], on_error="report")
-        if isinstance(result, ForebayError) and result.code == FULL:
-            with told(path):
+        with told(path):
+            (found,) = self._clients.blocking.get_many(
+                [Item(bucket, key, start or 0, end, "", etag)], on_error="report"
+            )
+            if isinstance(found, ForebayError) and found.code == FULL:
                 return self._clients.blocking.get(bucket, key, etag=etag)
-        data = _bytes_or_error(path, result)
+        data = bytes_or_error(path, found)
         if isinstance(data, OSError):
             raise data
         return data
@@ -413,10 +423,10 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
     ) -> list[Any]:
         items = await self._items(paths, starts, ends)
         if self.asynchronous:
-            results = [one for share in _shares(items) for one in await self._many(share)]
+            results = [one for share in shares(items) for one in await self._many(share)]
         else:
             results = await asyncio.to_thread(self._many_here, items)
-        return _told_all(paths, results, on_error)
+        return told_all(paths, results, on_error)
 
     def cat_ranges(
         self, paths: list[str], starts: Any, ends: Any, max_gap: int | None = None, on_error: str = "return", **_: Any
@@ -425,16 +435,16 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
 
         `starts` and `ends` are lists, or one number for all. `max_gap` has nothing to do here: ranges need no merging.
         """
-        if any((number or 0) < 0 for numbers in (starts, ends) for number in _listed(numbers, len(paths))):
+        if any((number or 0) < 0 for numbers in (starts, ends) for number in listed(numbers, len(paths))):
             items = self._sync(self._items, paths, starts, ends)
         else:
             items = self._plain_items(paths, starts, ends)
-        return _told_all(paths, self._many_here(items), on_error)
+        return told_all(paths, self._many_here(items), on_error)
 
     def _plain_items(self, paths: list[str], starts: Any, ends: Any) -> list[Item]:
         if not isinstance(paths, list):
             raise TypeError("paths is no list: give one path for each range")
-        starts, ends = _listed(starts, len(paths)), _listed(ends, len(paths))
+        starts, ends = listed(starts, len(paths)), listed(ends, len(paths))
         if len(starts) != len(paths) or len(ends) != len(paths):
             raise ValueError("as many starts and ends as paths are needed")
         names = {path: self._object(path) for path in set(paths)}
@@ -447,16 +457,15 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
         return found
 
     async def _many(self, items: Sequence[Item]) -> list[Any]:
-        many = await self._clients.on_loop.get_many(items, on_error="report")
+        with told(f"{items[0].bucket}/{items[0].key}"):
+            many = await self._clients.on_loop.get_many(items, on_error="report")
         return [result if isinstance(result, bytes | ForebayError) else bytes(result) for result in many]
 
     def _many_here(self, items: Sequence[Item]) -> list[Any]:
         found: list[Any] = []
-        for share in _shares(items):
-            try:
+        for share in shares(items):
+            with told(f"{share[0].bucket}/{share[0].key}"):
                 many = self._clients.blocking.get_many(share, on_error="report")
-            except ForebayError as error:
-                raise as_os_error(error, f"{share[0].bucket}/{share[0].key}") from error
             found += [result if isinstance(result, bytes | ForebayError) else bytes(result) for result in many]
         return found
 
@@ -677,6 +686,22 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
         )
 
     # --- files -------------------------------------------------------------------------------------------------------
+    def open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        cache_options: dict[str, Any] | None = None,
+        compression: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """As of every filesystem. What compresses closes the file below it, which others leave to chance."""
+        packed = compression and get_compression(path, compression)
+        if not packed or "b" not in mode or "r" in mode:
+            return super().open(path, mode, block_size, cache_options, compression, **options)
+        file = super().open(path, mode, block_size, cache_options, **options)
+        return CompressedFile(file, compr[packed](file, mode="w"))
+
     def _open(
         self,
         path: str,
@@ -747,36 +772,3 @@ async def _first_error(work: Any) -> None:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-def _listed(numbers: Any, count: int) -> list[int | None]:
-    return list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
-
-
-def _shares(items: Sequence[Item]) -> Iterable[Sequence[Item]]:
-    """Items of one request each: few enough that their bytes fit here twice."""
-    first = size_bytes = 0
-    for at, item in enumerate(items):
-        size_bytes += (item.end - item.start) if item.end is not None else 0
-        if at > first and (at - first >= BATCH_ITEMS or size_bytes > BATCH_BYTES):
-            yield items[first:at]
-            first, size_bytes = at, 0
-    if first < len(items):
-        yield items[first:]
-
-
-def _bytes_or_error(path: str, result: Any) -> bytes | OSError:
-    if isinstance(result, bytes):
-        return result
-    if not isinstance(result, ForebayError):
-        return bytes(result)
-    return b"" if result.code == "InvalidRange" else as_os_error(result, path)
-
-
-def _told_all(paths: Sequence[str], results: Sequence[Any], on_error: str) -> list[Any]:
-    found = [_bytes_or_error(path, result) for path, result in zip(paths, results, strict=True)]
-    if on_error == "raise":
-        for result in found:
-            if isinstance(result, OSError):
-                raise result
-    return found

@@ -15,7 +15,9 @@ Invariants. (1) All bytes that a file gives are of one version. (2) What fails i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -149,6 +151,45 @@ class WriteFile(ObjectWriter):
         """Forget what was written."""
         self._kept = False
         self.abort()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # it was never made whole
+            if not self.closed:
+                warnings.warn(f"{self.path} was never closed, so nothing was written", ResourceWarning, stacklevel=2)
+        super().__del__()
+
+
+class CompressedFile(io.RawIOBase):
+    """What is written to it goes through `compressor` into `file`, and both are closed as one."""
+
+    mode = "wb"
+
+    def __init__(self, file: WriteFile, compressor: Any) -> None:
+        super().__init__()
+        self._file, self._compressor = file, compressor
+        self.fs, self.path = file.fs, file.path
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._compressor.write(data)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._compressor.close()
+            self._file.close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            super().close()
+            self._file.discard()
+        self.close()
+
+    def __del__(self) -> None:
+        """Nothing: the file below says that it was not closed."""
 
 
 def open_append(fs: Any, path: str, client: Client, bucket: str, key: str, *, autocommit: bool) -> WriteFile:
