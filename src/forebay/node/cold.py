@@ -312,6 +312,8 @@ class ColdReads:
         """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
         name = (read.ask.bucket, read.ask.key)
         opening = self._openings.get(name)
+        if opening is not None and opening.done.done():
+            opening = None  # not forgotten before this round ends: to wait for it again would never let the round end
         if opening is not None and not opening.served.same_place(served):
             self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
             opening = None
