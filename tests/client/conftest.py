@@ -26,7 +26,8 @@ def client(node: FakeNode) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def file_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """A running node with the buckets `scratch` (on it alone) and `lake` (written through to `lake/` in its folder)."""
+    """A running node with the buckets `scratch` (on it alone), `lake` (written through to `lake/` in its folder), and
+    `asked` (the same folder, asked whether it changed for each read)."""
     folder: Path = tmp_path_factory.mktemp("file-node")
     (folder / "lake").mkdir()
     running = NodeProcess(folder, "--fronts", "1")
@@ -34,6 +35,7 @@ def file_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]
     try:
         running.json("PUT", "buckets/scratch", {"name": "scratch", "url": "local://", "write": "local"})
         running.add_bucket("lake", f"file://{folder / 'lake'}")
+        running.add_bucket("asked", f"file://{folder / 'lake'}", 0)
         yield running
     finally:
         running.stop()

@@ -166,6 +166,15 @@ def test_ranges(fs: ForebayFileSystem, tree: str, file_node: NodeProcess):
         fs.cat_ranges([path], [1, 2], 3)
 
 
+def test_many_ranges_at_once_of_what_the_backend_is_asked_about_each_time(fs: ForebayFileSystem):
+    """Readers that come while another's question to the backend was just answered ask anew; once that never ended."""
+    fs.pipe_file("asked/c.bin", BIG)
+    starts = [at * 997 % 2_000_000 for at in range(2000)]
+    for _ in range(6):
+        found = fs.cat_ranges(["asked/c.bin"] * 2000, starts, [start + 100 for start in starts])
+        assert found == [BIG[start : start + 100] for start in starts]
+
+
 def test_a_file_is_read(fs: ForebayFileSystem, tree: str):
     path = f"{tree}/sub/deep/c.bin"
     with fs.open(path) as file:
