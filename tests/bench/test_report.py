@@ -143,6 +143,8 @@ def test_the_tables_of_the_pages_show_every_measure(monkeypatch: pytest.MonkeyPa
     assert short[2][-1] == "**missed**"
     assert "**failed**" in short[3][-1]
     assert module.markdown(full).count("\n") == 4
+    short, full = module.lines({"rows": [{"row": "warm-1k", "what": "warm GET 1 KiB", "unmeasured": True}]})
+    assert (short[1][-1], full[1][-1]) == ("not measured yet", "not measured yet")
 
 
 def test_the_table_of_resumed_jobs_may_be_written_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
