@@ -113,8 +113,12 @@ def boot_id() -> str:
 
 
 def _lives(pid: str) -> bool:
-    """Whether a process of that number exists."""
-    return pid.isdigit() and os.path.exists(f"/proc/{pid}")
+    """Whether a process of that number exists. One that is dead and waits for its parent to look has no files open."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def read_mark(path: str) -> Mark | None:
