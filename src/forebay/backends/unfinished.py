@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay.ports import clock
+from forebay.ports import clock, machine
 
 PREFIX = ".forebay-put-"  # what begins like this is no object
 FOLDER = PREFIX + "unfinished"
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 def boot() -> str:
     """Names this machine since it started."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
+        return machine.boot_id().replace("-", "")[:12]
     except OSError:
         return "unknown"  # not Linux: nothing is known to be dead, all waits until it is old
 
@@ -93,5 +93,5 @@ class Unfinished:
         whose, _, rest = name.partition("-")
         pid = rest.partition("-")[0]
         if whose == self._boot and pid.isascii() and pid.isdigit():
-            return not os.path.exists(f"/proc/{pid}")
+            return not machine.alive(int(pid))
         return clock.wall_s() - os.stat(f"{self._folder}/{name}").st_ctime > STRANGE_AGE_S

@@ -15,7 +15,7 @@ from forebay.cli import local_node, show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import Interrupted, verb
 from forebay.core.errors import Busy, Denied
-from forebay.ports import clock
+from forebay.ports import clock, machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 LOOK_S = 0.05
@@ -107,7 +107,7 @@ def _wait(at: os.PathLike[str], pid: int, timeout_s: float) -> None:
     path = local_node.directory(os.fspath(at))
     give_up_s = clock.monotonic_s() + timeout_s
     try:
-        while local_node.alive(pid) or (local_node.is_locked(path) and local_node.said(path).pid in (0, pid)):
+        while machine.alive(pid) or (local_node.is_locked(path) and local_node.said(path).pid in (0, pid)):
             if clock.monotonic_s() > give_up_s:
                 raise Busy(
                     f"the node (pid {pid}) is still stopping after {timeout_s:g} s: it finishes what clients are "

@@ -27,7 +27,7 @@ from forebay.client.http1 import Request
 from forebay.client.sync import Client, connect
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.types import Bucket
-from forebay.ports import clock
+from forebay.ports import clock, machine
 
 PATIENCE_S = 5.0  # for each thing that is asked over the network
 SYNCS = 8
@@ -84,7 +84,7 @@ def look_at_node(at: Path, client: Client) -> NodeFacts:
         url=client.url,
         locked=local_node.is_locked(at),
         said_pid=said.pid,
-        said_alive=bool(said.pid) and local_node.alive(said.pid),
+        said_alive=bool(said.pid) and machine.alive(said.pid),
         said_endpoint=said.endpoint,
         answers=state is not None,
         ready=ready,

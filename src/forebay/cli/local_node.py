@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.core.errors import ForebayError
+from forebay.ports import machine
 
 if TYPE_CHECKING:
     import ssl
@@ -76,18 +77,9 @@ def running(dir: Path) -> Running | None:
     if not is_locked(dir):
         return None
     found = said(dir)
-    if found.pid and alive(found.pid):
+    if found.pid and machine.alive(found.pid):
         return found
     return Running(_pid_with(str((dir / "node.lock").resolve())), "", "")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process with this number runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(") ")[2][:1] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def is_ready(url: str, patience_s: float = 2.0) -> bool:

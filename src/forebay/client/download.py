@@ -29,7 +29,7 @@ from forebay.client.http1 import Response
 from forebay.client.sinks import IntoFd
 from forebay.core.errors import Busy, Corrupt, Invalid, Precondition
 from forebay.core.types import RangeSpec
-from forebay.ports import chance
+from forebay.ports import chance, machine
 
 try:
     import fcntl
@@ -221,8 +221,7 @@ def _hash(text: str) -> str:
 
 def _boot() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+        return machine.boot_id()
     except OSError:
         return ""
 

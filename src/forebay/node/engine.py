@@ -53,7 +53,6 @@ from forebay.node.manifests import Manifests
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
-from forebay.node.store.volume import boot_id
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
 from forebay.node.tally import Tally
@@ -65,6 +64,7 @@ from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
+from forebay.ports.machine import boot_id
 
 log = logging.getLogger("forebay.engine")
 

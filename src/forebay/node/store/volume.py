@@ -40,13 +40,13 @@ from forebay.node.store import files, keys, presence
 from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
 from forebay.ports import chance, clock
+from forebay.ports.machine import alive, boot_id
 
 FORMAT = 1
 OWN_NAMES = frozenset(
     {"volume.json", "lock", "tmp", "data", "index", "durable", "parts", "ballast", "volume.json.new", "lost+found"}
 )
 INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
-BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
@@ -104,21 +104,6 @@ class Mark(msgspec.Struct, omit_defaults=False):
     epoch: int = 0
     members: list[str] = []
     ids_below: int = 0  # every object id that may have been used is below: what holds if the index is lost
-
-
-def boot_id() -> str:
-    """What the kernel drew when the machine started."""
-    with open(BOOT_ID_FILE) as file:
-        return file.read().strip()
-
-
-def _lives(pid: str) -> bool:
-    """Whether a process of that number exists. One that is dead and waits for its parent to look has no files open."""
-    try:
-        with open(f"/proc/{int(pid)}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (OSError, ValueError, IndexError):
-        return False
 
 
 def read_mark(path: str) -> Mark | None:
@@ -278,7 +263,8 @@ class Volume:
         goes; later (`opened`), only what dead processes were receiving."""
         for name in os.listdir(os.path.join(self.path, "tmp")):
             incoming = name.startswith(INCOMING)
-            if incoming and _lives(name.split("-")[1]):
+            pid = name.split("-")[1] if incoming else ""
+            if pid.isdigit() and alive(int(pid)):
                 continue
             if incoming or not self.opened:
                 os.unlink(os.path.join(self.path, "tmp", name))

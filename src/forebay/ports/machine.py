@@ -1,0 +1,21 @@
+"""What the kernel says of this machine: when it started, and who runs on it. Linux only, as nodes are.
+
+Rejected: signal 0 to find out whether a process runs (a dead one, not yet looked at by its parent, gets it too).
+"""
+
+from __future__ import annotations
+
+
+def boot_id() -> str:
+    """What the kernel drew when the machine started. `OSError` where no kernel says so."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this number runs. A zombie does not: it holds no files any more."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(") ")[2][:1] not in ("Z", "X")
+    except OSError:
+        return False
