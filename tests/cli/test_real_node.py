@@ -16,6 +16,7 @@ from tests.cli.conftest import COMMAND, Program
 
 from forebay.cli import local_node
 from forebay.client.sync import Client
+from forebay.ports import machine
 
 pytestmark = pytest.mark.real
 
@@ -96,7 +97,7 @@ def test_a_node_from_up_to_down(real: Program, tmp_path: Path) -> None:
     stopped = json.loads(real("down", "--json").stdout)
     assert (stopped["dir"], stopped["pid"], stopped["stopped"]) == (str(tmp_path / "node"), first["pid"], True)
     assert (stopped["owed_objects"], stopped["owed_bytes"]) == (0, 0)
-    assert not local_node.alive(int(str(first["pid"])))
+    assert not machine.alive(int(str(first["pid"])))
     assert real("down").stdout == f"no node runs from {tmp_path / 'node'}\n"
 
 
@@ -139,7 +140,7 @@ def test_a_killed_node_is_noticed_and_started_again_with_its_cache(real: Program
 def test_up_right_after_the_end_of_a_node_starts_another(real: Program, tmp_path: Path, how: signal.Signals) -> None:
     first = int(str(up(real)["pid"]))
     os.kill(first, how)
-    wait_until(lambda: not local_node.said(tmp_path / "node").pid or not local_node.alive(first))
+    wait_until(lambda: not local_node.said(tmp_path / "node").pid or not machine.alive(first))
     second = up(real)
     assert second["started"] is True
     assert second["pid"] != first
