@@ -24,7 +24,7 @@ from urllib.parse import quote
 import msgspec
 
 from forebay.backends import errors
-from forebay.backends.s3list import parse_time
+from forebay.backends.contents import parse_time
 from forebay.backends.s3write import GOOGLE, META, STORAGE_CLASS, S3Writes, check_size
 from forebay.backends.seam import Body
 from forebay.backends.wire import Answer, Wire, bare_etag, version_of

@@ -13,15 +13,15 @@ S3 Express directory buckets have no order at all and are refused (`NotSupported
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from datetime import datetime
-from urllib.parse import unquote
+from itertools import pairwise
+from operator import lt
 from xml.etree import ElementTree
 
 from forebay.backends import errors
+from forebay.backends.contents import Contents, quick, slow
 from forebay.backends.pages import HIGHEST, check_limit
-from forebay.backends.wire import Wire
+from forebay.backends.wire import Answer, Wire
 from forebay.core.errors import NotSupported, Unavailable
 from forebay.core.types import ListEntry, ListPage
 
@@ -42,10 +42,10 @@ def list_page(wire: Wire, prefix: str, delimiter: str, start_after: str, limit: 
         if token:
             query.append(("continuation-token", token))
         answer = wire.ask(query)
-        root = parse(answer.status, answer.body, wire.url, "ListBucketResult")
+        contents = _contents(answer, wire.url)
         keeps_folders = answer.headers.get("server", "").startswith("SeaweedFS")
-        order = _path_order if keeps_folders else str
-        page = _read_page(root, order, prefix, start_after, wire.url)
+        order = _path_order if keeps_folders else None
+        page = _read_page(contents, order, prefix, start_after, wire.url)
         if keeps_folders and sent_after and not token:
             page, is_all = _with_what_is_below(wire, page, prefix, delimiter, start_after, limit)
             if is_all:
@@ -55,11 +55,11 @@ def list_page(wire: Wire, prefix: str, delimiter: str, start_after: str, limit: 
         is_full = len(page.entries) + len(page.prefixes) == limit
         if keeps_folders and is_full:
             return page  # what lies below its last key may follow, whatever the answer says
-        if (root.findtext("{*}IsTruncated") or "").strip().lower() != "true":
+        if not contents.is_truncated:
             return ListPage(page.entries, page.prefixes)
         if page.next_after:  # fewer than asked is allowed
             return page
-        token = root.findtext("{*}NextContinuationToken") or ""
+        token = contents.token
         if not token:
             raise Unavailable(f"{wire.url}: an empty page says that more follows, but not where: try again")
 
@@ -75,14 +75,14 @@ def _with_what_is_below(
         return page, False  # the page starts inside a group, which is listed as a whole
     query = [("list-type", "2"), ("encoding-type", "url"), ("max-keys", str(1 if delimiter else limit))]
     answer = wire.ask([*query, ("prefix", folder)])
-    root = parse(answer.status, answer.body, wire.url, "ListBucketResult")
-    below = _read_page(root, _path_order, folder, start_after, wire.url)
+    contents = _contents(answer, wire.url)
+    below = _read_page(contents, _path_order, folder, start_after, wire.url)
     if not below.entries or folder in page.prefixes or any(entry.key.startswith(folder) for entry in page.entries):
         return page, False
     last = page.next_after or (folder + HIGHEST if delimiter else below.next_after)
     if delimiter:
         return ListPage(page.entries, sorted([folder, *page.prefixes]), last), False
-    if (root.findtext("{*}IsTruncated") or "").strip().lower() == "true":
+    if contents.is_truncated:
         return below, True
     return ListPage(sorted([*below.entries, *page.entries]), page.prefixes, last), False
 
@@ -101,36 +101,35 @@ def parse(status: int, body: bytes, url: str, wanted: str) -> ElementTree.Elemen
     return root
 
 
-def _read_page(root: ElementTree.Element, order: Order, prefix: str, start_after: str, url: str) -> ListPage:
+def _contents(answer: Answer, url: str) -> Contents:
+    found = quick(answer.body) if answer.status == 200 else None
+    return found or slow(parse(answer.status, answer.body, url, "ListBucketResult"))
+
+
+def _read_page(said: Contents, order: Order | None, prefix: str, start_after: str, url: str) -> ListPage:
     """An answer as a page, sorted; `next_after` is its last item ("" if it has none), whether or not more follows."""
-    decode = _decode if root.findtext("{*}EncodingType") == "url" else str
-    after = order(start_after)
+    last_key = _check_order(said.keys, order, url)
+    last_prefix = _check_order(said.prefixes, order, url)
+    ranked = order or str
+    after = ranked(start_after)
+    entries = list(map(ListEntry, said.keys, said.sizes, said.etags, said.modified_s))
+    # between two keys under the prefix, in any order by characters, there are only keys under the prefix
+    if entries and not (ranked(said.keys[0]) > after and all(said.keys[at].startswith(prefix) for at in (0, -1))):
+        entries = [entry for entry in entries if ranked(entry.key) > after and entry.key.startswith(prefix)]
     folded = start_after.removesuffix(HIGHEST) if start_after.endswith(HIGHEST) else ""
-    entries, prefixes = [], []
-    last_key = last_prefix = ""
-    for item in root.iterfind("{*}Contents"):
-        said = {child.tag.rpartition("}")[2]: child.text or "" for child in item}  # four times as fast as findtext
-        key = decode(said.get("Key", ""))
-        last_key = _risen(last_key, key, order, url)
-        if order(key) > after and key.startswith(prefix):
-            etag, size = said.get("ETag", "").strip('"'), int(said.get("Size") or 0)
-            entries.append(ListEntry(key, size, etag, parse_time(said.get("LastModified", ""))))
-    for item in root.iterfind("{*}CommonPrefixes"):
-        common = decode(item.findtext("{*}Prefix") or "")
-        last_prefix = _risen(last_prefix, common, order, url)
-        if common != folded and common.startswith(prefix) and order(common + HIGHEST) > after:
-            prefixes.append(common)
-    last = last_prefix + HIGHEST if order(last_prefix) > order(last_key) else last_key
-    return ListPage(sorted(entries), sorted(prefixes), last if entries or prefixes else "")
+    prefixes = [
+        common
+        for common in said.prefixes
+        if common != folded and common.startswith(prefix) and ranked(common + HIGHEST) > after
+    ]
+    last = last_prefix + HIGHEST if ranked(last_prefix) > ranked(last_key) else last_key
+    if order is not None:
+        entries.sort()
+        prefixes.sort()
+    return ListPage(entries, prefixes, last if entries or prefixes else "")
 
 
-def _decode(text: str) -> str:
-    """A key of `encoding-type=url`. Most have no other escape than their slashes."""
-    text = text.replace("+", " ").replace("%2F", "/")
-    return unquote(text) if "%" in text else text
-
-
-def cut(page: ListPage, limit: int, order: Order = str) -> ListPage:
+def cut(page: ListPage, limit: int, order: Order | None = None) -> ListPage:
     """The first `limit` items of a page that has more."""
     items = sorted([entry.key for entry in page.entries] + page.prefixes, key=order)[:limit]
     last, kept = items[-1], set(items)
@@ -139,24 +138,18 @@ def cut(page: ListPage, limit: int, order: Order = str) -> ListPage:
     return ListPage(entries, prefixes, last + HIGHEST if last in prefixes else last)
 
 
-def _risen(before: str, now: str, order: Order, url: str) -> str:
-    if order(now) <= order(before):
+def _check_order(keys: list[str], order: Order | None, url: str) -> str:
+    """The last of `keys` ("" if there are none), which rise; else `NotSupported`."""
+    ranks = keys if order is None else list(map(order, keys))
+    if not all(map(lt, ranks, ranks[1:])) or ranks[:1] == [""]:
+        before, now = next(((a, b) for a, b in pairwise(["", *keys]) if (order or str)(b) <= (order or str)(a)))
         raise NotSupported(
             f"{url} lists {now!r} after {before!r}, so it keeps no order to page by (S3 Express directory buckets do "
             "not): it can be read but not listed through Forebay"
         )
-    return now
+    return keys[-1] if keys else ""
 
 
 def _path_order(text: str) -> str:
     """Sorts as SeaweedFS lists: name by name along the path."""
     return text.replace("/", "\0")
-
-
-@functools.lru_cache(maxsize=4096)
-def parse_time(text: str) -> float:
-    """Unix time of an ISO 8601 time; 0 if it is none."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return 0.0

@@ -25,7 +25,8 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from forebay.backends import errors, s3tags
-from forebay.backends.s3list import parse, parse_time
+from forebay.backends.contents import parse_time
+from forebay.backends.s3list import parse
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.backends.wire import CONTENT_HEADERS, Answer, Wire, bare_etag, is_condition, version_of
 from forebay.core import limits

@@ -15,6 +15,7 @@ can succeed are waited for; others are the caller's.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -172,9 +173,9 @@ class NodeSource:
     def __init__(self, url: str | None = None) -> None:
         self._client = Client(url)
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         client = getattr(self, "_client", None)  # none if the URL was refused
-        if client is not None:
+        if client is not None and not ending():  # then what it needs may be gone, and the kernel closes all
             client.close()
 
     @property
