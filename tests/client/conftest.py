@@ -1,8 +1,11 @@
-"""A fake node and a client of it, and a real node for the filesystem."""
+"""A fake node and a client of it, a real node for the filesystem, and a child to look from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,19 @@ from tests.client.fake_node import FakeNode
 from tests.node.conftest import NodeProcess
 
 from forebay.client.sync import Client
+
+
+def in_child(run: Callable[[], bool]) -> bool:
+    """Whether `run` says True in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            os._exit(0 if run() else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.fixture

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import resource
-import signal
-import tarfile
 import threading
 import time
-import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.client.conftest import in_child
 from tests.client.fake_door import FakeDoor
 from tests.client.fake_node import FakeNode
+from tests.core.archives import tar_of, zip_of
 
 from forebay.client import door as client_door
 from forebay.client.door import HostDoor
@@ -69,19 +67,6 @@ def descriptors() -> set[str]:
     return {entry for entry in found if "/proc/" not in entry and "socket:" not in entry}
 
 
-def in_child(run: Callable[[], bool]) -> bool:
-    """Whether `run` says True in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            os._exit(0 if run() else 1)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(2)
-    return os.waitpid(pid, 0)[1] == 0
-
-
 def test_items_are_read_from_files_and_small_ones_come_along(front: FakeDoor, door: HostDoor, large: int) -> None:
     assert large
     got = door.read_many(
@@ -128,16 +113,10 @@ def test_what_is_odd_is_left_to_http(door: HostDoor, large: int) -> None:
 
 
 def test_members_of_shards_are_ranges_of_their_files(front: FakeDoor, tmp_path: Path) -> None:
-    packed, zipped = io.BytesIO(), io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for number in range(30):
-            entry = tarfile.TarInfo(f"m{number}")
-            entry.size = 1000 + number
-            archive.addfile(entry, io.BytesIO(DATA[number : number + entry.size]))
-    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive_of_zip:
-        archive_of_zip.writestr("deflated", bytes(5000))
+    packed = tar_of((f"m{number}", DATA[number : number + 1000 + number]) for number in range(30))
+    zipped = zip_of([("deflated", bytes(5000))], zipfile.ZIP_DEFLATED)
     indexes = {}
-    for key, data in (("t", packed.getvalue()), ("z", zipped.getvalue())):
+    for key, data in (("t", packed), ("z", zipped)):
         object_id = front.put("b", key, data, tmp_path)
         kind: Any = {"t": "tar", "z": "zip"}[key]
         indexes["b", key] = members.build(
@@ -172,14 +151,14 @@ def test_members_of_shards_are_ranges_of_their_files(front: FakeDoor, tmp_path: 
         Item("b", "unknown", member="m"),
         Item("b", "t", 0, 100),
     ]
-    wanted = [DATA[7:1014], DATA[39:49], DATA[10:1000], *[None] * 8, packed.getvalue()[:100]]
+    wanted = [DATA[7:1014], DATA[39:49], DATA[10:1000], *[None] * 8, packed[:100]]
     for _ in range(client_door.BATCHES_MIN - 1):
-        assert door.read_many(items) == [*[None] * 11, packed.getvalue()[:100]]
+        assert door.read_many(items) == [*[None] * 11, packed[:100]]
     assert fetched == [], "an index is long: the node reads single members"
     for _ in range(3):
         assert door.read_many(items) == wanted
     assert [fetched.count(key) for key in ("t", "z", "odd", "unknown")] == [1, 1, 3, 0]
-    newer = packed.getvalue() + bytes(512)
+    newer = packed + bytes(512)
     object_id = front.put("b", "t", newer, tmp_path)
     front.drop(1)
     until(lambda: door.read_many(items)[:3] == [None] * 3)  # it is another version than the index is of

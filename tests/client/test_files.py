@@ -7,17 +7,16 @@ import io
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
-import traceback
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.client.conftest import in_child
 from tests.client.fake_door import FakeDoor
 from tests.client.fake_node import FakeNode
 
@@ -52,18 +51,6 @@ def gets(node: FakeNode) -> list[str]:
         for verb, target, headers in node.seen
         if verb == "GET" and "/objects/" in target
     ]
-
-
-def in_child(run: Callable[[], bool]) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            os._exit(0 if run() else 1)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(2)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

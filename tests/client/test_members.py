@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.core.archives import tar_of
 from tests.front.shard_place import Place, place
-from tests.front.test_shards import SAMPLES, packed, tar_of
+from tests.front.test_shards import SAMPLES, packed
 
 import forebay
 from forebay import aio

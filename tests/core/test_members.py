@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.archives import tar_of, zip_of
 
 from forebay.core import members, tar
 from forebay.core.errors import Corrupt, Invalid, NotFound, NotSupported
@@ -46,24 +47,6 @@ def contents(index: MemberIndex, data: bytes) -> list[tuple[str, bytes]]:
             assert zlib.crc32(raw) == member.crc32
         found.append((member.name, raw))
     return found
-
-
-def tar_of(files: list[tuple[str, bytes]], **more: object) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", **more) as archive:  # type: ignore[call-overload]
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def zip_of(files: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        for name, data in files:
-            archive.writestr(zipfile.ZipInfo(name), data, method)
-    return out.getvalue()
 
 
 def as_tarfile(data: bytes) -> list[tuple[str, bytes]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zstandard
+from tests.core.archives import files_of, tar_of, zip_of
 from tests.front.shard_place import Place, place, until
 
 from forebay.core import members
@@ -38,24 +39,6 @@ SAMPLES = [
 def here(tmp_path: Path) -> Iterator[Place]:
     with place(tmp_path) as made:
         yield made
-
-
-def tar_of(files: list[tuple[str, bytes]]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def zip_of(files: list[tuple[str, bytes]], method: int) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        for name, data in files:
-            archive.writestr(zipfile.ZipInfo(name), data, method)
-    return out.getvalue()
 
 
 def packed(form: str) -> bytes:
@@ -344,11 +327,6 @@ def test_what_is_wrong_with_a_member_stands_in_its_place(here: Place) -> None:
 
 
 # --- appending -------------------------------------------------------------------------------------------------------
-def as_tarfile(data: bytes) -> list[tuple[str, bytes]]:
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        return [(info.name, archive.extractfile(info).read()) for info in archive]  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("bucket", ["local", "back"])
 def test_appended_members_make_the_tar_that_tar_would_make(here: Place, bucket: str) -> None:
     files = [("a/1", b"one"), ("a/2", b""), ("näme", b"x" * 20_000), ("big", random.Random(1).randbytes(5 * MIB + 3))]
@@ -356,25 +334,25 @@ def test_appended_members_make_the_tar_that_tar_would_make(here: Place, bucket: 
         written = here.append(bucket, "new.tar", name, data)
         assert written.status == 200, written.body
         whole = here.get(bucket, "new.tar")
-        assert as_tarfile(whole.body) == files[:number]
+        assert files_of(whole.body) == files[:number]
         assert json.loads(written.body)["etag"] == whole.headers["etag"].strip('"')
         assert here.get(bucket, "new.tar", name).body == data
     assert here.builds() == 0, "the index grew with the shard"
     assert here.temp_files() == []
     if bucket == "back":
         here.run(here.engine.flusher.flush("back"))
-        assert as_tarfile(here.get("remote", "new.tar").body) == files, "as the backend has it"
+        assert files_of(here.get("remote", "new.tar").body) == files, "as the backend has it"
         assert here.get(bucket, "new.tar", "big").body == files[-1][1]
 
 
 def test_appending_to_a_tar_of_another_maker_and_to_one_that_is_cold(here: Place) -> None:
     here.remote.place("x.tar", tar_of(SAMPLES))
     assert here.append("back", "x.tar", "one more", b"data").status == 200
-    assert as_tarfile(here.get("back", "x.tar").body) == [*SAMPLES, ("one more", b"data")]
+    assert files_of(here.get("back", "x.tar").body) == [*SAMPLES, ("one more", b"data")]
     unfilled = tar_of([("a", b"abc")])[:515]
     assert here.put("local", "short.tar", unfilled).status == 200
     assert here.append("local", "short.tar", "b", b"B").status == 200
-    assert as_tarfile(here.get("local", "short.tar").body) == [("a", b"abc"), ("b", b"B")]
+    assert files_of(here.get("local", "short.tar").body) == [("a", b"abc"), ("b", b"B")]
 
 
 def test_conditions_of_an_append(here: Place) -> None:
@@ -386,7 +364,7 @@ def test_conditions_of_an_append(here: Place) -> None:
     assert here.append("local", "x.tar", "b", b"2", headers={"If-Match": f'"{etag}"'}).status == 200
     assert here.append("local", "x.tar", "c", b"3", headers={"If-Match": f'"{etag}"'}).status == 412
     assert here.append("local", "y.tar", "c", b"3", headers={"If-Match": f'"{etag}"'}).status == 404
-    assert as_tarfile(here.get("local", "x.tar").body) == [("a", b"1"), ("b", b"2")]
+    assert files_of(here.get("local", "x.tar").body) == [("a", b"1"), ("b", b"2")]
 
 
 def test_what_cannot_be_appended_to_is_left_as_it_is(here: Place) -> None:
@@ -415,7 +393,7 @@ def test_appends_at_once_all_arrive_and_none_is_doubled(tmp_path: Path) -> None:
         for each in asking:
             each.join(30)
         assert statuses == [200] * 16
-        found = as_tarfile(here.get("local", "x.tar").body)
+        found = files_of(here.get("local", "x.tar").body)
         assert len(found) == 16
         assert dict(found) == files
         for name, data in files.items():
@@ -428,7 +406,7 @@ def test_a_body_that_ends_early_appends_nothing(here: Place) -> None:
     with socket.create_connection(("127.0.0.1", here.fronts[0].port), timeout=10) as made:
         made.sendall(b"POST /-/v1/members/local/x.tar?name=b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nhalf")
     until(lambda: here.temp_files() == [])
-    assert as_tarfile(here.get("local", "x.tar").body) == [("a", b"1")]
+    assert files_of(here.get("local", "x.tar").body) == [("a", b"1")]
 
 
 def test_a_front_that_stops_while_it_builds_leaves_nothing(tmp_path: Path) -> None:

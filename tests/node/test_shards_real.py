@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import random
 import signal
-import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.core.archives import files_of, tar_of
 
 import forebay
 from forebay.core.errors import ForebayError
@@ -20,21 +19,6 @@ from forebay.core.errors import ForebayError
 from .conftest import NodeProcess, until
 
 SAMPLES = [(f"{number:05}.bin", random.Random(number).randbytes(number % 97 * 53)) for number in range(800)]
-
-
-def tar_of(files: list[tuple[str, bytes]]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def files_of(data: bytes) -> list[tuple[str, bytes]]:
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        return [(info.name, archive.extractfile(info).read()) for info in archive]  # type: ignore[union-attr]
 
 
 @pytest.mark.real

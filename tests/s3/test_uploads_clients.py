@@ -7,7 +7,6 @@ import io
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import BotoCoreError, ClientError
+from tests.node.conftest import until
 from tests.s3.conftest import client
 from tests.s3.real_node import RealNode
 
@@ -170,10 +170,7 @@ def test_nothing_acknowledged_is_lost_when_the_node_is_killed(seaweed: servers.S
         for mode in MODES:
             assert "Uploads" not in place.s3.list_multipart_uploads(Bucket=f"up-{mode}")
         assert place.parts_on_disk() == []
-        until_s = time.monotonic() + 60  # what a dying front was receiving goes when the node next keeps house
-        while place.temps() and time.monotonic() < until_s:
-            time.sleep(0.05)
-        assert place.temps() == []
+        until(lambda: not place.temps(), 60)  # what a dying front was receiving goes when the node next keeps house
     finally:
         node.stop()
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import doctest
 import gzip
-import io
 import re
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.core.archives import files_of, tar_of, zip_of
 from tests.s3.real_node import RealNode
 
 import forebay
@@ -21,30 +20,6 @@ from forebay.core.types import RangeSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics-shards.md"
 STORY = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-Files = list[tuple[str, bytes]]
-
-
-def tar(files: Files) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def zip_of(files: Files) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files:
-            archive.writestr(name, data)
-    return out.getvalue()
-
-
-def read(data: bytes) -> Files:
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        return [(info.name, archive.extractfile(info).read()) for info in archive]  # type: ignore[union-attr]
 
 
 def kind(call: Callable[..., Any], *arguments: Any, **more: Any) -> tuple[str, str]:
@@ -59,7 +34,7 @@ def client(tmp_path: Path) -> Iterator[forebay.Client]:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     samples = [("0001.jpg", bytes(3000)), ("0001.cls", b"3"), ("0002.jpg", bytes(range(250)) * 20), ("0002.cls", b"7")]
-    (corpus / "train-0.tar").write_bytes(tar(samples))
+    (corpus / "train-0.tar").write_bytes(tar_of(samples))
     with RealNode(tmp_path / "node", "--fronts", "1") as node:
         node.add_bucket("corpus", corpus.as_uri())
         node.add_bucket("mine", "local://", write="local")
@@ -72,8 +47,8 @@ def test_the_stories_of_shards_hold(client: forebay.Client) -> None:
     stories = STORY.findall(PAGE.read_text("utf-8"))
     assert len(stories) >= 6
     names = {
-        "client": client, "tar": tar, "zip_of": zip_of, "tgz": lambda files: gzip.compress(tar(files)), "read": read,
-        "kind": kind, "RangeSpec": RangeSpec,
+        "client": client, "tar": tar_of, "zip_of": lambda files: zip_of(files, zipfile.ZIP_DEFLATED),
+        "tgz": lambda files: gzip.compress(tar_of(files)), "read": files_of, "kind": kind, "RangeSpec": RangeSpec,
     }  # fmt: skip
     said: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from tests.core.archives import tar_of
 
 from forebay.core.batch import Item
 from forebay.core.errors import ForebayError, NotFound, Precondition
@@ -95,20 +94,9 @@ def _remembering(objects: dict[str, bytes], manifests: list[bytes]) -> MemorySou
     return source
 
 
-def shard(members: Iterable[tuple[str, bytes]]) -> bytes:
-    """A tar."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
 def numbered_shard(first: int, samples: int) -> bytes:
     """Samples `first`..: each a `.cls` with its number and a `.bin` of bytes that depend on it."""
-    return shard(
+    return tar_of(
         part
         for number in range(first, first + samples)
         for part in (
@@ -116,6 +104,18 @@ def numbered_shard(first: int, samples: int) -> bytes:
             (f"{number:06d}.cls", b"%d" % number),
         )
     )
+
+
+def label(sample: dict[str, Any]) -> int:
+    """The number of one of those samples, which is whole."""
+    number: int = sample["cls"]
+    assert sample["bin"] == bytes([number % 251]) * (number % 700)
+    return number
+
+
+def as_int(_key: str, data: bytes | memoryview) -> int:
+    """Decodes an object that says its number."""
+    return int(bytes(data))
 
 
 def tokens(count: int, first: int = 0, dtype: str = "<u2") -> bytes:

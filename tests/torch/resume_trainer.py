@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tests.torch.memory_source import as_int
 from torch import distributed
 
 from forebay.torch import DataLoader, ObjectDataset
@@ -33,10 +34,6 @@ class Job(NamedTuple):
     epochs: int
     dies_at: tuple[int, int, str] | None
     start_method: str = "fork"
-
-
-def as_int(_key: str, data: bytes | memoryview) -> int:
-    return int(bytes(data))
 
 
 def save(state: dict[str, Any], path: Path) -> None:

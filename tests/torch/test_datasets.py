@@ -10,7 +10,8 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from tests.torch.memory_source import MemorySource, shard, tokens
+from tests.core.archives import tar_of
+from tests.torch.memory_source import MemorySource, tokens
 
 from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
 from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
@@ -139,7 +140,7 @@ def test_parts_are_decoded_by_their_extension():
         "jpg": pictures["jpeg"], "seg.png": pictures["png"], "json": json.dumps({"a": [1]}).encode(),
         "txt": "ä".encode(), "cls": b" 12\n", "npy": npy(np.arange(3)), "other": b"\0\1", "empty": b"",
     }  # fmt: skip
-    source = MemorySource({"x.tar": shard((f"dir.v1/one.{name}", data) for name, data in parts.items())})
+    source = MemorySource({"x.tar": tar_of((f"dir.v1/one.{name}", data) for name, data in parts.items())})
     found = ShardDataset("b-1", source=source)[0]
     assert found["__key__"] == "dir.v1/one"
     assert found["jpg"].shape == (3, 3, 4)
@@ -166,7 +167,7 @@ def test_parts_are_decoded_by_their_extension():
 def test_pickles_are_refused_unless_the_caller_decodes_them():
     file = io.BytesIO()
     torch.save(torch.arange(3), file)
-    source = MemorySource({"x.tar": shard([("a.pt", file.getvalue()), ("b.npy", npy(np.array([{}], object)))])})
+    source = MemorySource({"x.tar": tar_of([("a.pt", file.getvalue()), ("b.npy", npy(np.array([{}], object)))])})
     for policy in ("raise", "skip"):
         with pytest.raises(Invalid, match="a pickle can run any code"):
             ShardDataset("b-1", source=source, on_error=policy)[0]  # type: ignore[arg-type]
@@ -183,7 +184,7 @@ def test_names_are_read_as_webdataset_reads_them():
         ("a.jpg.txt", b"1"), ("noextension", b"2"), (".hidden", b"3"), ("d/.x.txt", b"4"), ("b.TXT", b"5"),
         ("c.txt", b"first"), ("z.txt", b"6"), ("c.cls", b"7"), ("c.txt", b"last"),
     ]  # fmt: skip
-    dataset = ShardDataset("b-1", source=MemorySource({"x.tar": shard(members)}))
+    dataset = ShardDataset("b-1", source=MemorySource({"x.tar": tar_of(members)}))
     assert [sample["__key__"] for sample in dataset] == ["a", "b", "c", "z"]
     assert dataset[0]["jpg.txt"] == "1"
     assert dataset[1]["txt"] == "5"
@@ -217,14 +218,14 @@ def test_a_shard_that_is_cut_short_is_an_error_or_has_no_samples(shards: MemoryS
 
 
 def test_a_corrupt_member_and_a_missing_part():
-    source = MemorySource({"x.tar": shard([("a.cls", b"1"), ("b.cls", b"one"), ("c.txt", b"3"), ("d.cls", b"4")])})
+    source = MemorySource({"x.tar": tar_of([("a.cls", b"1"), ("b.cls", b"one"), ("c.txt", b"3"), ("d.cls", b"4")])})
     with pytest.raises(Corrupt, match=r"the cls of sample 'b' of b-1/x\.tar cannot be decoded"):
         ShardDataset("b-1", source=source)[1]
     facts = Facts()
     skipping = ShardDataset("b-1", source=source, on_error="skip")
     assert [s["__key__"] for s in skipping.fetch([0, 1, 2, 3], facts)] == ["a", "c", "d"]
     assert facts.skipped == ["sample 'b' of b-1/x.tar"]
-    both = MemorySource({"x.tar": shard([("a.cls", b"1"), ("a.txt", b"1"), ("b.cls", b"2")])})
+    both = MemorySource({"x.tar": tar_of([("a.cls", b"1"), ("a.txt", b"1"), ("b.cls", b"2")])})
     with pytest.raises(Corrupt, match="has no txt"):
         ShardDataset("b-1", source=both, parts=[".txt", "cls"])[1]
 

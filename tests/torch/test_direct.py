@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.backends.backend_places import s3_place
 from tests.node.conftest import NodeProcess, until
-from tests.torch.memory_source import numbered_shard
+from tests.torch.memory_source import as_int, label, numbered_shard
 
 from forebay.bench import servers
 from forebay.core.batch import Item
@@ -86,16 +86,6 @@ def kill(node: NodeProcess) -> None:
     for pid in children:
         os.kill(pid, 9)
     node.process.wait()
-
-
-def as_int(_key: str, data: bytes | memoryview) -> int:
-    return int(bytes(data))
-
-
-def label(sample: dict[str, Any]) -> int:
-    number: int = sample["cls"]
-    assert sample["bin"] == bytes([number % 251]) * (number % 700)
-    return number
 
 
 def in_order(loader: DataLoader) -> list[int]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess
-from tests.torch.memory_source import shard
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.real
@@ -30,7 +30,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     (folder / "bucket" / "photos" / "dog" / "broken.jpg").write_bytes(b"no picture")
     (folder / "bucket" / "train").mkdir()
     for number in range(3):
-        (folder / "bucket" / "train" / f"{number}.tar").write_bytes(shard(labelled(chance, 50)))
+        (folder / "bucket" / "train" / f"{number}.tar").write_bytes(tar_of(labelled(chance, 50)))
     (folder / "bucket" / "tokens").mkdir()
     (folder / "bucket" / "tokens" / "a.bin").write_bytes((np.arange(30_000) * 7 % 256).astype("<u2").tobytes())
     running = NodeProcess(folder / "node-0", "--fronts", "1")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.memory_source import MemorySource
+from tests.torch.memory_source import MemorySource, as_int
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from forebay.core.errors import Busy, Corrupt, Denied, Invalid, Precondition, Unavailable
@@ -22,10 +22,6 @@ from forebay.torch.fetching import Fetched
 from forebay.torch.source import Facts, Patient
 
 WORKERS = [0, 2]
-
-
-def as_int(_key: str, data: bytes | memoryview) -> int:
-    return int(bytes(data))
 
 
 @pytest.fixture

@@ -6,15 +6,17 @@ import asyncio
 import gzip
 import io
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
-from tests.torch.memory_source import numbered_shard, shard, tokens
+from tests.torch.memory_source import as_int, label, numbered_shard, tokens
 
 from forebay import aio
 from forebay.bench import servers
@@ -49,16 +51,6 @@ def node(place: Path) -> Iterator[NodeProcess]:
     running.stop()
 
 
-def as_int(_key: str, data: bytes | memoryview) -> int:
-    return int(bytes(data))
-
-
-def label(sample: dict[str, Any]) -> int:
-    number: int = sample["cls"]
-    assert sample["bin"] == bytes([number % 251]) * (number % 700)
-    return number
-
-
 def test_all_kinds_from_threads_and_workers(node: NodeProcess):
     numbers = ObjectDataset("corpus/numbers/", decode=as_int, url=node.endpoint)
     shards = ShardDataset("corpus/train/", transform=label, url=node.endpoint)
@@ -82,7 +74,7 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
         archive.writestr("one.txt", "x" * 5000)
     packed = io.BytesIO()
     with gzip.open(packed, "wb") as file:
-        file.write(shard([("two.txt", b"y" * 700)]))
+        file.write(tar_of([("two.txt", b"y" * 700)]))
     (folder / "b.tar.gz").write_bytes(packed.getvalue())
     found = ShardDataset("corpus/odd/", url=node.endpoint)
     assert [(sample["__key__"], len(sample["txt"])) for sample in found] == [("one", 5000), ("two", 700)]
@@ -156,3 +148,32 @@ def test_a_node_that_is_gone_for_good(node: NodeProcess):
     with DataLoader(dataset, 4, shuffle=False) as loader:
         loader.load_state_dict(state)
         assert next(iter(loader)).tolist()[0] == state["samples"]
+
+
+ENDING = """
+import sys
+
+import fsspec
+
+import forebay
+from forebay.torch import DataLoader, ObjectDataset
+
+url = sys.argv[1]
+dataset = ObjectDataset("corpus/numbers/", url=url)
+loader = DataLoader(ObjectDataset("corpus/numbers/", url=url), 4)
+batches = iter(loader)
+client = forebay.connect(url)
+file = client.open("corpus", "text/a.bin")
+fs = fsspec.filesystem("forebay", endpoint_url=url)
+column = fs.open("corpus/text/a.bin")
+forgotten = [client.open("corpus", "never", "wb"), fs.open("corpus/never", "wb")]
+print(dataset[3], len(next(batches)), file.read(4) == column.read(4))
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sys.exit()"])
+def test_a_script_that_ends_with_all_of_it_open_ends_without_a_word(node: NodeProcess, tmp_path: Path, last: str):
+    script = tmp_path / "script.py"
+    script.write_text(ENDING + last)
+    done = subprocess.run([sys.executable, script, node.endpoint], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("b'3' 4 True\n", "", 0)

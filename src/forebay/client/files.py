@@ -21,7 +21,6 @@ Invariants. (1) All bytes that a reader gives are of one version. (2) After `clo
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import tempfile
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.client import flows
 from forebay.client.connection import CUT
+from forebay.client.door import Found
 from forebay.client.http1 import Request
 from forebay.client.upload import Plan, put_file
 from forebay.core import limits
@@ -312,8 +312,10 @@ class ObjectWriter(io.RawIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never made whole
+        try:
             self.abort()
+        except AttributeError:
+            pass  # it was never made whole, or Python ends, and modules are gone
 
     def writable(self) -> bool:
         return True
@@ -378,6 +380,17 @@ def _write(file: io.FileIO, view: memoryview) -> None:
         done += file.write(view[done:]) or 0
 
 
+def find_object(client: Client, bucket: str, key: str, etag: str = "") -> Found:
+    """The object as it is now, by the door or else by a HEAD. `Precondition` if `etag` is given and not its ETag."""
+    found = client.door.find(bucket, key)
+    if found is None:
+        got = client.head(bucket, key)
+        found = Found(got.size_bytes, got.etag, None)
+    if etag and found.etag != etag:
+        raise _changed(bucket, key)
+    return found
+
+
 def open_object(
     client: Client,
     bucket: str,
@@ -393,13 +406,5 @@ def open_object(
         return ObjectWriter(client, bucket, key, Plan.of(content_type, metadata, etag, mode == "xb"))
     if mode != "rb":
         raise Invalid(f"mode {mode!r} is not known: use rb, wb or xb, and io.TextIOWrapper for text")
-    found = client.door.find(bucket, key)
-    if found is not None:
-        size_bytes, now, body = found
-    else:
-        got = client.head(bucket, key)
-        size_bytes, now, body = got.size_bytes, got.etag, None
-    if etag and now != etag:
-        raise _changed(bucket, key)
-    reader = ObjectReader(client, bucket, key, size_bytes, now, body)
+    reader = ObjectReader(client, bucket, key, *find_object(client, bucket, key, etag))
     return io.BufferedReader(reader, buffering) if buffering > 1 else reader

@@ -15,7 +15,6 @@ Invariants. (1) All bytes that a file gives are of one version. (2) What fails i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import warnings
 from types import TracebackType
@@ -24,12 +23,12 @@ from typing import Any
 from fsspec.asyn import AbstractAsyncStreamedFile
 from fsspec.spec import AbstractBufferedFile
 
-from forebay.client.files import ObjectReader, ObjectWriter
+from forebay.client.files import ObjectReader, ObjectWriter, find_object
 from forebay.client.filesystem_errors import told
 from forebay.client.sync import Client
 from forebay.client.upload import Plan
 from forebay.core import limits
-from forebay.core.errors import NotFound, NotSupported, Precondition
+from forebay.core.errors import NotFound, NotSupported
 
 BUFFER_BYTES = 64 * limits.KIB
 APPEND_BYTES_MAX = 64 * limits.MIB
@@ -50,15 +49,7 @@ class _Raw(ObjectReader):
 def open_raw(client: Client, bucket: str, key: str, etag: str = "") -> _Raw:
     """The object as it is now, or with `etag` exactly that version."""
     with told(f"{bucket}/{key}"):
-        found = client.door.find(bucket, key)
-        if found is not None:
-            size_bytes, now, body = found
-        else:
-            got = client.head(bucket, key)
-            size_bytes, now, body = got.size_bytes, got.etag, None
-        if etag and now != etag:
-            raise Precondition("the object is another version than when it was opened: open it again")
-        return _Raw(client, bucket, key, size_bytes, now, body)
+        return _Raw(client, bucket, key, *find_object(client, bucket, key, etag))
 
 
 class ReadFile(io.BufferedReader):
@@ -153,9 +144,11 @@ class WriteFile(ObjectWriter):
         self.abort()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never made whole
+        try:
             if not self.closed:
                 warnings.warn(f"{self.path} was never closed, so nothing was written", ResourceWarning, stacklevel=2)
+        except AttributeError:
+            pass  # it was never made whole, or Python ends, and modules are gone
         super().__del__()
 
 

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from forebay.core.errors import Bug, ForebayError
 from forebay.core.record import Record
+from forebay.node.outcomes import resolve
 from forebay.node.store import Change, Prepared, Store
 
 log = logging.getLogger("forebay.writes")
@@ -58,7 +59,7 @@ class Commits:
     async def commit(self, change: Change) -> Record | None:
         """Make it so; the record (None for a delete). Raises what kept it from being so: nothing changed then."""
         done: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
-        self.begin(change, functools.partial(_resolve, done))
+        self.begin(change, functools.partial(resolve, done))
         return await done
 
     def begin(self, change: Change, done: Done) -> None:
@@ -137,15 +138,6 @@ class Commits:
         """Finish what is queued. Twice is fine."""
         await self.settled()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
-
-
-def _resolve(done: asyncio.Future[Record | None], outcome: Record | ForebayError | None) -> None:
-    if done.done():
-        return  # who asked is gone
-    if isinstance(outcome, ForebayError):
-        done.set_exception(outcome)
-    else:
-        done.set_result(outcome)
 
 
 def _tell(done: Done, outcome: Record | ForebayError | None) -> None:

@@ -32,6 +32,7 @@ from forebay.core import calls, limits, wire
 from forebay.core.errors import Bug, ForebayError, Unavailable, from_wire
 from forebay.core.metrics import Snapshot, encode_snapshot
 from forebay.core.types import RangeSpec
+from forebay.node.outcomes import resolve
 
 log = logging.getLogger("forebay.link")
 
@@ -255,7 +256,7 @@ class Link:
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
         await self.wait()
         future: asyncio.Future[Any] = self.loop.create_future()
-        number = self._call(verb, body, functools.partial(_resolve, future))
+        number = self._call(verb, body, functools.partial(resolve, future))
         try:
             return await future
         finally:
@@ -421,15 +422,6 @@ def _tell(answered: Answered, answer: Any) -> None:
         answered(answer)
     except Exception:
         log.exception("who asked the engine broke at its answer")
-
-
-def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
-    if future.done():
-        return  # who asked is gone
-    if isinstance(answer, ForebayError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
 
 
 def _gone() -> Unavailable:

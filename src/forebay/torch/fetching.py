@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import queue
 import select
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -205,8 +206,10 @@ class Ahead:
                 slot.result = error
             slot.made.set()
 
-    def close(self) -> None:
+    def close(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """End the threads; one that waits for bytes ends when it has them."""
+        if ending():
+            return  # Python is being taken down: no daemon runs any more, and what this needs may be gone
         self._ended.set()
         self._far.set()
         for _ in self._threads:

@@ -39,10 +39,10 @@ import os
 import socket
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -63,6 +63,7 @@ from forebay.ports import clock as clocks
 
 log = logging.getLogger("forebay.shards")
 ResultT = TypeVar("ResultT")
+_Name = tuple[str, str, str]  # bucket, key and version of a shard
 
 MEMBERS_KEPT_MAX = 2_000_000  # of all indexes in this process's memory: about 400 MB once their names are looked up
 FAILED_KEPT_S = 30.0
@@ -112,9 +113,9 @@ class Shards:
         self._clock = clock
         self._kept: OrderedDict[tuple[str, str], MemberIndex] = OrderedDict()
         self._kept_members = 0
-        self._failed: OrderedDict[tuple[str, str, str], tuple[float, ForebayError]] = OrderedDict()
-        self._building: dict[tuple[str, str, str], asyncio.Task[MemberIndex]] = {}
-        self._unpacking: dict[tuple[str, str, str], asyncio.Task[None]] = {}
+        self._failed: OrderedDict[_Name, tuple[float, ForebayError]] = OrderedDict()
+        self._building: dict[_Name, asyncio.Task[MemberIndex]] = {}
+        self._unpacking: dict[_Name, asyncio.Task[None]] = {}
         self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="forebay-shards")
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-members")
         self.builds = 0
@@ -183,28 +184,35 @@ class Shards:
         if index is not None and is_version(record, index.version):
             self._kept.move_to_end((bucket, key))
             return index
+        return await self._joined(self._building, self._find, bucket, key, record)
+
+    async def _joined(
+        self,
+        tasks: dict[_Name, asyncio.Task[ResultT]],
+        work: Callable[[str, str, Record], Coroutine[Any, Any, ResultT]],
+        bucket: str,
+        key: str,
+        record: Record,
+    ) -> ResultT:
+        """The result of the one task that does `work` for this version of a shard, begun if there is none."""
         name = (bucket, key, record.version)
         self._refuse_failed(name)
-        task = self._building.get(name)
+        task = tasks.get(name)
         if task is None:
-            task = self._building[name] = asyncio.create_task(self._find(bucket, key, record))
-            task.add_done_callback(lambda done: self._found(name, done))
+            task = tasks[name] = asyncio.create_task(work(bucket, key, record))
+            task.add_done_callback(lambda done: self._ended(tasks, name, done))
         try:
             return await asyncio.shield(task)
         except ForebayError as error:
             raise from_wire(error.to_wire()) from error  # one for each who waits
 
-    def _found(self, name: tuple[str, str, str], done: asyncio.Task[MemberIndex]) -> None:
-        del self._building[name]
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            self._keep(name[:2], done.result())
-        else:
+    def _ended(self, tasks: dict[_Name, asyncio.Task[ResultT]], name: _Name, done: asyncio.Task[ResultT]) -> None:
+        del tasks[name]
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
             self._remember(name, error)
 
-    def _remember(self, name: tuple[str, str, str], error: BaseException) -> None:
+    def _remember(self, name: _Name, error: BaseException) -> None:
         """What will not be otherwise in a moment need not be tried by each who asks."""
         if isinstance(error, Corrupt | NotSupported | Invalid) or getattr(error, "code", "") == "InsufficientStorage":
             assert isinstance(error, ForebayError), "these are kinds of it"
@@ -212,7 +220,7 @@ class Shards:
             while len(self._failed) > FAILED_MAX:
                 self._failed.popitem(last=False)
 
-    def _refuse_failed(self, name: tuple[str, str, str]) -> None:
+    def _refuse_failed(self, name: _Name) -> None:
         failed = self._failed.get(name)
         if failed is not None and self._clock.monotonic_s() < failed[0]:
             raise from_wire(failed[1].to_wire())
@@ -227,16 +235,16 @@ class Shards:
     # --- from where an index comes -----------------------------------------------------------------------------------
     async def _find(self, bucket: str, key: str, record: Record) -> MemberIndex:
         found = await self._stored(bucket, key, record)
-        if found is not None:
-            return found
-        async with self._claim("members", bucket, key, record) as alone:
-            while not alone.held:
+        if found is None:
+            async with self._claim("members", bucket, key, record) as alone:
                 found = await self._stored(bucket, key, record)
-                if found is not None:
-                    return found
-                await alone.wait()
-            found = await self._stored(bucket, key, record)
-            return found if found is not None else await self._build(bucket, key, record)
+                while found is None and not alone.held:
+                    await alone.wait()
+                    found = await self._stored(bucket, key, record)
+                if found is None:
+                    found = await self._build(bucket, key, record)
+        self._keep((bucket, key), found)
+        return found
 
     async def _stored(self, bucket: str, key: str, record: Record) -> MemberIndex | None:
         """The index as a derived object. What was made before a flush has the version of before."""
@@ -407,26 +415,11 @@ class Shards:
         bucket, key, record = span.bucket, span.key, span.record
         found = self._plain(bucket, key, record)
         if found is None:
-            name = (bucket, key, record.version)
-            self._refuse_failed(name)
-            task = self._unpacking.get(name)
-            if task is None:
-                task = self._unpacking[name] = asyncio.create_task(self._unpack_again(bucket, key, record))
-                task.add_done_callback(lambda done: self._unpacked(name, done))
-            try:
-                await asyncio.shield(task)
-            except ForebayError as error:
-                raise from_wire(error.to_wire()) from error
+            await self._joined(self._unpacking, self._unpack_again, bucket, key, record)
             found = self._plain(bucket, key, record)
         if found is None:
             raise _no_room_for_plain(bucket, key)
         return found
-
-    def _unpacked(self, name: tuple[str, str, str], done: asyncio.Task[None]) -> None:
-        del self._unpacking[name]
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            self._remember(name, error)
 
     async def _unpack_again(self, bucket: str, key: str, record: Record) -> None:
         form = form_of(key, None) or form_of(key, await self._range(bucket, key, record, 0, SNIFF_BYTES))
