@@ -250,10 +250,12 @@ def _get_one(s3: Any, item: Item) -> int:
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
 def tokens(lab: Lab, row: Row) -> Result:
-    """Random windows of a token file as tensors, beside the same windows of the file mapped into memory."""
+    """Batches of random windows of a token file, beside the same windows of the file mapped into memory, each put
+    together in its own way: by the loader's collation, and by `torch.stack` as training scripts with a map do it."""
     (objects,) = row.quick if lab.quick else row.objects
     np, torch = importlib.import_module("numpy"), importlib.import_module("torch")
     dataset_type = importlib.import_module("forebay.torch").TokenDataset
+    collate = importlib.import_module("forebay.torch.fetching").collate
     lab.upload(objects)
     mapped = np.memmap(lab.files / objects.key(0), dtype=np.uint16, mode="r")
     rates: tuple[list[float], list[float]] = ([], [])
@@ -268,7 +270,7 @@ def tokens(lab: Lab, row: Row) -> Result:
             return [chance.randrange(len(dataset)) for _ in range(64)]
 
         def of_node(indices: list[int]) -> Any:
-            return torch.stack(list(dataset.__getitems__(indices)))
+            return collate(dataset.__getitems__(indices))
 
         def of_map(indices: list[int]) -> Any:
             windows = [mapped[index * WINDOW : (index + 1) * WINDOW].astype(np.int64) for index in indices]

@@ -100,13 +100,15 @@ class Forms:
         self.shards = make_shards(root / "files", root / "tar", objects)
         folders = {form: str(root / form) for form in ("files", "mds", "lit")}
         work = {"samples": objects.count, **folders}
-        _run([peers_python(), peers.__file__, "prepare"], work, {})
+        lines_of([peers_python(), peers.__file__, "prepare"], work, {})
         lab.upload_files([str(path.relative_to(lab.files)) for path in sorted(root.rglob("*")) if path.is_file()])
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-def _run(command: list[str], work: dict[str, Any], env: dict[str, str]) -> list[dict[str, float]]:
-    """The epochs of one process. `LoadFailed` with the end of what it said."""
+def lines_of(
+    command: list[str], work: dict[str, Any], env: dict[str, str], begin: str = "epoch"
+) -> list[dict[str, float]]:
+    """What one process told in lines of JSON that begin with that name. `LoadFailed` with the end of what it said."""
     done = subprocess.run(
         command,
         input=json.dumps(work),
@@ -119,7 +121,19 @@ def _run(command: list[str], work: dict[str, Any], env: dict[str, str]) -> list[
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise load.LoadFailed(f"{command[-1]} ended with {done.returncode}: {said[-1] if said else ''}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"epoch"')]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(f'{{"{begin}"')]
+
+
+def peer_env(endpoint: str) -> dict[str, str]:
+    """What the environment of a peer's process says about the bucket."""
+    return {
+        "S3_ENDPOINT_URL": endpoint,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
 
 
 def _peer(lab: Lab, forms: Forms, name: str, endpoint: str, how: str) -> list[float]:
@@ -139,15 +153,7 @@ def _peer(lab: Lab, forms: Forms, name: str, endpoint: str, how: str) -> list[fl
         **_common(how),
         "workers": 2,
     }
-    env = {
-        "S3_ENDPOINT_URL": endpoint,
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "any",
-        "AWS_SECRET_ACCESS_KEY": "any",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    return _rates(_run([peers_python(), peers.__file__, name], work, env), name)
+    return _rates(lines_of([peers_python(), peers.__file__, name], work, peer_env(endpoint)), name)
 
 
 def _ours(lab: Lab, forms: Forms, kind: str, endpoint: str, how: str) -> list[float]:
@@ -162,7 +168,7 @@ def _ours(lab: Lab, forms: Forms, kind: str, endpoint: str, how: str) -> list[fl
             **_common(how),
             "workers": 2 if how else 0,
         }
-        return _rates(_run([sys.executable, "-m", "forebay.bench.trainee"], work, {}), f"forebay {kind}")
+        return _rates(lines_of([sys.executable, "-m", "forebay.bench.trainee"], work, {}), f"forebay {kind}")
 
 
 def _common(how: str) -> dict[str, Any]:

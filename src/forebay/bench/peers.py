@@ -1,4 +1,5 @@
-"""Epochs of one peer's loader, in the peers' own interpreter: `python peers.py PEER`, the work as JSON on stdin.
+"""Epochs of one peer's loader, in the peers' own interpreter: `python peers.py PEER`, the work as JSON on stdin; or
+only the first batch of an epoch: `python peers.py first PEER`.
 
 Theory. The peers pin other versions of shared libraries than Forebay's tests do (botocore above all), so they live in
 an environment of their own (`make peers`), and this file imports nothing of Forebay. It prints one JSON line for each
@@ -7,7 +8,8 @@ object counts to the first epoch, since that is where some of them list or downl
 documentation says for object storage: shards for those that have them, a local cache where they offer one, persistent
 worker processes, and whole batches left as lists, so that nobody pays for collating.
 
-Invariant. An epoch that does not yield every sample once is an error, not a number.
+Invariant. An epoch that does not yield every sample once is an error, not a number, and so is a first batch that is
+not one of shuffled samples of the data set.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 
@@ -160,6 +163,85 @@ PEERS = {
 }
 
 
+# --- the first batch -------------------------------------------------------------------------------------------------
+FOLDER_OBJECTS = 10_000
+LITDATA_INDEX = "index.json.zstd"  # put beside the data by litdata
+
+
+def many_key(name: str, index: int) -> str:
+    """The key of one of very many objects."""
+    return f"{name}/{index // FOLDER_OBJECTS:04d}/{index:06d}.bin"
+
+
+def many_body(key: str, size_bytes: int) -> bytes:
+    """What that object holds: its key."""
+    return key.encode().ljust(size_bytes, b"\n")
+
+
+def check_first(batch: list[Any], samples: int, work: dict[str, Any], *, shuffled: bool = True) -> None:
+    """End the process unless `batch` is a batch of the data set, which has `samples` samples."""
+    if samples != work["samples"]:
+        raise SystemExit(f"the data set has {samples} samples, not {work['samples']}")
+    if len(batch) != work["batch"] or len(set(batch)) != len(batch):
+        raise SystemExit(f"{len(set(batch))} different samples in a batch of {work['batch']}")
+    numbers = []
+    for data in batch:
+        key = bytes(data).rstrip(b"\n").decode()
+        numbers.append(int(key[-10:-4]))
+        wanted = many_key(work["objects"].rstrip("/"), numbers[-1])
+        if key != wanted or data != many_body(wanted, work["size_bytes"]) or numbers[-1] >= samples:
+            raise SystemExit(
+                f"{data[:40]!r} is not the {len(wanted)} characters of {wanted} in {work['size_bytes']} bytes"
+            )
+    if shuffled and numbers == sorted(numbers):
+        raise SystemExit("the batch is not shuffled")
+
+
+def whole(reader: Any) -> bytes:
+    return bytes(reader.read())
+
+
+def s3_objects(work: dict[str, Any], kind: str) -> Any:
+    connector = importlib.import_module("s3torchconnector")
+    return getattr(connector, kind).from_prefix(
+        f"s3://{work['bucket']}/{work['objects']}",
+        region="us-east-1",
+        endpoint=work["endpoint"],
+        transform=whole,
+        s3client_config=connector.S3ClientConfig(force_path_style=True),
+    )
+
+
+def litdata_raw(work: dict[str, Any]) -> Any:
+    """Its listing goes by fsspec and its reads by obstore, which share no option but the environment's."""
+    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    place = f"s3://{work['bucket']}/{work['objects'].rstrip('/')}"
+    dataset = importlib.import_module("litdata").StreamingRawDataset
+    return dataset(place, cache_dir=work["cache"], recompute_index=work["list_anew"])
+
+
+FIRST: dict[
+    str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Any]]
+] = {  # what is imported before the clock starts, and what makes the data set
+    "s3torchconnector": (("s3torchconnector",), functools.partial(s3_objects, kind="S3MapDataset")),
+    "litdata": (("litdata", "litdata.streaming.downloader", "s3fs", "obstore"), litdata_raw),
+    "s3torchconnector-iterable": (("s3torchconnector",), functools.partial(s3_objects, kind="S3IterableDataset")),
+}
+
+
+def first_batch(peer: str, work: dict[str, Any]) -> None:
+    modules, make = FIRST[peer]
+    for module in ("torch.utils.data", *modules):
+        importlib.import_module(module)
+    map_style = not peer.endswith("-iterable")
+    began = time.perf_counter()
+    dataset = make(work)
+    batch = next(iter(loader(dataset, {**work, "map_style": map_style})))
+    taken_s = time.perf_counter() - began
+    check_first(batch, len(dataset) if map_style else work["samples"], work, shuffled=map_style)
+    print(json.dumps({"first_batch_s": taken_s}), flush=True)
+
+
 def read_file(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
@@ -181,6 +263,9 @@ def main() -> None:
     work = json.load(sys.stdin)
     if sys.argv[1] == "prepare":
         prepare(work)
+        return
+    if sys.argv[1] == "first":
+        first_batch(sys.argv[2], work)
         return
     began = time.perf_counter()
     batches = PEERS[sys.argv[1]](work)

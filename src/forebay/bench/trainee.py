@@ -1,4 +1,5 @@
-"""Epochs of `forebay.torch`, in a process of its own: `python -m forebay.bench.trainee`, the work as JSON on stdin.
+"""Epochs of `forebay.torch`, in a process of its own: `python -m forebay.bench.trainee`, the work as JSON on stdin; or
+only the first batch of an epoch: `python -m forebay.bench.trainee first`.
 
 The counterpart of `peers.py`: the same work, the same lines of JSON, the same checks.
 """
@@ -11,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from forebay.bench.peers import collate, decode
+from forebay.bench.peers import check_first, collate, decode
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset
 
 
@@ -35,8 +36,21 @@ def loader(work: dict[str, Any]) -> Any:
     return DataLoader(dataset, work["batch"], seed=work["seed"], workers=work["workers"], collate=collate)
 
 
+def first_batch(work: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    dataset = ObjectDataset(work["place"], url=work["url"])
+    with DataLoader(dataset, work["batch"], seed=work["seed"], workers=work["workers"], collate=collate) as batches:
+        batch = next(iter(batches))
+        taken_s = time.perf_counter() - began
+    check_first(batch, len(dataset), work)
+    print(json.dumps({"first_batch_s": taken_s}), flush=True)
+
+
 def main() -> None:
     work = json.load(sys.stdin)
+    if sys.argv[1:] == ["first"]:
+        first_batch(work)
+        return
     began = time.perf_counter()
     with loader(work) as batches:
         for epoch in range(work["epochs"]):

@@ -128,6 +128,9 @@ WRITTEN = Objects("written", 10 * MIB, 16)
 SAMPLES_100K = Objects("samples-100k", 100_000, 2_000)  # stand for 10,000 and 200,000: the rates are per sample
 SAMPLES_10K = Objects("samples-10k", 10_000, 10_000)
 
+MANY = Objects("many", 100, 1_000_000)
+MANY_QUICK = Objects("many-few", 100, 20_000)
+
 WAN = Link(200 * MB, 0.020)
 LAN = Link(200 * MB)
 
@@ -172,6 +175,21 @@ def _loader(objects: Objects, link: Link, *, decode: bool = False) -> Row:
         },
         peer="best peer",
         decode=decode,
+    )
+
+
+def _first_batch(latency_s: float) -> Row:
+    link = Link(latency_s=latency_s)
+    return Row(
+        f"first-batch-1m-{latency_s * 1000:.0f}ms",
+        "loader",
+        f"first shuffled batch of 64, 1,000,000 objects of 100 bytes, bucket at {link}",
+        "forebay.bench.start:first_batch",
+        (MANY,),
+        (MANY_QUICK,),
+        link,
+        {"first batch": at_most(0.2), "second job": REPORTED},
+        peer="best peer",
     )
 
 
@@ -416,11 +434,28 @@ ROWS: tuple[Row, ...] = (
         goals={"with state": at_least(0.99)},
         peer="limit",
     ),
+    Row(
+        "hints-half",
+        "client",
+        "shuffled epochs with hints, cache holds half the data",
+        "forebay.bench.hinted:half",
+        (Objects("hinted", 256 * KIB, 2048),),
+        (Objects("hinted", 256 * KIB, 512),),
+        LAN,
+        {"hit ratio / Belady's": at_least(0.95)},
+        epochs=5,
+        demand=0.5,
+        cache_bytes=256 * MIB,
+        quick_cache_bytes=64 * MIB,
+        peer="limit",
+    ),
     *(
         _loader(objects, Link(latency_s=latency_s), decode=decode)
         for objects in (SAMPLES_100K, SAMPLES_10K)
         for latency_s, decode in ((0.0, False), (0.005, False), (0.020, False), (0.0, True), (0.020, True))
     ),
+    _first_batch(0.0),
+    _first_batch(0.020),
     Row(
         "resume",
         "resume",
