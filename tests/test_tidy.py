@@ -229,7 +229,7 @@ def imports_are_declared(tree: Tree) -> Iterator[str]:
     runtime = {_package(text) for text in project.get("dependencies", [])}
     project_extras = project.get("optional-dependencies", {})
     extras = {_package(text) for extra in project_extras.values() for text in extra}
-    places = {"fsspec": "client/filesystem"}  # the other extras are for the room of their name
+    places = {"fsspec": "client/filesystem", "plan": "torch/offload/"}  # others are for the room of their name
     rooms = {
         f"{SOURCE}{places.get(extra, f'{extra}/')}": {_package(text) for text in texts}
         for extra, texts in project_extras.items()

@@ -10,6 +10,7 @@ the benchmark works, its numbers mean little.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 import time
@@ -35,19 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             print(f"{row.name:15} {row.group:6} {row.what}: {', '.join(f'{k} {v}' for k, v in row.goals.items())}")
         return 0
-    results = run_rows(rows, quick=arguments.quick, say=lambda line: print(line, file=sys.stderr, flush=True))
+    out = Path(arguments.out or f"{OUT}/{arguments.group if not arguments.row else '-'.join(arguments.row)}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(so_far: Sequence[Result]) -> None:  # after each row: hours of measuring may be interrupted
+        out.write_text(report.as_json(so_far, quick=arguments.quick, wall_s=time.time()))
+
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    results = run_rows(rows, quick=arguments.quick, say=say, keep=keep)
     print(report.table(results))
     print(report.notes(results))
     print(report.summary(results))
-    out = Path(arguments.out or f"{OUT}/{arguments.group if not arguments.row else '-'.join(arguments.row)}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report.as_json(results, quick=arguments.quick, wall_s=time.time()))
     print(f"written to {out}")
     return 1 if any(result.error for result in results) else 0
 
 
-def run_rows(rows: Sequence[Row], *, quick: bool, say: Callable[[str], None]) -> list[Result]:
-    """Every row once, in one lab. A row that cannot be measured becomes a result with an error."""
+def run_rows(
+    rows: Sequence[Row],
+    *,
+    quick: bool,
+    say: Callable[[str], None],
+    keep: Callable[[Sequence[Result]], None] = lambda so_far: None,
+) -> list[Result]:
+    """Every row once, in one lab. A row that cannot be measured becomes a result with an error. After each row `keep`
+    gets what there is so far."""
     results: list[Result] = []
     with Lab(quick=quick) as lab:
         for row in rows:
@@ -55,6 +67,7 @@ def run_rows(rows: Sequence[Row], *, quick: bool, say: Callable[[str], None]) ->
             started = time.perf_counter()
             result = run_row(lab, row)
             results.append(report.timed(result, time.perf_counter() - started))
+            keep(results)
             for measure in result.measures:
                 say(
                     f"[bench]   {measure.name}: {report.number(measure.value)} (goal {measure.goal}): {measure.verdict}"

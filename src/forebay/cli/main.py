@@ -44,6 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "key": ("key", "Make keys for clients of a node."),
     "status": ("status", "Show the node, its volumes and its buckets."),
     "top": ("top", "Watch hit ratio, bandwidth and latency live."),
+    "offload": ("offload", "Plan what a training step moves to disks, and what it costs."),
     "bench": ("bench", "Measure this machine: warm, cold, epoch or all."),
     "doctor": ("doctor", "Look for what is wrong and say what to change."),
 }

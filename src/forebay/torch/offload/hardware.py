@@ -8,7 +8,7 @@ without an accelerator there is no link: its bandwidth is infinite.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from forebay.core.errors import Invalid
@@ -73,6 +73,16 @@ class Hardware:
     def channel_bytes_s(self, channel: Channel) -> float:
         """How quick one channel is."""
         return (self.link_out_bytes_s, self.link_in_bytes_s, self.disk_write_bytes_s, self.disk_read_bytes_s)[channel]
+
+    def faster(self, times: float) -> Hardware:
+        """The same, with disks and links that are so many times as fast."""
+        return replace(
+            self,
+            disk_write_bytes_s=self.disk_write_bytes_s * times,
+            disk_read_bytes_s=self.disk_read_bytes_s * times,
+            link_out_bytes_s=self.link_out_bytes_s * times,
+            link_in_bytes_s=self.link_in_bytes_s * times,
+        )
 
     def out_bytes_s(self, tier: Tier) -> float:
         """How quickly a tensor is stored when nothing else moves."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forebay.torch.offload.trace import Flags, Ints, Trace
+from forebay.torch.offload.trace import KINDS, Flags, Ints, Trace
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Periods:
 
 
 def inactive(trace: Trace, size_bytes_min: int) -> Periods:
-    """The periods of all tensors of at least that size."""
+    """The periods of all tensors of at least that size, but for temporary ones: nobody could move those."""
     count = trace.operator_count
     users, uses = trace.users(), trace.use_operators
     ends = trace.use_ends
@@ -46,7 +46,8 @@ def inactive(trace: Trace, size_bytes_min: int) -> Periods:
     lasts: Flags = np.zeros(len(uses), bool)
     lasts[ends - 1] = True
     leaves = next_point(trace, uses + 1)
-    kept = (trace.sizes_bytes[users] >= size_bytes_min) & (leaves < following)
+    movable = (trace.sizes_bytes >= size_bytes_min) & (trace.kinds != KINDS.index("temporary"))
+    kept = movable[users] & (leaves < following)
     kept &= ~lasts | trace.persistent[users]
     rows = np.flatnonzero(kept)
     # the writes up to and with each use, so that a difference tells of those between two periods
@@ -73,15 +74,9 @@ def next_point(trace: Trace, operators: Ints) -> Ints:
     return np.where(wrapped, trace.operator_count, points[np.where(wrapped, 0, at)]) + laps * trace.operator_count
 
 
-def point_before(trace: Trace) -> Ints:
-    """For each operator of a step, the last point at or before it."""
-    points = np.unique(trace.points[trace.points < trace.operator_count])
-    found: Ints = points[np.searchsorted(points, np.arange(trace.operator_count), "right") - 1]
-    return found
-
-
 def last_point(trace: Trace, operators: Ints) -> Ints:
     """The last point at or before each operator, counted on over laps."""
+    points = np.unique(trace.points[trace.points < trace.operator_count])
     laps, inner = np.divmod(operators, trace.operator_count)
-    found: Ints = point_before(trace)[inner] + laps * trace.operator_count
+    found: Ints = points[np.searchsorted(points, inner, "right") - 1] + laps * trace.operator_count
     return found

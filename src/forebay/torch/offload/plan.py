@@ -11,6 +11,10 @@ that was not written since its last store is dropped without storing it. Ranks a
 on all traces: printed, the paper's benefit over cost does not depend on the size; `area` is G10's. Between tiers: disk
 if it relieves as much, else host memory while it has room.
 
+Nothing can begin or end but at a point, so the circle is one of *stretches*, from one point to the next: a stretch
+takes the time of its operators and needs what the worst of them needs. There are some thousands of them where there are
+tens of thousands of operators. A store counts as complete, and a tensor as needed, at the edge on the safe side.
+
 Ranking anew after every choice what may have changed is what takes the time. What a period is worth never rises while
 slots fill and pressure falls, so what it was worth once is a bound. Kept is a *front*, the FRONT periods of the highest
 bounds; after a choice only these are ranked anew, all at once; their best is the best of all as long as no bound
@@ -25,6 +29,7 @@ its uses. (3) The same trace, hardware and rank give the same plan, on every mac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -33,7 +38,7 @@ import numpy as np
 from forebay.core.errors import Invalid
 from forebay.torch.offload.booking import Slots, Usage
 from forebay.torch.offload.hardware import CHANNELS_IN, CHANNELS_OUT, Channel, Hardware, Tier
-from forebay.torch.offload.periods import Periods, inactive, point_before
+from forebay.torch.offload.periods import Periods, inactive
 from forebay.torch.offload.trace import Flags, Floats, Ints, Trace
 
 Rank = Literal["ratio", "area", "area_then_ratio", "largest", "next_use"]
@@ -105,6 +110,38 @@ class Ranked(NamedTuple):
     stores: Flags
 
 
+class _Taken(NamedTuple):
+    """A period that was chosen; `gone` and `load` are stretches."""
+
+    row: int
+    tier: Tier
+    gone: int
+    load: int
+    stores: bool
+
+
+class Circle:
+    """The stretches of a trace, from point to point, counted on over laps as operators are."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._operators = trace.operator_count
+        self._points: Ints = np.unique(trace.points[trace.points < trace.operator_count])
+        self.count = len(self._points)
+        self.times_s: Floats = np.add.reduceat(trace.times_s, self._points)
+        self.need_bytes: Ints = np.maximum.reduceat(trace.need_bytes(), self._points)
+
+    def stretches(self, operators: Ints) -> Ints:
+        """The stretch that each operator is in."""
+        laps, inner = np.divmod(operators, self._operators)
+        found: Ints = np.searchsorted(self._points, inner, "right") - 1 + laps * self.count
+        return found
+
+    def operators(self, stretch: int) -> int:
+        """The first operator of a stretch."""
+        laps, inner = divmod(stretch, self.count)
+        return int(self._points[inner]) + laps * self._operators
+
+
 class _Pressure:
     """The memory curve, and how long it is above the target in any stretch of operators."""
 
@@ -171,22 +208,26 @@ class Planner:
         if not hardware.tiers:
             raise Invalid("there is no tier to move anything to: give a disk or host memory, with its room")
         self.trace, self.hardware, self.by = trace, hardware, rank
+        self.circle = Circle(trace)
         self.periods: Periods = inactive(trace, size_bytes_min)
-        self.pressure = _Pressure(trace.need_bytes(), trace.times_s, hardware.target_bytes)
+        self._leaves, self._needs = (
+            self.circle.stretches(self.periods.leaves),
+            self.circle.stretches(self.periods.needs),
+        )
+        self.pressure = _Pressure(self.circle.need_bytes, self.circle.times_s, hardware.target_bytes)
         self._by_area = rank in ("area", "area_then_ratio")
         self._area_until = AREA_SHARE * self.pressure.excess
         self.slots = {
-            channel: Slots(trace.times_s * hardware.channel_bytes_s(channel))
+            channel: Slots(self.circle.times_s * hardware.channel_bytes_s(channel))
             for channel in Channel
             if math.isfinite(hardware.channel_bytes_s(channel)) and hardware.channel_bytes_s(channel) > 0
         }
-        self.usage = {tier: Usage(trace.operator_count, hardware.room_bytes(tier)) for tier in hardware.tiers}
+        self.usage = {tier: Usage(self.circle.count, hardware.room_bytes(tier)) for tier in hardware.tiers}
         self._sizes = trace.sizes_bytes[self.periods.tensors]
-        self._points = point_before(trace)
         self._rows_of: Ints = np.searchsorted(self.periods.tensors, np.arange(trace.tensor_count + 1))
         self.taken: Flags = np.zeros(len(self.periods), bool)
         self._tiers_of: dict[int, Tier] = {}  # of what is taken
-        self._moves: list[tuple[int, Move]] = []
+        self._taken: list[_Taken] = []
         none: Flags = np.zeros(len(self.periods), bool)
         self._copies = {tier: none.copy() for tier in hardware.tiers}  # where a copy would still be good
         self._barred = {tier: none.copy() for tier in hardware.tiers}  # where there is no room, for good
@@ -207,7 +248,7 @@ class Planner:
         return best
 
     def _in_tier(self, rows: Ints, tier: Tier) -> Ranked:
-        sizes, leaves, needs = self._sizes[rows], self.periods.leaves[rows], self.periods.needs[rows]
+        sizes, leaves, needs = self._sizes[rows], self._leaves[rows], self._needs[rows]
         stores = ~self._copies[tier][rows]
         gone = leaves
         for channel in CHANNELS_OUT[tier]:
@@ -218,8 +259,6 @@ class Planner:
         for channel in CHANNELS_IN[tier]:
             if channel in self.slots:
                 loads = np.minimum(loads, self.slots[channel].begin(needs, sizes, gone))
-        laps, inner = np.divmod(loads, self.trace.operator_count)
-        loads = np.maximum(gone, self._points[inner] + laps * self.trace.operator_count)
         above_ns = self.pressure.above_ns(gone, loads)
         useful = (loads > gone) & (above_ns > 0) & ~self._barred[tier][rows]
         worths = np.where(useful, self._worths(rows, above_ns), 0.0)
@@ -237,9 +276,9 @@ class Planner:
         tensor = int(self.periods.tensors[row])
         since = self._held_from.get((tensor, tier))
         if self.trace.persistent[tensor]:
-            return (0, self.trace.operator_count) if since is None else (0, 0)
-        leave = int(self.periods.leaves[row])
-        end = int(self.trace.deaths[tensor]) + 1 if since is None else since
+            return (0, self.circle.count) if since is None else (0, 0)
+        leave = int(self._leaves[row])
+        end = int(self.circle.stretches(self.trace.deaths[tensor])) + 1 if since is None else since
         return leave, max(leave, end)
 
     # --- taking ------------------------------------------------------------------------------------------------------
@@ -253,7 +292,7 @@ class Planner:
     def take(self, row: int, tier: Tier, gone: int, load: int, *, stores: bool) -> Ints:
         """Book a period; the rows of the same tensor, which may be worth more now."""
         size, tensor = int(self._sizes[row]), int(self.periods.tensors[row])
-        leave, need = int(self.periods.leaves[row]), int(self.periods.needs[row])
+        leave, need = int(self._leaves[row]), int(self._needs[row])
         if stores:
             for channel in CHANNELS_OUT[tier]:
                 if channel in self.slots:
@@ -266,8 +305,7 @@ class Planner:
         if begin < end:
             self._held_from[tensor, tier] = begin
         self.pressure.lower(gone, load, size)
-        last_use = int(self.periods.last_uses[row])
-        self._moves.append((row, Move(tensor, tier, last_use, leave, gone, load, need, stores)))
+        self._taken.append(_Taken(row, tier, gone, load, stores))
         self._tiers_of[row] = tier
         self.taken[row] = True
         same = np.arange(int(self._rows_of[tensor]), int(self._rows_of[tensor + 1]))
@@ -300,13 +338,33 @@ class Planner:
         """The plan so far, before hoisting. A store that a later choice made needless (it came to be the second of two
         without a write between) is left out: the tensor is gone at once."""
         moves = []
-        for row, move in self._moves:
-            if move.stores and self._has_copy(row, move.tier):
-                self.pressure.lower(move.leave, move.gone, int(self._sizes[row]))
-                move = move._replace(stores=False, gone=move.leave)
-            moves.append(move)
+        operators, periods = self.circle.operators, self.periods
+        for row, tier, gone, load, stores in self._taken:
+            leave = int(periods.leaves[row])
+            still_stores = stores and not self._has_copy(row, tier)
+            moves.append(
+                Move(
+                    int(periods.tensors[row]),
+                    tier,
+                    int(periods.last_uses[row]),
+                    leave,
+                    operators(gone) if still_stores else leave,
+                    operators(load),
+                    int(periods.needs[row]),
+                    still_stores,
+                )
+            )
         moves.sort(key=lambda move: (move.leave, move.tensor))
-        return Plan(self.by, tuple(moves), self.pressure.left.copy(), self.hardware)
+        return Plan(self.by, tuple(moves), left_bytes(self.trace, moves), self.hardware)
+
+
+def left_bytes(trace: Trace, moves: Iterable[Move]) -> Ints:
+    """The memory curve under `moves`, operator by operator."""
+    left = trace.need_bytes()
+    for move in moves:
+        for part in _laps(move.gone, move.load, trace.operator_count):
+            left[part] -= int(trace.sizes_bytes[move.tensor])
+    return left
 
 
 def plan(trace: Trace, hardware: Hardware, rank: Rank, size_bytes_min: int = SIZE_BYTES_MIN) -> Plan:
@@ -349,9 +407,10 @@ def _front(bounds: Floats) -> tuple[Ints, tuple[float, int]]:
     above, equal = some[bounds[some] > least], some[bounds[some] == least]
     missing = FRONT - len(above)
     front = np.sort(np.concatenate([above, equal[:missing]]))
-    rest = np.setdiff1d(some, front, assume_unique=True)
-    best = int(rest[int(bounds[rest].argmax())])
-    return front, (-float(bounds[best]), best)
+    rest = bounds.copy()
+    rest[front] = 0.0
+    best = int(rest.argmax())
+    return front, (-float(rest[best]), best)
 
 
 def hoisted(trace: Trace, plan: Plan) -> Plan:
