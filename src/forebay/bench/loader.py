@@ -34,6 +34,7 @@ SHARD_BYTES = 64 * MIB
 BATCH, SEED, EPOCHS = 64, 20261121, 2
 PICTURES = 32  # different pictures; each sample has bytes of its own behind one
 TIMEOUT_S = 1800.0
+RUNS_MAX = 3  # of a peer in one round, if it fails
 NEAR = 2.0  # a peer that was slower than the best by more than this in the first round is not run again
 PEERS = tuple(peers.PEERS)
 
@@ -159,6 +160,19 @@ def _peer(lab: Lab, forms: Forms, name: str, endpoint: str, how: str) -> list[fl
     return _rates(lines_of([peers_python(), peers.__file__, name], work, peer_env(endpoint)), name)
 
 
+def _peer_again(
+    lab: Lab, forms: Forms, name: str, endpoint: str, how: str, failed: dict[str, list[str]]
+) -> list[float]:
+    """As `_peer`; a run that failed is told and done again, since some peers do not always come through."""
+    for _ in range(RUNS_MAX - 1):
+        try:
+            return _peer(lab, forms, name, endpoint, how)
+        except load.LoadFailed as error:
+            failed.setdefault(name, []).append(str(error))
+            print(f"[bench]   {error}: once more", file=sys.stderr, flush=True)
+    return _peer(lab, forms, name, endpoint, how)
+
+
 def _ours(lab: Lab, forms: Forms, kind: str, endpoint: str, how: str) -> list[float]:
     """Samples a second of each epoch through a node that begins empty."""
     with lab.node(core=None) as node:
@@ -191,12 +205,15 @@ def epochs(lab: Lab, row: Row) -> Result:
     forms = Forms(lab, objects)
     sides = [*PEERS, "shards", "objects"]
     rates: dict[str, list[list[float]]] = {side: [] for side in sides}
+    failed: dict[str, list[str]] = {}
     with lab.remote(row.link) as remote:
         for turn in range(1 if lab.quick else row.rounds):
             running = [side for side in sides if side not in PEERS or not turn or _may_be_best(side, rates)]
             for side in running[turn % len(running) :] + running[: turn % len(running)]:
-                run = _peer if side in PEERS else _ours
-                rates[side].append(run(lab, forms, side, remote.endpoint, how))
+                if side in PEERS:
+                    rates[side].append(_peer_again(lab, forms, side, remote.endpoint, how, failed))
+                else:
+                    rates[side].append(_ours(lab, forms, side, remote.endpoint, how))
                 told = " and ".join(f"{rate:,.0f}" for rate in rates[side][-1])
                 print(f"[bench]   round {turn + 1}, {side}: {told} a second", file=sys.stderr, flush=True)
     measures = []
@@ -212,6 +229,7 @@ def epochs(lab: Lab, row: Row) -> Result:
         f"{' (once)' if len(rates[side]) < len(rates['shards']) else ''}"
         for side in sides
     )
+    notes += tuple(f"{side} failed {len(why)} times, and was run again: {why[0]}" for side, why in failed.items())
     return Result(row, tuple(measures), notes=notes, extra={"rates": rates})
 
 
