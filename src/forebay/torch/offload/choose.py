@@ -47,10 +47,17 @@ class Choice:
         return self.replayed.written_bytes + self.replayed.read_bytes
 
 
-def choose(trace: Trace, hardware: Hardware, ranks: tuple[Rank, ...] = PORTFOLIO) -> tuple[Choice, list[Choice]]:
-    """The best plan, and all that were tried. `Invalid` if none can make the step fit."""
+def choose(
+    trace: Trace,
+    hardware: Hardware,
+    ranks: tuple[Rank, ...] = PORTFOLIO,
+    *,
+    size_bytes_min: int = SIZE_BYTES_MIN,
+) -> tuple[Choice, list[Choice]]:
+    """The best plan, and all that were tried; nothing below `size_bytes_min` moves. `Invalid` if none can make the step
+    fit."""
     check_feasible(trace, hardware)
-    choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks)]
+    choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
     return best(choices), choices
 
 
@@ -65,18 +72,18 @@ def compare(trace: Trace, hardware: Hardware) -> tuple[Choice, list[Choice]]:
     return chosen, choices
 
 
-def _plans(trace: Trace, hardware: Hardware, ranks: tuple[Rank, ...]) -> Iterator[Plan]:
+def _plans(trace: Trace, hardware: Hardware, ranks: tuple[Rank, ...], size_bytes_min: int) -> Iterator[Plan]:
     if int(trace.need_bytes().max()) <= hardware.target_bytes:
         yield Plan("nothing moves", (), trace.need_bytes(), hardware)
         return
     for rank in ranks:
-        found = plan(trace, hardware, rank)
+        found = plan(trace, hardware, rank, size_bytes_min)
         yield from _with_hoisted(trace, found)
         for times in OVERBOOKED if found.excess_bytes and rank in OVERBOOKING else ():
-            faster = plan(trace, hardware.faster(times), rank)
+            faster = plan(trace, hardware.faster(times), rank, size_bytes_min)
             named = replace(faster, hardware=hardware, rank=f"{rank}, overbooked {times:g}×")
             yield from _with_hoisted(trace, named)
-    yield whole_layer(trace, hardware)
+    yield whole_layer(trace, hardware, size_bytes_min)
 
 
 def _with_hoisted(trace: Trace, found: Plan) -> Iterator[Plan]:

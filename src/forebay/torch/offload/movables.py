@@ -1,0 +1,297 @@
+"""One storage that comes and goes: where it is, and how it gets from here to a tier and back.
+
+Theory. What moves is a storage, and all tensors over it with it. Two kinds. A *lasting* one (of a parameter, a
+gradient, optimizer state) is emptied in place, `untyped_storage().resize_(0)`, and filled in place, so that everybody
+who holds the tensor holds it still. A *saved* one is autograd's: what we gave autograd to keep is a ticket, so to let
+go of the storage frees it, as soon as nobody else has it either.
+
+Storing does not take a tensor away. It is here until its store is complete *and* somebody looks (`settle`, at points);
+who wants it before then just has it. A store that fails leaves it here.
+
+A copy in a tier is good as long as the tensor was not written since. For lasting ones torch counts writes
+(`Tensor._version`); code that writes through `.data` is not counted, and has to say so (`written`). Saved ones are
+never written: autograd would refuse, and so do we (`changed`).
+
+Invariants. (1) While a transfer is under way nobody resizes or writes the storage. (2) `ensure` returns with the bytes
+here, or raises. (3) A slot is given back when its storage dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import IntEnum
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from forebay.core.errors import Busy, ForebayError
+from forebay.torch.offload.queues import Ticket
+from forebay.torch.offload.tiers import Slot, Storage
+
+
+class Place(IntEnum):
+    """Where the bytes are."""
+
+    HERE = 0
+    STORING = 1  # here as well
+    AWAY = 2
+    LOADING = 3
+
+
+class Books:
+    """What all movables of an engine have in common: counts, and the tiers in their order. `with books:` is around the
+    engine's own work, which looks at tensors without wanting their bytes."""
+
+    def __init__(self, tiers: list[Storage]) -> None:
+        self.tiers = tiers
+        self.away_bytes = 0
+        self.absent: dict[int, Lasting] = {}  # by address of the storage: those whose bytes are not here
+        self.own_work = 0  # how deep
+        self.waited_s = 0.0  # for what was not here
+        self.late = 0  # how often that was
+        self.kept = 0  # stores that were not needed after all
+        self.failures: list[ForebayError] = []  # of stores: the tensors stayed
+        self.failed: list[Storage] = []  # tiers that stores failed in, in this step
+
+    def __enter__(self) -> None:
+        self.own_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.own_work -= 1
+
+
+class Movable:
+    """A storage of `size_bytes`. Not for use by several threads at once."""
+
+    def __init__(self, name: str, size_bytes: int, books: Books) -> None:
+        self.name, self.size_bytes = name, size_bytes
+        self.place = Place.HERE
+        self.last_used = 0
+        self._books = books
+        self._tier: Storage | None = None
+        self._slot: Slot | None = None
+        self._ticket: Ticket | None = None
+        self._stored_version: Hashable = None  # of the copy in the slot; None: there is none
+        self._going_version: Hashable = None  # of the store under way
+
+    # --- what kinds define -------------------------------------------------------------------------------------------
+    def version(self) -> Hashable:
+        """Another one after each write."""
+        raise NotImplementedError
+
+    def _bytes(self) -> Any:
+        """The storage as a tensor of uint8."""
+        raise NotImplementedError
+
+    def _empty(self) -> None:
+        """Let the memory go."""
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        """Get memory again, with anything in it."""
+        raise NotImplementedError
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+    def leave(self, tier: Storage, due: float) -> bool:
+        """Begin to go, if it is here; at once if the tier has a good copy. Whether it goes."""
+        self.settle()
+        if self.place is not Place.HERE:
+            return self.place is not Place.LOADING
+        version = self.version()
+        if self._slot is not None and self._tier is tier and self._stored_version == version:
+            self._go()
+            return True
+        slot = self._reserve(tier)
+        if slot is None:
+            return False
+        self._stored_version = None
+        try:
+            self._ticket = tier.store(slot, self._bytes(), due=due)
+        except ForebayError as error:
+            self._failed(error)
+            return False
+        self.place, self._going_version = Place.STORING, version
+        return True
+
+    def _reserve(self, tier: Storage) -> Slot | None:
+        if self._slot is not None and self._tier is not tier:
+            self._release()
+        if self._slot is None:
+            try:
+                self._slot, self._tier = tier.reserve(self.size_bytes), tier
+            except Busy:
+                return None
+        return self._slot
+
+    def settle(self) -> None:
+        """See whether what is under way is over."""
+        if self._ticket is not None and self._ticket.done():
+            self._end()
+
+    def wait(self) -> None:
+        """Until what is under way is over."""
+        if self._ticket is not None:
+            self._ticket.urge()
+            self._ticket.ended.wait()
+            self._end()
+
+    def _end(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        assert ticket is not None, "nothing was under way"
+        if self.place is Place.STORING:
+            if ticket.error is not None:
+                self.place = Place.HERE
+                self._failed(ticket.error)
+            elif self.version() == self._going_version:
+                self._stored_version = self._going_version
+                self._go()
+            else:
+                self.place = Place.HERE  # somebody wrote it meanwhile
+        elif ticket.error is not None:
+            self._go()
+            raise ticket.error
+        else:
+            self.place = Place.HERE
+            self._mark(absent=False)
+
+    def _failed(self, error: ForebayError) -> None:
+        """A store failed: the tensor is here, and its slot holds nothing."""
+        self._books.failures.append(error)
+        if self._tier is not None and self._tier not in self._books.failed:
+            self._books.failed.append(self._tier)
+        self._release()
+
+    def _go(self) -> None:
+        self._empty()
+        self.place = Place.AWAY
+        self._books.away_bytes += self.size_bytes
+        self._mark(absent=True)
+
+    def _mark(self, *, absent: bool) -> None:
+        """Its bytes are not here, or here again: for the guard."""
+
+    # --- coming ------------------------------------------------------------------------------------------------------
+    def come(self, due: float, *, urgent: bool = False) -> None:
+        """Begin to come, if it is away."""
+        self.settle()
+        if self.place is Place.AWAY:
+            assert self._tier is not None, "away, and nowhere"
+            assert self._slot is not None, "away, and nowhere"
+            self._fill()
+            self._books.away_bytes -= self.size_bytes
+            self.place = Place.LOADING
+            try:
+                self._ticket = self._tier.load(self._slot, self._bytes(), due=due, urgent=urgent)
+            except BaseException:
+                self._go()
+                raise
+
+    def ensure(self) -> None:
+        """Here, whatever it takes. Raises what a load raised."""
+        if self.place is Place.HERE:
+            return
+        self.settle()
+        place = Place(self.place)  # it may be another now
+        if place is Place.STORING:
+            self._keep()
+        elif place is not Place.HERE:
+            began_s = perf_counter()
+            self.come(0.0, urgent=True)
+            self.wait()
+            self._books.waited_s += perf_counter() - began_s
+            self._books.late += 1
+
+    def _keep(self) -> None:
+        """It is wanted while it is being stored: it stays. A store that has begun goes on, and its copy may serve."""
+        assert self._ticket is not None, "a store without a ticket"
+        self._books.kept += 1
+        if self._ticket.cancel():
+            self._ticket = None
+            self.place = Place.HERE
+            return
+        self._ticket.ended.wait()  # nobody may write it before the disk has read it
+        failed, self._ticket = self._ticket.error, None
+        self.place = Place.HERE
+        if failed is None and self.version() == self._going_version:
+            self._stored_version = self._going_version
+
+    def written(self) -> None:
+        """The bytes were changed in a way that torch does not count."""
+        self._stored_version = None
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+    def _release(self) -> None:
+        if self._slot is not None and self._tier is not None:
+            self._tier.release(self._slot)
+        self._slot = self._tier = None
+        self._stored_version = None
+
+    def die(self) -> None:
+        """The storage is no longer needed by anybody."""
+        if self._ticket is not None and not self._ticket.cancel():
+            self._ticket.ended.wait()
+        self._ticket = None
+        if self.place is Place.AWAY:
+            self._books.away_bytes -= self.size_bytes
+        self.place = Place.HERE
+        self._mark(absent=False)
+        self._release()
+
+
+class Lasting(Movable):
+    """The storage of a tensor that stays: emptied and filled in place."""
+
+    def __init__(self, name: str, tensor: Any, books: Books) -> None:
+        super().__init__(name, tensor.untyped_storage().nbytes(), books)
+        self.tensor = tensor
+
+    def version(self) -> Hashable:
+        return self.tensor._version, self.tensor.untyped_storage()._cdata
+
+    def _bytes(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
+
+    def _empty(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+    def _fill(self) -> None:
+        self.tensor.untyped_storage().resize_(self.size_bytes)
+
+    def _mark(self, *, absent: bool) -> None:
+        address = self.tensor.untyped_storage()._cdata
+        if absent:
+            self._books.absent[address] = self
+        else:
+            self._books.absent.pop(address, None)
+
+
+class Saved(Movable):
+    """A storage that autograd saved, with what it looked like then."""
+
+    def __init__(self, name: str, storage: Any, books: Books) -> None:
+        super().__init__(name, storage.nbytes(), books)
+        self.storage: Any = storage
+        self.changed = False
+        self._originals: list[tuple[Any, int]] = []  # tensors over it that count writes, while it was never away
+
+    def __del__(self) -> None:
+        self.die()  # the last ticket is gone, and with it the graph that would have asked for it
+
+    def watch(self, tensor: Any) -> None:
+        """A tensor over it is saved: it must not be written from now on."""
+        self._originals.append((tensor.detach(), tensor._version))
+
+    def version(self) -> Hashable:
+        self.changed = self.changed or any(tensor._version != version for tensor, version in self._originals)
+        return self.changed
+
+    def _bytes(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8).set_(self.storage)
+
+    def _empty(self) -> None:
+        self.storage = None
+        self._originals.clear()
+
+    def _fill(self) -> None:
+        self.storage = torch.empty(self.size_bytes, dtype=torch.uint8).untyped_storage()
