@@ -88,3 +88,15 @@ def test_windows_of_tokens(node: NodeProcess, monkeypatch: pytest.MonkeyPatch, c
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_read_in_one_sitting(path: Path):
     assert len(path.read_text().splitlines()) <= 90
+
+
+def test_a_transformer_trains_in_less_memory_than_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("offload").main(tmp_path)
+    told = capsys.readouterr().out
+    losses = [float(line.rpartition(" ")[2]) for line in told.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0] / 2
+    assert "needs 2" in told
+    assert "budget 18.0 MiB" in told
+    assert "moves planned" in told
+    assert "optimizer state: " in told
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.png", "lifetimes.png"}

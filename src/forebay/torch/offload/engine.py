@@ -6,7 +6,8 @@ then on each step follows it (`runner`). What moves: parameters and optimizer st
 in place; and what autograd saves, through `saved_tensors_hooks`.
 
 Until a plan is there, and in steps that are not like the one that was profiled, nothing is moved, so those take the
-memory that they take. After PATIENCE steps in a row that were not like it, the next ones are watched anew.
+memory that they take. Where all fits into the budget nothing is moved either, and nothing of this is on the way. After
+PATIENCE steps in a row that were not like it, the next ones are watched anew.
 
 Between steps some of the model is away. Whatever touches it from Python, in a step or between, has it brought back
 first (`guard`); a forward, `model.state_dict()` and `optimizer.state_dict()` between steps bring all of it. To save or
@@ -34,13 +35,14 @@ import torch
 from forebay.core.errors import Closed, Invalid, NotSupported
 from forebay.core.quantity import parse_size
 from forebay.torch.offload.choose import Choice, choose
+from forebay.torch.offload.chunks import check_separable
 from forebay.torch.offload.disk_tier import DiskTier
 from forebay.torch.offload.guard import Guard
 from forebay.torch.offload.hardware import Hardware, Tier
 from forebay.torch.offload.host_tier import HostTier
 from forebay.torch.offload.itinerary import itinerary
 from forebay.torch.offload.movables import Books, Lasting, Movable, Saved
-from forebay.torch.offload.plan import SIZE_BYTES_MIN
+from forebay.torch.offload.plan import SIZE_BYTES_MIN, Plan
 from forebay.torch.offload.points import Points
 from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
@@ -54,6 +56,7 @@ PLAIN_STEPS = 1  # in which optimizers make their state
 TIMED_STEPS = 3
 PATIENCE = 3  # steps in a row that were not like the profiled one, before it is profiled anew
 CHUNK_BYTES = 64 << 20
+_NOBODY = -1  # no storage has this address
 
 
 class Offload:
@@ -110,7 +113,7 @@ class Offload:
                 tier.open()
                 opened.append(tier)
             self.hardware = self._measured()
-            self._points.attach()
+            check_separable(optimizer)
         except BaseException:
             for tier in opened:
                 tier.close()
@@ -133,8 +136,7 @@ class Offload:
             return
         self._come_back()
         self._closed = True
-        self._guard.take_off()
-        self._points.detach()
+        self._let_go()
         for handle in self._handles:
             handle.remove()
         for movable in self._globals.values():
@@ -167,39 +169,30 @@ class Offload:
         began_s = perf_counter()
         try:
             if self._runner is not None:
-                with self._planned(self._runner):
+                with self._following(self._runner):
                     yield
-                self._told(perf_counter() - began_s)
-            elif self._watched == PLAIN_STEPS:
-                self._points.detach()
-                try:
-                    with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes) as profiler:
-                        yield
-                finally:
-                    self._points.attach()
-                self.trace = profiler.trace(type(self.model).__name__)
-                self._watched += 1
+                self._told(self._runner, perf_counter() - began_s)
+            elif self.choice is None and self._watched == PLAIN_STEPS:
+                with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes) as profiler:
+                    yield
+                self._rehearse(profiler.trace(type(self.model).__name__))
             else:
-                self._points.begin_step()
                 yield
-                self._points.end_step()
                 self._watched += 1
-                if self._watched == PLAIN_STEPS + 1 + TIMED_STEPS:
-                    self._plan()
+                if self.choice is not None:  # all fits: nothing of ours is on the way
+                    self.steps.append(StepFacts(step_s=perf_counter() - began_s))
         finally:
             self._inside = False
 
     def _at(self, name: str) -> None:
-        if not self._inside:
-            return
-        if self._runner is not None:
+        if self._inside and self._runner is not None:
+            if self.choice is None:
+                self._timer.at(name)
             with self._books:
                 self._runner.at(name)
-        else:
-            self._timer.at(name)
 
     @contextmanager
-    def _planned(self, runner: Runner) -> Iterator[None]:
+    def _following(self, runner: Runner) -> Iterator[None]:
         self._numbers.begin_step()
         self._saved.clear()
         runner.begin_step()
@@ -209,9 +202,13 @@ class Offload:
             self._points.end_step()
         runner.end_step()
 
-    def _told(self, step_s: float) -> None:
-        assert self._runner is not None, "a step that followed a plan"
-        facts = self._runner.facts
+    def _told(self, runner: Runner, step_s: float) -> None:
+        """A step is over that followed something."""
+        if self.choice is None:
+            if self._timer.steps == TIMED_STEPS:
+                self._plan()
+            return
+        facts = runner.facts
         facts.step_s = step_s
         facts.written_bytes = sum(tier.bytes_written for tier in self._books.tiers) - self._moved[0]
         facts.read_bytes = sum(tier.bytes_read for tier in self._books.tiers) - self._moved[1]
@@ -219,15 +216,15 @@ class Offload:
         self.steps.append(facts)
         self._unlike = self._unlike + 1 if facts.lost else 0
         if self._unlike >= PATIENCE:
-            self._forget()
+            self._come_back()
+            self._let_go()
+            self.choice, self._unlike, self._watched = None, 0, PLAIN_STEPS
 
-    def _forget(self) -> None:
-        """The steps are others now: watch them anew."""
-        self._come_back()
+    def _let_go(self) -> None:
+        """Nothing is followed any more, and nothing of ours is on the way of a step."""
         self._guard.take_off()
+        self._points.detach()
         self._runner = None
-        self._unlike, self._watched = 0, PLAIN_STEPS
-        self._timer = SegmentTimer()
 
     # --- what is away ------------------------------------------------------------------------------------------------
     @contextmanager
@@ -313,34 +310,48 @@ class Offload:
             host_bytes=host.room_bytes if host else 0,
         )
 
+    def _rehearse(self, trace: Trace) -> None:
+        """Time the next steps with all of the machinery and no moves, so that what it costs is in the times."""
+        self.trace = trace
+        self._watched += 1
+        self._timer = SegmentTimer()
+        self._parameters = dict(self.model.named_parameters())
+        kinds = zip(trace.tensors, trace.kinds.tolist(), strict=True)
+        self._moving = {name for name, kind in kinds if KINDS[kind] == "activation"}
+        self._points.attach()
+        self._guard.put()
+        self._books.absent[_NOBODY] = None  # the guard looks only when something may be away
+        nothing = Plan("rehearsal", (), trace.need_bytes(), self.hardware)
+        self._follow(trace, nothing, int(trace.need_bytes().max()) * 2)
+
     def _plan(self) -> None:
+        """From the trace and its times to moves."""
         assert self.trace is not None, "profiled before it is planned"
+        del self._books.absent[_NOBODY]
         trace = scaled(self.trace, self._timer.seconds())
-        if any(
-            True for module in self.model.modules() if isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        ):
+        if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.model.modules()):
             trace = _unmoved(trace, "gradient")  # its buckets are written behind torch's back
         self.trace = trace
         self.choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min)
-        self._parameters = dict(self.model.named_parameters())
-        self._moving = {trace.tensors[move.tensor] for move in self.choice.plan.moves} | {
-            name for name, kind in zip(trace.tensors, trace.kinds.tolist(), strict=True) if KINDS[kind] == "activation"
-        }
-        tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
-        tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._moved = (
             sum(tier.bytes_written for tier in self._books.tiers),
             sum(tier.bytes_read for tier in self._books.tiers),
         )
         if self.choice.plan.moves:
-            self._guard.put()
+            self._follow(trace, self.choice.plan, self.budget_bytes)
+        else:
+            self._let_go()
+
+    def _follow(self, trace: Trace, plan: Plan, budget_bytes: int) -> None:
+        tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
+        tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._runner = Runner(
-            itinerary(trace, self.choice.plan),
+            itinerary(trace, plan),
             self._find,
             lambda: list(self._globals.values()),
             self._books,
             tiers,
-            self.budget_bytes,
+            budget_bytes,
         )
 
 

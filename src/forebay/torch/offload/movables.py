@@ -46,7 +46,7 @@ class Books:
     def __init__(self, tiers: list[Storage]) -> None:
         self.tiers = tiers
         self.away_bytes = 0
-        self.absent: dict[int, Lasting] = {}  # by address of the storage: those whose bytes are not here
+        self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
         self.own_work = 0  # how deep
         self.waited_s = 0.0  # for what was not here
         self.late = 0  # how often that was
