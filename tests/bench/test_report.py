@@ -113,7 +113,7 @@ def test_every_row_can_be_run_shrunk_and_judged():
     for row in ROWS:
         assert row.group in GROUPS
         assert row.goals, f"{row.name} is judged by nothing"
-        assert len(row.objects) == len(row.quick) >= 1
+        assert len(row.objects) == len(row.quick) >= (row.group != "offload")  # those need no bucket
         for few, all_ in zip(row.quick, row.objects, strict=True):
             assert few.bytes_total <= all_.bytes_total
         assert row.rounds >= 5 or row.epochs, f"{row.name}: medians of at least five"

@@ -47,6 +47,12 @@ def peers_python() -> str:
     return path
 
 
+def peers_versions() -> str:
+    """Who is compared with, for the notes of a row."""
+    told = subprocess.run([peers_python(), peers.__file__, "versions"], capture_output=True, text=True, check=True)
+    return "peers: " + ", ".join(f"{name} {version}" for name, version in json.loads(told.stdout).items())
+
+
 # --- samples ---------------------------------------------------------------------------------------------------------
 def pictures(size_bytes: int) -> list[bytes]:
     """JPEG files of at most `size_bytes`, parts of a real photograph, as large as fits."""
@@ -229,6 +235,7 @@ def epochs(lab: Lab, row: Row) -> Result:
         f"{' (once)' if len(rates[side]) < len(rates['shards']) else ''}"
         for side in sides
     )
+    notes += (peers_versions(),)
     notes += tuple(f"{side} failed {len(why)} times, and was run again: {why[0]}" for side, why in failed.items())
     return Result(row, tuple(measures), notes=notes, extra={"rates": rates})
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -259,7 +260,16 @@ def prepare(work: dict[str, Any]) -> None:
     )
 
 
+def versions() -> dict[str, str]:
+    """Of all peers that are here, by the names of their packages."""
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
+    return {name: found[name] for name in (*PEERS, "torch") if name in found}
+
+
 def main() -> None:
+    if sys.argv[1] == "versions":
+        print(json.dumps(versions()))
+        return
     work = json.load(sys.stdin)
     if sys.argv[1] == "prepare":
         prepare(work)

@@ -176,7 +176,7 @@ def first_batch(lab: Lab, row: Row) -> Result:
         turns = [[seconds[peer][turn][job] for peer in rivals] for turn in range(len(mine))]
         best = [min(each for each in turn if each is not None) for turn in turns]
         measures.append(compared(name, "s", row.goals[name], mine, best, "best peer"))
-    notes = tuple(f"{side}: {_told(side, seconds[side])}" for side in sides)
+    notes = (*(f"{side}: {_told(side, seconds[side])}" for side in sides), loader.peers_versions())
     return Result(row, tuple(measures), notes=notes, extra={"first_batch_s": seconds})
 
 

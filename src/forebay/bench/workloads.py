@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader", "resume"]
+    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "offload"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -472,7 +472,41 @@ ROWS: tuple[Row, ...] = (
         epochs=1,
         peer="best peer",
     ),
+    Row(
+        "offload-plan",
+        "offload",
+        "plan a step of 60,000 operators and 20,000 tensors, on one core",
+        "forebay.bench.offloading:planning",
+        goals={"a plan": at_most(20.0), "all plans, replayed": REPORTED, "memory": at_most(2048.0)},
+        peer="limit",
+    ),
+    Row(
+        "offload-shapes",
+        "offload",
+        "simulated: four models, 60 to 90 % of their need, disks of 4 to 96 GB/s",
+        "forebay.bench.offloading:shapes",
+        goals={"worst": at_most(1.002, "never worse"), "mean": at_most(0.999, "better")},
+        rounds=1,  # a replay has no spread
+        epochs=1,
+        peer="limit",
+    ),
+    Row(
+        "offload-engine",
+        "offload",
+        "training in 75 % of its need, emulated disks of 50 to 400 MB/s",
+        "forebay.bench.offloading:emulated",
+        goals={"error": at_most(0.15), "order": at_least(1.0)},
+        peer="limit",
+    ),
+    Row(
+        "offload-idle",
+        "offload",
+        "training with an engine, in a budget that all fits into",
+        "forebay.bench.offloading:idle",
+        goals={"with the engine": at_least(0.98)},
+        peer="limit",
+    ),
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader", "resume")
+GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "offload")

@@ -77,7 +77,7 @@ class Replayed:
     @property
     def share_of_ideal(self) -> float:
         """Compute over step time: 1 when nothing is ever waited for."""
-        return self.compute_s / self.step_s if self.step_s else 1.0
+        return min(1.0, self.compute_s / self.step_s) if self.step_s else 1.0
 
 
 class _Transfer:
