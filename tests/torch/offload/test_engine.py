@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,39 @@ def test_close_leaves_model_and_optimizer_as_they_were(disk: DiskTier) -> None:
     assert same(model, model_alone)
     with pytest.raises(Closed), off.step():
         pass
+
+
+def test_gradients_that_are_dropped_are_gone(off: Offload) -> None:
+    """The engine holds none of them back, whether they were away or here."""
+    with off.step():
+        x, y = batch(3)
+        nn.functional.cross_entropy(off.model(x), y).backward()
+        refs = [weakref.ref(parameter.grad.untyped_storage()) for parameter in off.model.parameters()]
+        off.optimizer.step()
+        off.optimizer.zero_grad()
+        assert [ref() for ref in refs] == [None] * len(refs)
+    trained(off, 1)
+    assert not any(facts.lost for facts in off.steps)
+
+
+def test_who_holds_a_gradient_by_another_tensor_has_it_still(off: Offload) -> None:
+    with off.step():
+        x, y = batch(3)
+        nn.functional.cross_entropy(off.model(x), y).backward()
+        expected = [parameter.grad.clone() for parameter in off.model.parameters()]
+        kept = [parameter.grad.detach() for parameter in off.model.parameters()]
+        off.optimizer.step()
+        off.optimizer.zero_grad()
+    trained(off, 2)
+    assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+
+
+def test_weights_that_are_replaced_are_the_new_ones(off: Offload) -> None:
+    with torch.no_grad():
+        for parameter in off.model.parameters():
+            parameter.data = torch.ones_like(parameter)
+    with off.whole():
+        assert all(bool((parameter == 1).all()) for parameter in off.model.parameters())
 
 
 # --- steps that are not like the others ------------------------------------------------------------------------------

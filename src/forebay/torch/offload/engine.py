@@ -195,6 +195,7 @@ class Offload:
     def _following(self, runner: Runner) -> Iterator[None]:
         self._numbers.begin_step()
         self._saved.clear()
+        self._bury()
         runner.begin_step()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             self._points.begin_step()
@@ -242,10 +243,16 @@ class Offload:
 
     def _come_back(self) -> None:
         with self._books:
+            self._bury()
             for movable in self._globals.values():
                 movable.come(0.0)
             for movable in self._globals.values():
                 movable.ensure()
+
+    def _bury(self) -> None:
+        """Forget what was dropped by whoever held it."""
+        for name in [name for name, movable in self._globals.items() if movable.is_dropped()]:
+            self._globals.pop(name).die()
 
     def _find(self, name: str) -> Movable | None:
         """The storage that a trace's tensor is now."""
@@ -254,7 +261,7 @@ class Offload:
             return found() if found is not None else None
         known = self._globals.get(name)
         tensor = self._tensor(name)
-        if known is not None and known.tensor is not tensor:
+        if known is not None and not known.is_of(tensor):
             known.die()
             del self._globals[name]
             known = None

@@ -63,10 +63,14 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
         """Bring the storage of a tensor, if it is not here."""
         absent = self._books.absent
         if absent and tensor.layout is torch.strided:
-            movable = absent.get(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            movable = absent.get(storage._cdata)
             if movable is not None:
                 with self._books:
-                    movable.ensure()
+                    if movable.is_at(storage):
+                        movable.ensure()
+                    else:  # that one is gone, and its address is another's
+                        absent.pop(storage._cdata, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._books.absent and not self._books.own_work and func.__name__ not in _WITHOUT_BYTES:

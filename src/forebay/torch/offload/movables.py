@@ -18,7 +18,8 @@ here, or raises. (3) A slot is given back when its storage dies.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from enum import IntEnum
 from time import perf_counter
 from typing import Any
@@ -143,7 +144,7 @@ class Movable:
             if ticket.error is not None:
                 self.place = Place.HERE
                 self._failed(ticket.error)
-            elif self.version() == self._going_version:
+            elif self._going_version is not None and self.version() == self._going_version:
                 self._stored_version = self._going_version
                 self._go()
             else:
@@ -240,30 +241,57 @@ class Movable:
 
 
 class Lasting(Movable):
-    """The storage of a tensor that stays: emptied and filled in place."""
+    """The storage of a tensor that somebody else holds: emptied and filled in place."""
 
     def __init__(self, name: str, tensor: Any, books: Books) -> None:
-        super().__init__(name, tensor.untyped_storage().nbytes(), books)
-        self.tensor = tensor
+        storage = tensor.untyped_storage()
+        super().__init__(name, storage.nbytes(), books)
+        self._tensor: Callable[[], Any] = weakref.ref(tensor)
+        self._storage: Callable[[], Any] = weakref.ref(storage)
+        self._address: int = storage._cdata
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether this is the storage of that tensor still. Gradients are dropped and made anew, and `.data` may be
+        another's."""
+        return tensor is not None and self._tensor() is tensor and tensor.untyped_storage()._cdata == self._address
+
+    def is_at(self, storage: Any) -> bool:
+        """Whether that is the storage."""
+        return self._storage() is storage
+
+    def is_dropped(self) -> bool:
+        """Whether nobody holds the tensor any more."""
+        return self._tensor() is None
 
     def version(self) -> Hashable:
-        return self.tensor._version, self.tensor.untyped_storage()._cdata
+        tensor: Any = self._tensor()
+        return None if tensor is None else tensor._version
+
+    def die(self) -> None:
+        """Who holds the storage still, by another tensor, has its bytes."""
+        if self.place in (Place.AWAY, Place.LOADING) and self._storage() is not None:
+            self.ensure()
+        super().die()
 
     def _bytes(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8).set_(self._storage())
 
     def _empty(self) -> None:
-        self.tensor.untyped_storage().resize_(0)
+        self._resize(0)
 
     def _fill(self) -> None:
-        self.tensor.untyped_storage().resize_(self.size_bytes)
+        self._resize(self.size_bytes)
+
+    def _resize(self, size_bytes: int) -> None:
+        storage: Any = self._storage()
+        assert storage is not None, "a storage that is gone comes or goes"
+        storage.resize_(size_bytes)
 
     def _mark(self, *, absent: bool) -> None:
-        address = self.tensor.untyped_storage()._cdata
         if absent:
-            self._books.absent[address] = self
-        else:
-            self._books.absent.pop(address, None)
+            self._books.absent[self._address] = self
+        elif self._books.absent.get(self._address) is self:
+            del self._books.absent[self._address]
 
 
 class Saved(Movable):
