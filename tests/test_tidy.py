@@ -327,7 +327,7 @@ def nothing_belongs_to_one_machine(tree: Tree) -> Iterator[str]:
 
 # --- the tests of the rules ------------------------------------------------------------------------------------------
 def real_tree() -> Tree:
-    """Files that are tracked or would be: text only, LICENSE aside."""
+    """Files that are tracked or would be: text, LICENSE aside; of pictures the names, for what leads there."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -336,7 +336,10 @@ def real_tree() -> Tree:
         check=True,
     ).stdout.split("\0")
     paths = [name for name in listed if name and name != "LICENSE" and Path(name).suffix in TEXT_SUFFIXES]
-    return {name: (ROOT / name).read_text("utf-8") for name in paths if (ROOT / name).is_file()}
+    pictures = [name for name in listed if name.endswith(".png")]
+    return {name: (ROOT / name).read_text("utf-8") for name in paths if (ROOT / name).is_file()} | dict.fromkeys(
+        pictures, ""
+    )
 
 
 @pytest.mark.parametrize("check", RULES, ids=lambda check: check.__name__)
