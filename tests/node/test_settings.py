@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from forebay.core.errors import Exists, Invalid, NotFound
-from forebay.node.settings import Settings, from_json, load, parse_listen, parse_size
+from forebay.core.quantity import parse_size
+from forebay.node.settings import Settings, from_json, load, parse_listen
 from forebay.node.supervisor import Lock, hold_port
 from forebay.ports import chance, clock
 

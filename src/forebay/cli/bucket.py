@@ -15,6 +15,7 @@ from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Exists, Invalid
+from forebay.core.quantity import parse_size
 from forebay.core.types import (
     LOCAL_URL,
     Bucket,
@@ -169,8 +170,6 @@ def parse_quota(text: str) -> int | None:
     """A size as bytes; None for `none`."""
     if text == NONE:
         return None
-    from forebay.node.settings import parse_size
-
     return parse_size(text)
 
 

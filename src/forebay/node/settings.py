@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 import tomllib
 from pathlib import Path
@@ -23,23 +22,13 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.quantity import parse_size
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
 FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|KIB|MB|MIB|GB|GIB|TB|TIB|K|M|G|T)?", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """`100GiB`, `1.5TB`, `512M` or plain bytes, as bytes; else `Invalid`."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise Invalid(f"size {text!r} is not known: use a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 def parse_listen(text: str) -> tuple[str, int]:
