@@ -54,19 +54,25 @@ def loader(dataset: Any, work: dict[str, Any]) -> Any:
     )
 
 
+def web_shards(work: dict[str, Any]) -> Any:
+    """The shards as its documentation says for object storage, each rank and worker with shards of its own."""
+    wds = importlib.import_module("webdataset")
+    urls = [f"pipe:curl -s -f {work['endpoint']}/{work['bucket']}/{key}" for key in work["shards"]]
+    return wds.WebDataset(
+        urls,
+        cache_dir=work["cache"],
+        shardshuffle=len(urls),
+        nodesplitter=wds.split_by_node,
+        workersplitter=wds.split_by_worker,
+        empty_check=False,
+        seed=work["seed"],
+    )
+
+
 def webdataset(work: dict[str, Any]) -> Any:
     wds = importlib.import_module("webdataset")
-    urls = [f"{work['endpoint']}/{work['bucket']}/{key}" for key in work["shards"]]
     dataset = (
-        wds.WebDataset(
-            [f"pipe:curl -s -f {url}" for url in urls],
-            cache_dir=work["cache"],
-            shardshuffle=len(urls),
-            nodesplitter=wds.split_by_node,
-            workersplitter=wds.split_by_worker,
-            empty_check=False,
-            seed=work["seed"],
-        )
+        web_shards(work)
         .shuffle(1000)
         .map(functools.partial(of_webdataset, how=work["decode"]))
         .batched(work["batch"], collation_fn=collate)
@@ -114,11 +120,14 @@ def streaming(work: dict[str, Any]) -> Any:
     return loader(dataset, work)
 
 
+def allow_plain_http() -> None:
+    """litdata reaches a bucket over plain HTTP only if its client is told so, for which it has no option."""
+    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+
+
 def litdata(work: dict[str, Any]) -> Any:
     lit = importlib.import_module("litdata")
-
-    # it reaches a bucket over plain HTTP only if its client is told so, for which it has no option
-    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    allow_plain_http()
 
     class Decoded(lit.StreamingDataset):  # type: ignore[misc, name-defined]
         def __getitem__(self, index: int) -> int:
@@ -215,7 +224,7 @@ def s3_objects(work: dict[str, Any], kind: str) -> Any:
 
 def litdata_raw(work: dict[str, Any]) -> Any:
     """Its listing goes by fsspec and its reads by obstore, which share no option but the environment's."""
-    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    allow_plain_http()
     place = f"s3://{work['bucket']}/{work['objects'].rstrip('/')}"
     dataset = importlib.import_module("litdata").StreamingRawDataset
     return dataset(place, cache_dir=work["cache"], recompute_index=work["list_anew"])

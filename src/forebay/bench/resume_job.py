@@ -46,18 +46,9 @@ def stateful(dataset: Any, work: dict[str, Any], **options: Any) -> Any:
 
 
 def webdataset(work: dict[str, Any]) -> Any:
-    wds = importlib.import_module("webdataset")
-    urls = [f"pipe:curl -s -f {work['endpoint']}/{work['bucket']}/{key}" for key in work["shards"]]
     dataset = (
-        wds.WebDataset(
-            urls,
-            cache_dir=work["cache"],
-            shardshuffle=len(urls),
-            nodesplitter=wds.split_by_node,
-            workersplitter=wds.split_by_worker,
-            empty_check=False,
-            seed=work["seed"],
-        )
+        peers()
+        .web_shards(work)
         .shuffle(1000, seed=work["seed"])
         .map(of_webdataset)
         .batched(work["batch"], collation_fn=list)
@@ -91,7 +82,7 @@ def streaming(work: dict[str, Any]) -> Any:
 
 def litdata(work: dict[str, Any]) -> Any:
     lit = importlib.import_module("litdata")
-    importlib.import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    peers().allow_plain_http()
 
     class Numbers(lit.StreamingDataset):  # type: ignore[misc, name-defined]
         def __getitem__(self, index: int) -> int:
