@@ -20,11 +20,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from forebay.torch.offload.hardware import Hardware, Tier
 from forebay.torch.offload.periods import inactive, last_point
-from forebay.torch.offload.plan import RANKS, SIZE_BYTES_MIN, Move, Plan, Rank, check_feasible, hoisted, plan
+from forebay.torch.offload.plan import (
+    RANKS,
+    SIZE_BYTES_MIN,
+    Move,
+    Plan,
+    Rank,
+    check_feasible,
+    hoisted,
+    left_bytes,
+    plan,
+)
 from forebay.torch.offload.replay import Replayed, replay
 from forebay.torch.offload.trace import Trace
 
@@ -106,7 +114,6 @@ def whole_layer(trace: Trace, hardware: Hardware, size_bytes_min: int = SIZE_BYT
     """All that persists leaves after each use and comes back one point before the next, to the first tier with room."""
     check_feasible(trace, hardware)
     periods = inactive(trace, size_bytes_min)
-    left = trace.need_bytes()
     room = {tier: hardware.room_bytes(tier) for tier in hardware.tiers}
     homes: dict[int, Tier] = {}
     moves = []
@@ -131,5 +138,5 @@ def whole_layer(trace: Trace, hardware: Hardware, size_bytes_min: int = SIZE_BYT
             room[tier] -= size
             homes[tensor] = tier
         moves.append(Move(tensor, homes[tensor], last_use, leave, leave, load, need, written))
-        left[np.arange(leave, load) % trace.operator_count] -= size
-    return Plan("whole_layer", tuple(sorted(moves, key=lambda move: (move.leave, move.tensor))), left, hardware)
+    moves.sort(key=lambda move: (move.leave, move.tensor))
+    return Plan("whole_layer", tuple(moves), left_bytes(trace, moves), hardware)

@@ -19,6 +19,7 @@ here, or raises. (3) A slot is given back when its storage dies.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from enum import IntEnum
 from time import perf_counter
@@ -50,8 +51,6 @@ class Books:
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
         self.own_work = 0  # how deep
         self.waited_s = 0.0  # for what was not here
-        self.late = 0  # how often that was
-        self.kept = 0  # stores that were not needed after all
         self.failures: list[ForebayError] = []  # of stores: the tensors stayed
         self.failed: list[Storage] = []  # tiers that stores failed in, in this step
 
@@ -62,13 +61,12 @@ class Books:
         self.own_work -= 1
 
 
-class Movable:
+class Movable(ABC):
     """A storage of `size_bytes`. Not for use by several threads at once."""
 
     def __init__(self, name: str, size_bytes: int, books: Books) -> None:
         self.name, self.size_bytes = name, size_bytes
         self.place = Place.HERE
-        self.last_used = 0
         self._books = books
         self._tier: Storage | None = None
         self._slot: Slot | None = None
@@ -77,21 +75,25 @@ class Movable:
         self._going_version: Hashable = None  # of the store under way
 
     # --- what kinds define -------------------------------------------------------------------------------------------
+    @abstractmethod
     def version(self) -> Hashable:
         """Another one after each write."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _bytes(self) -> Any:
         """The storage as a tensor of uint8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _empty(self) -> None:
         """Let the memory go."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fill(self) -> None:
         """Get memory again, with anything in it."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _mark(self, *, absent: bool) -> None:
+        """Its bytes are not here, or here again: for the guard."""
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def leave(self, tier: Storage, due: float) -> bool:
@@ -169,9 +171,6 @@ class Movable:
         self._books.away_bytes += self.size_bytes
         self._mark(absent=True)
 
-    def _mark(self, *, absent: bool) -> None:
-        """Its bytes are not here, or here again: for the guard."""
-
     # --- coming ------------------------------------------------------------------------------------------------------
     def come(self, due: float, *, urgent: bool = False) -> None:
         """Begin to come, if it is away."""
@@ -201,12 +200,10 @@ class Movable:
             self.come(0.0, urgent=True)
             self.wait()
             self._books.waited_s += perf_counter() - began_s
-            self._books.late += 1
 
     def _keep(self) -> None:
         """It is wanted while it is being stored: it stays. A store that has begun goes on, and its copy may serve."""
         assert self._ticket is not None, "a store without a ticket"
-        self._books.kept += 1
         if self._ticket.cancel():
             self._ticket = None
             self.place = Place.HERE
@@ -323,3 +320,6 @@ class Saved(Movable):
 
     def _fill(self) -> None:
         self.storage = torch.empty(self.size_bytes, dtype=torch.uint8).untyped_storage()
+
+    def _mark(self, *, absent: bool) -> None:
+        """Nothing: who wants it comes by its ticket."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forebay.torch.offload.trace import KINDS, Flags, Trace
+from forebay.torch.offload.trace import KINDS, Trace
 
 if TYPE_CHECKING:
     from forebay.torch.offload.choose import Choice
@@ -39,7 +39,7 @@ def draw_memory(trace: Trace, path: str | Path, budget_bytes: int = 0, choice: C
     figure, axes = _figure(9.2, 4.2)
     begins = np.concatenate([[0.0], np.cumsum(trace.times_s)])
     shown = _thinned(trace.operator_count)
-    layers = [trace.living_bytes(_of_kind(trace, number))[shown] / GIB for number in range(len(KINDS))]
+    layers = [trace.living_bytes(trace.kinds == number)[shown] / GIB for number in range(len(KINDS))]
     layers.append(trace.workspace_bytes[shown] / GIB)
     colours = [COLOURS[kind] for kind in KINDS] + [FAINT]
     axes.stackplot(begins[:-1][shown], layers, labels=[*KINDS, "workspace"], colors=colours, step="post", linewidth=0)
@@ -98,10 +98,6 @@ def draw_sweep(name: str, lines: dict[str, list[Step]], ideal_s: float, path: st
     axes.legend(frameon=False, fontsize=8)
     axes.grid(color=FAINT, linewidth=0.5, which="both")
     _write(figure, path)
-
-
-def _of_kind(trace: Trace, number: int) -> Flags:
-    return trace.kinds == number
 
 
 def _thinned(count: int) -> Any:

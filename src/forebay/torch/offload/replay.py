@@ -24,14 +24,14 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.hardware import Hardware, Tier
+from forebay.torch.offload.hardware import Tier
 from forebay.torch.offload.plan import Move, Plan
 from forebay.torch.offload.trace import Ints, Trace
 
@@ -71,8 +71,8 @@ class Replayed:
     read_bytes: int
     unplanned: int
     laps: int
-    missing_s: float = field(default=0.0)
-    memory_s: float = field(default=0.0)
+    missing_s: float
+    memory_s: float
 
     @property
     def share_of_ideal(self) -> float:
@@ -429,8 +429,3 @@ def replay(trace: Trace, plan: Plan) -> Replayed:
         missing_s=missing_s,
         memory_s=sum(stall.seconds for stall in machine.stalls if stall.tensor < 0),
     )
-
-
-def ideal(hardware: Hardware, trace: Trace) -> bool:
-    """Whether the step fits without moving anything."""
-    return int(trace.need_bytes().max()) <= hardware.budget_bytes

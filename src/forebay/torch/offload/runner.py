@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 from forebay.core.errors import ForebayError, Unavailable
@@ -47,7 +47,6 @@ class StepFacts:
     most_bytes: int = 0  # as the trace has it, with what was away taken off
     lost: bool = False
     over_bytes: int = 0  # above the budget, where that could not be helped
-    failures: list[str] = field(default_factory=list)
 
 
 class Runner:
