@@ -33,7 +33,7 @@ def _serve(make: Callable[[], ServerT]) -> Iterator[ServerT]:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Of bodies that differ: where they begin to. pytest's own comparison of megabytes takes minutes and shows pages."""
+    """Of bodies that differ: where they begin to. pytest's own comparison of megabytes takes minutes."""
     if op != "==" or not isinstance(left, bytes) or not isinstance(right, bytes) or len(left) + len(right) < 1024:
         return None
     pairs = enumerate(zip(left, right, strict=False))
