@@ -32,18 +32,6 @@ def _serve(make: Callable[[], ServerT]) -> Iterator[ServerT]:
         server.stop()
 
 
-def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Of bodies that differ: where they begin to. pytest's own comparison of megabytes takes minutes."""
-    if op != "==" or not isinstance(left, bytes) or not isinstance(right, bytes) or len(left) + len(right) < 1024:
-        return None
-    pairs = enumerate(zip(left, right, strict=False))
-    at = next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
-    return [
-        f"{len(left)} bytes == {len(right)} bytes",
-        f"from byte {at} on: {left[at : at + 32]!r} and {right[at : at + 32]!r}",
-    ]
-
-
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[servers.SeaweedFS]:
     """An S3 server open to anonymous clients. Make your own bucket: `seaweed.create_bucket(name)`."""

@@ -235,7 +235,7 @@ def test_a_body_that_breaks_fails_those_who_wait_for_it(rigged: Rigged) -> None:
         read = rig.front.open("object")
         with pytest.raises(Unavailable):
             await read.whole()
-        assert bytes(read.data) == data[: 6 * MIB]
+        assert data[: 6 * MIB].startswith(read.data)  # the flight may go, and its file, before a front has looked
         rig.remote.cut_after = None
         await rig.idle()
         assert await rig.front.get("object") == data
