@@ -7,12 +7,15 @@ over them. Where a slot is follows from its beginning: nothing is looked up, and
 Direct I/O wants addresses and lengths that are aligned. Memory that is (pinned buffers are) goes to the disk as it is;
 only the last, broken block takes the way through a bounce buffer, in the same call. Other memory goes through bounce
 buffers whole. Each thread owns one, made when the tier opens: none is allocated, waited for or shared while pieces
-move.
+move. An accelerator's memory goes through them whole as well: the disk cannot reach it, and its bytes have to come by
+for their checksum. The first such piece has its thread's buffer pinned. While a store waits for the device its bytes
+are not on the way to the disk, and a load has them in host memory before it needs the device.
 
 Each piece has a 64-bit checksum, taken while it is written and compared when it is read: a wrong byte would be a wrong
-gradient that nobody ever sees. A piece read straight into the caller's memory that does not match is read once more
-through the bounce buffer before it counts as `Corrupt`: a fork during a direct read into private memory may leave the
-parent with a page that the disk did not write to (open(2)), and bounce buffers are kept out of forks.
+gradient that nobody ever sees; what an accelerator's memory gets is compared before it is copied there. A piece read
+straight into the caller's memory that does not match is read once more through the bounce buffer before it counts as
+`Corrupt`: a fork during a direct read into private memory may leave the parent with a page that the disk did not write
+to (open(2)), and bounce buffers are kept out of forks.
 
 Without direct I/O each piece is written back before it counts as stored. So errors of the disk are seen by the transfer
 that they belong to, and memory does not fill with dirty pages.
@@ -23,7 +26,8 @@ and in benchmarks that say so.
 Rejected: io_uring and libaio (no client in the standard library; the kernel splits a piece of 8 MiB into requests that
 are under way at once, so a few threads fill the disk's queue); one checksum for a slot (pieces end in any order);
 RAID 0 by the user as the only way to use several disks (it is one more thing to set up, and cannot say which disk
-fails).
+fails); larger pieces for accelerators, as host_tier.py has them (learning of the end of a copy is nothing beside what
+the disk takes for a piece).
 
 Invariants. (1) Reads and writes stay within a slot's own pieces. (2) A load ends without an error only if each piece
 has the checksum of the store. (3) The caller's source is only read.
@@ -42,7 +46,10 @@ import xxhash
 from forebay.core.errors import Busy, Closed, Corrupt, Invalid
 from forebay.ports import clock
 from forebay.ports.clock import Clock
+from forebay.torch.offload.device_memory import DeviceBytes
 from forebay.torch.offload.extents import BLOCK_BYTES, Extents, blocks
+from forebay.torch.offload.gpudirect import gpudirect
+from forebay.torch.offload.pinned import Pages
 from forebay.torch.offload.queues import Array, Piece, Queue, Throttle, Ticket
 from forebay.torch.offload.swapfile import Mode, SwapFile, trouble
 from forebay.torch.offload.tiers import (
@@ -116,7 +123,7 @@ class DiskTier(Storage):
         )
         self._extents = Extents(self.room_bytes)
         self._files: list[SwapFile] = []
-        self._bounces: list[list[Array]] = []  # out and in, of each worker
+        self._bounces: list[list[Pages]] = []  # out and in, of each worker
 
     @property
     def used_bytes(self) -> int:
@@ -129,6 +136,15 @@ class DiskTier(Storage):
             raise Closed(f"{self.name} is not open: open it first")
         return "O_DIRECT" if all(file.mode == "O_DIRECT" for file in self._files) else "buffered"
 
+    @property
+    def path(self) -> str:
+        is_pinned = any(bounce.pinned for bounces in self._bounces for bounce in bounces)
+        return f"{self.mode} through pinned memory" if is_pinned else self.mode
+
+    def gpudirect(self) -> tuple[bool, str]:
+        """Whether GPUDirect Storage could be used for these directories, and what is used instead."""
+        return gpudirect(self.directories)
+
     # --- life --------------------------------------------------------------------------------------------------------
     def _start(self) -> tuple[Queue, Queue]:
         try:
@@ -139,7 +155,7 @@ class DiskTier(Storage):
             raise
         self._extents = Extents(self.room_bytes)
         lanes = len(self._files)
-        self._bounces = [[page_aligned(self._piece_bytes) for _ in range(lanes * self._threads)] for _ in range(2)]
+        self._bounces = [[Pages(self._piece_bytes) for _ in range(lanes * self._threads)] for _ in range(2)]
         return (
             Queue("disk-out", lanes, self._threads, self._write, self._stored, self._lock),
             Queue("disk-in", lanes, self._threads, self._read, self._loaded, self._lock),
@@ -148,6 +164,9 @@ class DiskTier(Storage):
     def _stop(self) -> None:
         for file in self._files:
             file.close()
+        for bounces in self._bounces:
+            for bounce in bounces:
+                bounce.free()
         self._files, self._bounces = [], []
         self._extents = Extents(self.room_bytes)
 
@@ -184,8 +203,14 @@ class DiskTier(Storage):
 
     # --- moving, on the workers --------------------------------------------------------------------------------------
     def _write(self, ticket: Ticket, piece: Piece, worker: int) -> int:
-        file, bounce, throttle = self._files[piece.lane], self._bounces[0][worker], self._throttles[0]
-        source = ticket.memory[piece.begin : piece.end]
+        file, pages, throttle = self._files[piece.lane], self._bounces[0][worker], self._throttles[0]
+        memory, bounce = ticket.memory, pages.bytes
+        if isinstance(memory, DeviceBytes):
+            pages.pin(memory.accelerator)
+            source = bounce[: piece.end - piece.begin]
+            memory.copy_out(piece.begin, piece.end, source)  # before time is booked: the disk rests until then
+        else:
+            source = memory[piece.begin : piece.end]
         straight, views = _views(source, bounce, file)
         moved = sum(map(len, views))
         until_s = throttle.book(moved) if throttle else 0.0
@@ -203,14 +228,20 @@ class DiskTier(Storage):
         return moved
 
     def _read(self, ticket: Ticket, piece: Piece, worker: int) -> int:
-        file, bounce, throttle = self._files[piece.lane], self._bounces[1][worker], self._throttles[1]
-        into, expected = ticket.memory[piece.begin : piece.end], ticket.slot.sums[piece.number]
+        file, pages, throttle = self._files[piece.lane], self._bounces[1][worker], self._throttles[1]
+        memory, bounce, expected = ticket.memory, pages.bytes, ticket.slot.sums[piece.number]
+        is_far = isinstance(memory, DeviceBytes)
+        if is_far:
+            pages.pin(memory.accelerator)
+            into = bounce[: piece.end - piece.begin]
+        else:
+            into = memory[piece.begin : piece.end]
         straight, views = _views(into, bounce, file)
         until_s = throttle.book(len(into)) if throttle else 0.0
         moved = self._fetch(file, piece.at, views)
         np.copyto(into[straight:], bounce[: len(into) - straight])
         is_whole = xxhash.xxh3_64_intdigest(into) == expected
-        if straight and not is_whole:
+        if straight and not is_whole and not is_far:
             moved += self._fetch(file, piece.at, [bounce[: _padded(len(into), file)]])
             np.copyto(into, bounce[: len(into)])
             is_whole = xxhash.xxh3_64_intdigest(into) == expected
@@ -220,6 +251,8 @@ class DiskTier(Storage):
                 "(if that was not changed meanwhile): the tensor is lost, so go on from a checkpoint, and look at the "
                 "disk before it is used again"
             )
+        if is_far:
+            memory.copy_in(piece.begin, piece.end, into)
         if throttle:
             throttle.wait(until_s)
         return moved
@@ -278,11 +311,17 @@ def _padded(size_bytes: int, file: SwapFile) -> int:
     return -(-size_bytes // file.block_bytes) * file.block_bytes
 
 
+def _address(memory: Array) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
 def _views(memory: Array, bounce: Array, file: SwapFile) -> tuple[int, list[Array]]:
     """How many bytes of `memory` the disk can take or give as they lie; and all that is moved: they, then the rest in
-    the bounce buffer, padded to a block."""
-    straight = 0
-    if memory.__array_interface__["data"][0] % file.align_bytes == 0:
+    the bounce buffer, padded to a block. What is in the bounce buffer anyway lies well."""
+    straight, address = 0, _address(memory)
+    if address == _address(bounce):
+        return len(memory), [bounce[: _padded(len(memory), file)]]
+    if address % file.align_bytes == 0:
         straight = len(memory) // file.block_bytes * file.block_bytes
     padded = _padded(len(memory), file) - straight
     return straight, [view for view in (memory[:straight], bounce[:padded]) if len(view)]

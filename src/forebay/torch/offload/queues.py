@@ -64,7 +64,7 @@ class Ticket:
         self,
         queue: Queue,
         slot: Any,
-        memory: Array,
+        memory: Any,
         pieces: Sequence[Piece],
         *,
         due: float = math.inf,
@@ -73,7 +73,7 @@ class Ticket:
     ) -> None:
         self.slot, self.size_bytes = slot, pieces[-1].end
         self.error: ForebayError | None = None
-        self.memory: Array = memory  # until the ticket is done
+        self.memory: Any = memory  # an array, or DeviceBytes; until the ticket is done
         self.key: Key = (not urgent, due, 0)
         self.left: dict[int, deque[Piece]] = {}  # lane -> pieces that nobody has begun
         for piece in pieces:

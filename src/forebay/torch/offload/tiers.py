@@ -4,9 +4,10 @@ Theory. A tier has room, and slots in it. A slot is reserved once, when a plan i
 tensor goes: at run time there is no allocation and nothing to look up. `store` and `load` return at once with a ticket;
 bytes move on the tier's own threads (queues.py). `HostTier` is memory, `DiskTier` is files.
 
-Memory that is handed in is any buffer of bytes in host memory, or a torch tensor of uint8 there; it has to stay as it
-is until its ticket is done. Tensors are looked at through their address and never turned into numpy arrays: `.numpy()`
-forbids torch, for good, to resize the storage below, which is what the engine empties storages with.
+Memory that is handed in is any buffer of bytes in host memory, or a torch tensor of uint8, there or on an accelerator
+(device_memory.py); it has to stay as it is until its ticket is done. Tensors in host memory are looked at through their
+address and never turned into numpy arrays: `.numpy()` forbids torch, for good, to resize the storage below, which is
+what the engine empties storages with.
 
 A store that fails leaves the tensor where it was, in memory: the engine keeps it. A slot then holds nothing, as it does
 from the moment that a store is asked for until it is done. A load that fails leaves its destination undefined.
@@ -35,6 +36,7 @@ import numpy as np
 
 from forebay.core.errors import Closed, Invalid
 from forebay.core.quantity import parse_size
+from forebay.torch.offload.device_memory import DeviceBytes, accelerators
 from forebay.torch.offload.extents import BLOCK_BYTES
 from forebay.torch.offload.queues import Array, Piece, Queue, Ticket
 
@@ -73,15 +75,22 @@ class _Borrowed:
         }
 
 
-def bytes_of(memory: Any, *, writable: bool = False) -> Array:
-    """What a caller handed in, as a flat array over the same bytes. `Invalid` where that cannot be."""
+def bytes_of(memory: Any, *, writable: bool = False) -> Array | DeviceBytes:
+    """What a caller handed in: a flat array over the same bytes or, on an accelerator, what copies them once the
+    calling thread's stream is through with what it holds now. `Invalid` where that cannot be."""
     if hasattr(memory, "untyped_storage"):
-        if memory.device.type != "cpu" or memory.element_size() != 1 or not memory.is_contiguous():
-            raise Invalid("a tier moves contiguous tensors of uint8 in host memory: view the storage as such, or copy")
+        accelerator = accelerators.get(memory.device.type)
+        if memory.element_size() != 1 or not memory.is_contiguous():
+            raise Invalid("a tier moves contiguous tensors of uint8: view the storage as such, or copy")
+        if accelerator is None and memory.device.type != "cpu":
+            known = ", ".join(accelerators)
+            raise Invalid(f"a tier moves tensors in host memory and on {known}, not on {memory.device}: copy it there")
         if memory.storage_offset() + memory.numel() > memory.untyped_storage().nbytes():
             raise Invalid("the tensor's storage is empty or too small: resize it to its full size first")
         if memory.numel() and not memory.data_ptr():
             raise Invalid("the tensor has no memory: fake tensors cannot be moved")
+        if accelerator is not None:
+            return DeviceBytes(memory, accelerator)
         return np.asarray(_Borrowed(memory)) if memory.numel() else np.empty(0, np.uint8)
     try:
         array: Array = np.frombuffer(memory, np.uint8)
@@ -119,6 +128,12 @@ class Storage(ABC):
     @abstractmethod
     def used_bytes(self) -> int:
         """Room that slots take."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """Which way bytes take, for people. While it is open: it is not known before, and may change with the first
+        transfer of an accelerator's memory."""
 
     @abstractmethod
     def _start(self) -> tuple[Queue, Queue]:
