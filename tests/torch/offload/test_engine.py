@@ -20,7 +20,7 @@ from forebay.torch.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Off
 from forebay.torch.offload.host_tier import HostTier
 
 MIB = 1 << 20
-WATCHED = PLAIN_STEPS + 1 + TIMED_STEPS
+WATCHED = PLAIN_STEPS + 1 + TIMED_STEPS  # until the plan is one from times that nobody disturbed
 WIDTH, CLASSES, ROWS = 256, 16, 256
 SMALL: dict[str, Any] = {"size_bytes_min": 16_384, "chunk_bytes": MIB}
 
@@ -101,8 +101,7 @@ def test_numbers_are_the_same_in_less_memory(disk: DiskTier, share: float) -> No
         assert not any(facts.lost for facts in off.steps)
     assert found == expected
     assert same(model, model_alone)
-    assert max(peaks[:WATCHED]) > budget  # without moving it would not fit
-    assert max(peaks[WATCHED + 1 :]) <= budget
+    assert max(peaks) <= budget, "from the first step on"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])

@@ -1,21 +1,28 @@
 """`Offload`: a training step in less memory than it needs, by moving what waits.
 
-Theory. The first steps are watched: one runs plainly (in the very first, optimizers make their state), one under the
-profiler, a few against the clock. From that comes a trace, and with the measured speed of the tiers a plan, and from
-then on each step follows it (`runner`). What moves: parameters and optimizer state, and gradients, emptied and filled
-in place; and what autograd saves, through `saved_tensors_hooks`.
+Theory. The first steps are watched, within the budget: what an operator uses is brought, and what was used longest ago
+leaves (`demand`). One of them is plain (in the very first, optimizers make their state), one goes under the profiler.
+From that comes a trace, and with the measured speed of the tiers a plan, and from then on each step follows it
+(`runner`). What moves: parameters and optimizer state, and gradients, emptied and filled in place; and what autograd
+saves, by tickets (`tickets`).
 
-Until a plan is there, and in steps that are not like the one that was profiled, nothing is moved, so those take the
-memory that they take. Where all fits into the budget nothing is moved either, and nothing of this is on the way. After
-PATIENCE steps in a row that were not like it, the next ones are watched anew.
+The first plan is made from a profiler's times, which looking has changed. So stretches between points are timed while
+steps follow it, without what they waited for tensors and memory, and after TIMED_STEPS the plan is made again. Later it
+is looked at every now and then: where steps take longer or shorter than predicted by DRIFT_SHARE, tiers are measured
+anew, and the plan is made anew. (On an accelerator the profiler has the device's own times, and these stay.)
+
+Steps that are not like the one that was profiled go on without a plan, within the budget all the same, from the point
+where that is seen; from the next point outside the backward pass if it is seen there. After PATIENCE such steps in a
+row the next ones are watched anew. Where all fits into the budget nothing is moved, and nothing of this is on the way.
 
 Between steps some of the model is away. Whatever touches it from Python, in a step or between, has it brought back
-first (`guard`); a forward, `model.state_dict()` and `optimizer.state_dict()` between steps bring all of it. To save or
-change everything by other means, or from another thread, use `with off.whole():`.
+first (`guard`). A forward pass without gradients brings what it uses, within the budget; one with gradients,
+`model.state_dict()` and `optimizer.state_dict()` bring all of it. To save or change everything by other means, or from
+another thread, use `with off.whole():`.
 
 Refused, with the reason: a model that is compiled as a whole (its saved tensors come back all at once, so nothing is
 gained), other saved-tensor hooks around the step (only the innermost are called), optimizers that cannot step in
-chunks, and, for now, models on an accelerator: this engine moves host tensors.
+chunks, models on several devices.
 
 Invariants. (1) Numbers are those of the same step without this, bit by bit. (2) After `close` model and optimizer are
 as they were given, whole and without hooks.
@@ -24,39 +31,46 @@ as they were given, whole and without hooks.
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from forebay.core.errors import Closed, Invalid, NotSupported
+from forebay.core.errors import Busy, Closed, Invalid, NotSupported
 from forebay.core.quantity import parse_size
 from forebay.torch.offload.choose import Choice, choose
-from forebay.torch.offload.chunks import check_separable
+from forebay.torch.offload.chunks import AFTER, check_separable
+from forebay.torch.offload.demand import Demand
+from forebay.torch.offload.device_memory import accelerators
 from forebay.torch.offload.disk_tier import DiskTier
+from forebay.torch.offload.dispatch import in_backward
 from forebay.torch.offload.guard import Guard
 from forebay.torch.offload.hardware import Hardware, Tier
 from forebay.torch.offload.host_tier import HostTier
 from forebay.torch.offload.itinerary import itinerary
-from forebay.torch.offload.movables import Books, Lasting, Movable, Saved
-from forebay.torch.offload.plan import SIZE_BYTES_MIN, Plan
-from forebay.torch.offload.points import Points
+from forebay.torch.offload.link import measure_link
+from forebay.torch.offload.movables import Books, Lasting, Movable
+from forebay.torch.offload.plan import SIZE_BYTES_MIN
+from forebay.torch.offload.points import CHUNK, GRADIENT, Points
 from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
 from forebay.torch.offload.runner import Runner, StepFacts
 from forebay.torch.offload.saved import SavedNumbers
+from forebay.torch.offload.tickets import Tickets
 from forebay.torch.offload.tiers import Storage
 from forebay.torch.offload.timing import SegmentTimer, scaled
 from forebay.torch.offload.trace import KINDS, Trace
 
 PLAIN_STEPS = 1  # in which optimizers make their state
 TIMED_STEPS = 3
+REVIEW_STEPS = 16  # between two looks at whether steps still take what was predicted; after each new plan twice as many
+DRIFT_SHARE = 0.25
 PATIENCE = 3  # steps in a row that were not like the profiled one, before it is profiled anew
 CHUNK_BYTES = 64 << 20
-_NOBODY = -1  # no storage has this address
 
 
 class Offload:
@@ -92,21 +106,36 @@ class Offload:
         if not tiers or len(self._disks) > 1 or len(self._hosts) > 1:
             raise Invalid("give one disk tier, one host tier, or one of each: a disk tier may have many directories")
         self._size_bytes_min = size_bytes_min
+        self._chunk_bytes = chunk_bytes
         self.trace: Trace | None = None
         self.choice: Choice | None = None
-        self.steps: list[StepFacts] = []
+        self.steps: list[StepFacts] = []  # that followed a plan
+        self._device = next(model.parameters()).device
+        self._parameters = dict(model.named_parameters())
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
         self._runner: Runner | None = None
         self._timer = SegmentTimer()
-        self._numbers = SavedNumbers(model, optimizer)
-        self._saved: dict[str, weakref.ref[Saved]] = {}
         self._globals: dict[str, Lasting] = {}
         self._unlike = self._watched = 0
-        self._inside = self._closed = False
+        self._followed = self._review = self._since = 0
+        self._inside = self._closed = self._evaluates = False
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
         self._guard = Guard(self._books)
         self._points = Points(model, optimizer, self._at, chunk_bytes=chunk_bytes)
-        self._chunk_bytes = chunk_bytes
+        self._demand = Demand(
+            self._books, self._find, self._names, self.budget_bytes, self._device, size_bytes_min=size_bytes_min
+        )
+        self._tickets = self._demand.tickets = Tickets(
+            SavedNumbers(model, optimizer),
+            self._books,
+            self._guard,
+            size_bytes_min=size_bytes_min,
+            larger=self._is_larger,
+            seen=self._demand.saw,
+            asked=self._demand.asked,
+        )
         opened: list[Storage] = []
         try:
             for tier in tiers:
@@ -119,7 +148,8 @@ class Offload:
                 tier.close()
             raise
         self._handles = [
-            model.register_forward_pre_hook(lambda *_: self._come_back_outside(), prepend=True),
+            model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True),
+            model.register_forward_hook(lambda *_: self._after_forward(), always_call=True),
             model.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
             optimizer.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
         ]
@@ -147,7 +177,8 @@ class Offload:
     # --- telling -----------------------------------------------------------------------------------------------------
     def report(self) -> Report:
         """What the steps came to, and what was predicted; print it."""
-        return report_of(self.trace, self.choice, self.steps, self.budget_bytes, self._books.failures)
+        steps = self.steps[self._since :]
+        return report_of(self.trace, self.choice, steps, self.budget_bytes, self._books.failures)
 
     def explain(self, what: str) -> str:
         """Why a tensor ("parameter layers.0.weight") or a kind ("optimizer state") moves, or stays."""
@@ -172,60 +203,126 @@ class Offload:
                 with self._following(self._runner):
                     yield
                 self._told(self._runner, perf_counter() - began_s)
-            elif self.choice is None and self._watched == PLAIN_STEPS:
-                with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes) as profiler:
+            elif self.choice is None:
+                with self._watching():
                     yield
-                self._rehearse(profiler.trace(type(self.model).__name__))
-            else:
+            else:  # all fits: nothing of ours is on the way
                 yield
-                self._watched += 1
-                if self.choice is not None:  # all fits: nothing of ours is on the way
-                    self.steps.append(StepFacts(step_s=perf_counter() - began_s))
+                self.steps.append(StepFacts(step_s=perf_counter() - began_s))
         finally:
             self._inside = False
+            self._demand.stop()
 
     def _at(self, name: str) -> None:
-        if self._inside and self._runner is not None:
-            if self.choice is None:
-                self._timer.at(name)
+        if not self._inside:
+            return
+        runner = self._runner
+        if runner is not None and not runner.facts.lost:
+            self._timer.at(name, waited_s=self._books.waited_s + runner.facts.memory_s)
             with self._books:
-                self._runner.at(name)
+                runner.at(name)
+        elif self._demand.is_on:
+            self._demand.at(name)
+        elif runner is not None and not in_backward():
+            self._demand.start(self._unknown_bytes(runner.operator))
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A step without a plan."""
+        self._begin_step()
+        self._tickets.moving = None
+        self._guard.put()
+        if self._watched < PLAIN_STEPS:
+            self._points.attach()
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
+                    self._demand.start()
+                    self._points.begin_step()
+                    yield
+                    self._points.end_step()
+            finally:
+                self._points.detach()
+            self._watched += 1
+            return
+        with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand) as profiler:
+            yield
+        self._demand.stop()
+        trace = profiler.trace(type(self.model).__name__)
+        self._follow(trace if self._moves_gradients else _unmoved(trace, "gradient"))
+        self._watched += 1
 
     @contextmanager
     def _following(self, runner: Runner) -> Iterator[None]:
-        self._numbers.begin_step()
-        self._saved.clear()
-        self._bury()
+        assert self.trace is not None, "a plan without a trace"
+        self._begin_step()
+        kinds = zip(self.trace.tensors, self.trace.kinds.tolist(), self.trace.sizes_bytes.tolist(), strict=True)
+        self._tickets.moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation"}
         runner.begin_step()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
             self._points.begin_step()
             yield
             self._points.end_step()
         runner.end_step()
 
+    def _begin_step(self) -> None:
+        self._tickets.begin_step()
+        self._bury()
+
+    def _is_larger(self) -> None:
+        if self._runner is not None:
+            self._runner.is_larger = True
+
+    def _lost(self) -> None:
+        """The runner is: the rest of the step goes without a plan."""
+        self._tickets.moving = None
+        if (
+            in_backward()
+        ):  # no operator is seen coming before that is over; of what autograd adds to, all has to be here
+            for name in self._gradients():
+                if (gradient := self._find(name)) is not None:
+                    gradient.ensure()
+        elif self._runner is not None:
+            self._demand.start(self._unknown_bytes(self._runner.operator))
+
+    def _unknown_bytes(self, operator: int) -> int:
+        """What lives before an operator, by the trace, that cannot be found by a name."""
+        trace = self.trace
+        assert trace is not None, "a plan without a trace"
+        small = (trace.kinds == KINDS.index("activation")) & (trace.sizes_bytes < self._size_bytes_min)
+        nameless = small | (trace.kinds == KINDS.index("temporary"))
+        alive = (trace.births < operator) & (trace.deaths >= operator)
+        return int(trace.sizes_bytes[nameless & alive].sum())
+
     def _told(self, runner: Runner, step_s: float) -> None:
-        """A step is over that followed something."""
-        if self.choice is None:
-            if self._timer.steps == TIMED_STEPS:
-                self._plan()
-            return
+        """A step is over that followed a plan."""
+        self._demand.stop()
         facts = runner.facts
         facts.step_s = step_s
+        if facts.lost:
+            more = self._demand.facts
+            facts.memory_s += more.memory_s
+            facts.unplanned += more.unplanned
+            facts.over_bytes = max(facts.over_bytes, more.over_bytes)
+            facts.most_bytes = max(facts.most_bytes, more.most_bytes)
         facts.written_bytes = sum(tier.bytes_written for tier in self._books.tiers) - self._moved[0]
         facts.read_bytes = sum(tier.bytes_read for tier in self._books.tiers) - self._moved[1]
         self._moved = (self._moved[0] + facts.written_bytes, self._moved[1] + facts.read_bytes)
         self.steps.append(facts)
         self._unlike = self._unlike + 1 if facts.lost else 0
         if self._unlike >= PATIENCE:
-            self._come_back()
             self._let_go()
             self.choice, self._unlike, self._watched = None, 0, PLAIN_STEPS
+        elif not facts.lost:
+            self._followed += 1
+            if self._followed >= self._review:
+                self._look_again()
 
     def _let_go(self) -> None:
-        """Nothing is followed any more, and nothing of ours is on the way of a step."""
-        self._guard.take_off()
+        """No plan is followed any more, and nothing of ours is on the way of a step that has everything."""
         self._points.detach()
         self._runner = None
+        if self._closed:
+            self._guard.take_off()
 
     # --- what is away ------------------------------------------------------------------------------------------------
     @contextmanager
@@ -240,6 +337,20 @@ class Offload:
     def _come_back_outside(self) -> None:
         if not self._inside:
             self._come_back()
+
+    def _before_forward(self) -> None:
+        if self._inside:
+            return
+        if torch.is_grad_enabled():
+            self._come_back()
+        elif self._books.away_bytes:
+            self._evaluates = True
+            self._demand.start()
+
+    def _after_forward(self) -> None:
+        if self._evaluates and not self._inside:
+            self._evaluates = False
+            self._demand.stop()
 
     def _come_back(self) -> None:
         with self._books:
@@ -257,8 +368,7 @@ class Offload:
     def _find(self, name: str) -> Movable | None:
         """The storage that a trace's tensor is now."""
         if name.startswith("saved "):
-            found = self._saved.get(name)
-            return found() if found is not None else None
+            return self._tickets.find(name)
         known = self._globals.get(name)
         tensor = self._tensor(name)
         if known is not None and not known.is_of(tensor):
@@ -281,26 +391,32 @@ class Offload:
         parameter = self._parameters.get(rest)
         return None if parameter is None else self.optimizer.state.get(parameter, {}).get(key)
 
-    # --- what autograd saves -----------------------------------------------------------------------------------------
-    def _pack(self, tensor: Any) -> Any:
-        with self._books:
-            number = self._numbers.number(tensor)
-            name = f"saved {number}"
-            if not number:
-                return _Present(self._guard, tensor)
-            if name not in self._moving:
-                return tensor
-            ref = self._saved.get(name)
-            saved = ref() if ref is not None else None
-            if saved is None:
-                saved = Saved(name, tensor.untyped_storage(), self._books)
-                self._saved[name] = weakref.ref(saved)
-            saved.watch(tensor)
-            return _Ticket(saved, tensor)
+    def _gradients(self) -> Iterator[str]:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                yield f"gradient {name}"
 
-    def _unpack(self, packed: Any) -> Any:
-        with self._books:
-            return packed.tensor() if isinstance(packed, _Ticket | _Present) else packed
+    def _names(self, point: str | None) -> Iterable[str]:
+        """What lasts and may have come into being at a point; at None all of it, what is needed last first."""
+        if point is None:
+            for name, parameter in self._parameters.items():
+                yield from self._states(name, parameter)
+            yield from self._gradients() if self._moves_gradients else ()
+            yield from (f"parameter {name}" for name in reversed(self._parameters))
+        elif point.startswith(GRADIENT) and self._moves_gradients:
+            yield f"gradient {point.removeprefix(GRADIENT).partition(' #')[0]}"
+        elif point.startswith((CHUNK, AFTER)):
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+            number = point.removeprefix(CHUNK).partition(" ")[0]
+            chunks = self._points.chunks
+            for parameter in chunks[min(int(number), len(chunks)) - 1] if number.isdecimal() else chunks[-1]:
+                if id(parameter) in names:
+                    yield from self._states(names[id(parameter)], parameter)
+
+    def _states(self, name: str, parameter: Any) -> Iterator[str]:
+        for key, value in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {name}"
 
     # --- planning ----------------------------------------------------------------------------------------------------
     def _measured(self) -> Hardware:
@@ -309,93 +425,55 @@ class Offload:
         if disk is not None:
             found = disk.check_speed()
             write_bytes_s, read_bytes_s = found.write_bytes_s, found.read_bytes_s
+        link_bytes_s = measure_link(self._device) if self._device.type == "cuda" else (math.inf, math.inf)
         return Hardware(
             self.budget_bytes,
+            link_out_bytes_s=link_bytes_s[0],
+            link_in_bytes_s=link_bytes_s[1],
             disk_bytes=disk.room_bytes if disk else 0,
             disk_write_bytes_s=write_bytes_s,
             disk_read_bytes_s=read_bytes_s,
             host_bytes=host.room_bytes if host else 0,
         )
 
-    def _rehearse(self, trace: Trace) -> None:
-        """Time the next steps with all of the machinery and no moves, so that what it costs is in the times."""
-        self.trace = trace
-        self._watched += 1
-        self._timer = SegmentTimer()
-        self._parameters = dict(self.model.named_parameters())
-        kinds = zip(trace.tensors, trace.kinds.tolist(), strict=True)
-        self._moving = {name for name, kind in kinds if KINDS[kind] == "activation"}
-        self._points.attach()
-        self._guard.put()
-        self._books.absent[_NOBODY] = None  # the guard looks only when something may be away
-        nothing = Plan("rehearsal", (), trace.need_bytes(), self.hardware)
-        self._follow(trace, nothing, int(trace.need_bytes().max()) * 2)
-
-    def _plan(self) -> None:
-        """From the trace and its times to moves."""
-        assert self.trace is not None, "profiled before it is planned"
-        del self._books.absent[_NOBODY]
-        trace = scaled(self.trace, self._timer.seconds())
-        if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.model.modules()):
-            trace = _unmoved(trace, "gradient")  # its buckets are written behind torch's back
+    def _follow(self, trace: Trace) -> None:
+        """Plan for a trace, and follow the plan from the next step on."""
         self.trace = trace
         self.choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min)
+        self._since, self._followed = len(self.steps), 0
         self._moved = (
             sum(tier.bytes_written for tier in self._books.tiers),
             sum(tier.bytes_read for tier in self._books.tiers),
         )
-        if self.choice.plan.moves:
-            self._follow(trace, self.choice.plan, self.budget_bytes)
-        else:
+        if not self.choice.plan.moves:
+            self._come_back()
             self._let_go()
-
-    def _follow(self, trace: Trace, plan: Plan, budget_bytes: int) -> None:
+            self._guard.take_off()
+            return
+        self._review = TIMED_STEPS if self._runner is None else max(2 * self._review, REVIEW_STEPS)
+        self._timer = SegmentTimer()
+        self._points.attach()
+        self._guard.put()
         tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
         tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._runner = Runner(
-            itinerary(trace, plan),
-            self._find,
-            lambda: list(self._globals.values()),
-            self._books,
-            tiers,
-            budget_bytes,
+            itinerary(trace, self.choice.plan), self._find, self._lost, self._books, tiers, self.budget_bytes
         )
 
-
-class _Present:
-    """What autograd holds of a parameter: the parameter, and who brings it."""
-
-    __slots__ = ("_guard", "_tensor")
-
-    def __init__(self, guard: Guard, tensor: Any) -> None:
-        self._guard, self._tensor = guard, tensor
-
-    def tensor(self) -> Any:
-        """The parameter, with its bytes here."""
-        self._guard.look(self._tensor)
-        return self._tensor
-
-
-class _Ticket:
-    """What autograd holds in place of a tensor."""
-
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_saved", "_size", "_stride")
-
-    def __init__(self, saved: Saved, tensor: Any) -> None:
-        self._saved = saved
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def tensor(self) -> Any:
-        """The tensor again. `RuntimeError`, as torch has it, if it was written since it was saved."""
-        self._saved.ensure()
-        if self._saved.version():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._saved.name}, of size {list(self._size)}"
-            )
-        found = torch.empty(0, dtype=self._dtype)
-        return found.set_(self._saved.storage, self._offset, self._size, self._stride)
+    def _look_again(self) -> None:
+        """Whether the plan is still good; if not, another one."""
+        assert self.trace is not None, "a plan without a trace"
+        assert self.choice is not None, "followed without a plan"
+        is_first = self._review == TIMED_STEPS
+        like = [step.step_s for step in self.steps[self._since :] if not step.lost]
+        drift = statistics.median(like[1:] or like) / self.choice.replayed.step_s - 1
+        if not is_first and abs(drift) < DRIFT_SHARE:
+            self._followed = 0
+            return
+        if not is_first:
+            with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
+                self.hardware = self._measured()
+        self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
 
 
 def _unmoved(trace: Trace, kind: str) -> Trace:
@@ -411,6 +489,10 @@ def _check_model(model: Any) -> None:
             "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
             "compile its blocks one by one instead"
         )
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices != {"cpu"}:
-        raise NotSupported(f"this version moves tensors of host memory only, and the model is on {sorted(devices)}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or not {device.type for device in devices} <= {"cpu", *accelerators}:
+        told = ", ".join(sorted(map(str, devices))) or "no device: it has no parameters"
+        raise NotSupported(
+            f"tensors are moved from one device's memory, cpu or {', '.join(accelerators)}; the model is on {told}: "
+            "use one process and one Offload for each device"
+        )

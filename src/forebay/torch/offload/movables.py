@@ -43,21 +43,26 @@ class Place(IntEnum):
 
 class Books:
     """What all movables of an engine have in common: counts, and the tiers in their order. `with books:` is around the
-    engine's own work, which looks at tensors without wanting their bytes."""
+    engine's own work, which looks at tensors without wanting their bytes, and which no mode shall see."""
 
     def __init__(self, tiers: list[Storage]) -> None:
         self.tiers = tiers
         self.away_bytes = 0
+        self.hollow_bytes = 0  # of storages that are there without their bytes
+        self.make_room: Callable[[int], None] | None = None  # before so many bytes come unplanned
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
         self.own_work = 0  # how deep
+        self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
         self.waited_s = 0.0  # for what was not here
         self.failures: list[ForebayError] = []  # of stores: the tensors stayed
         self.failed: list[Storage] = []  # tiers that stores failed in, in this step
 
     def __enter__(self) -> None:
         self.own_work += 1
+        self._quiet.append(torch._C._DisableTorchDispatch())
 
     def __exit__(self, *_: object) -> None:
+        self._quiet.pop()
         self.own_work -= 1
 
 
@@ -94,6 +99,10 @@ class Movable(ABC):
     @abstractmethod
     def _mark(self, *, absent: bool) -> None:
         """Its bytes are not here, or here again: for the guard."""
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else would keep the memory if it left."""
+        return False
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def leave(self, tier: Storage, due: float) -> bool:
@@ -196,6 +205,8 @@ class Movable(ABC):
         if place is Place.STORING:
             self._keep()
         elif place is not Place.HERE:
+            if place is Place.AWAY and self._books.make_room is not None:
+                self._books.make_room(self.size_bytes)
             began_s = perf_counter()
             self.come(0.0, urgent=True)
             self.wait()
@@ -244,13 +255,24 @@ class Lasting(Movable):
         storage = tensor.untyped_storage()
         super().__init__(name, storage.nbytes(), books)
         self._tensor: Callable[[], Any] = weakref.ref(tensor)
-        self._storage: Callable[[], Any] = weakref.ref(storage)
+        self._storage: Callable[[], Any] = weakref.ref(storage, lambda _: self._hollow(0))
         self._address: int = storage._cdata
+        self._hollow_bytes = 0
 
     def is_of(self, tensor: Any) -> bool:
         """Whether this is the storage of that tensor still. Gradients are dropped and made anew, and `.data` may be
         another's."""
         return tensor is not None and self._tensor() is tensor and tensor.untyped_storage()._cdata == self._address
+
+    @property
+    def address(self) -> int | None:
+        """Of the storage; None once it is gone."""
+        return None if self._storage() is None else self._address
+
+    def tell(self, who: Callable[[Any], object]) -> None:
+        """Show somebody the tensor, if it is there."""
+        if (tensor := self._tensor()) is not None:
+            who(tensor)
 
     def is_at(self, storage: Any) -> bool:
         """Whether that is the storage."""
@@ -271,13 +293,20 @@ class Lasting(Movable):
         super().die()
 
     def _bytes(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8).set_(self._storage())
+        storage: Any = self._storage()
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def _empty(self) -> None:
         self._resize(0)
+        self._hollow(self.size_bytes)
 
     def _fill(self) -> None:
         self._resize(self.size_bytes)
+        self._hollow(0)
+
+    def _hollow(self, size_bytes: int) -> None:
+        self._books.hollow_bytes += size_bytes - self._hollow_bytes
+        self._hollow_bytes = size_bytes
 
     def _resize(self, size_bytes: int) -> None:
         storage: Any = self._storage()
@@ -298,10 +327,17 @@ class Saved(Movable):
         super().__init__(name, storage.nbytes(), books)
         self.storage: Any = storage
         self.changed = False
+        self.device = storage.device
         self._originals: list[tuple[Any, int]] = []  # tensors over it that count writes, while it was never away
 
     def __del__(self) -> None:
         self.die()  # the last ticket is gone, and with it the graph that would have asked for it
+
+    def is_held_elsewhere(self) -> bool:
+        if self.storage is None:
+            return False
+        count: int = torch._C._storage_Use_Count(self.storage._cdata)
+        return count > 1 + len(self._originals)
 
     def watch(self, tensor: Any) -> None:
         """A tensor over it is saved: it must not be written from now on."""
@@ -312,14 +348,14 @@ class Saved(Movable):
         return self.changed
 
     def _bytes(self) -> Any:
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
     def _empty(self) -> None:
         self.storage = None
         self._originals.clear()
 
     def _fill(self) -> None:
-        self.storage = torch.empty(self.size_bytes, dtype=torch.uint8).untyped_storage()
+        self.storage = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _mark(self, *, absent: bool) -> None:
         """Nothing: who wants it comes by its ticket."""

@@ -66,7 +66,8 @@ class Points:
         points_of: Wanted | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._model, self._at = model, at
+        self._model = model
+        self._at = torch.compiler.disable(at)  # a compiled block would trace what is done at its points
         self._wanted = points_of or default_points(model)
         self.chunks = default_chunks(model, optimizer, chunk_bytes)  # what "optimizer chunk <i>" is about to step
         self._step = ChunkedStep(optimizer, self.chunks, self._reach)

@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from forebay.core.errors import Invalid
 from forebay.torch.offload.chunks import CHUNK_BYTES
+from forebay.torch.offload.dispatch import OperatorMode
 from forebay.torch.offload.points import GRADIENT, Points, Wanted
 from forebay.torch.offload.saved import SavedNumbers
 from forebay.torch.offload.storages import Seen, Storages, does_no_work, short_name
@@ -45,14 +45,44 @@ from forebay.torch.offload.trace import Ints, TensorSaid, Trace, build
 
 SecondsOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]  # of an operator, its arguments and output
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+class Company:
+    """Who moves tensors while they are profiled: told of all that the profiler is told of, and asked for sizes."""
+
+    def begin(self, storages: Storages) -> None:
+        """The step begins; `storages` is the profiler's ledger."""
+
+    def end(self) -> None:
+        """It is over."""
+
+    def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run: what it uses must be here."""
+
+    def after(self) -> None:
+        """It ran, and is recorded."""
+
+    def at(self, name: str) -> None:
+        """A point is reached."""
+
+    def pack(self, tensor: Any) -> Any:
+        """What autograd keeps in place of a tensor."""
+        return tensor
+
+    def unpack(self, packed: Any) -> Any:
+        """The tensor again."""
+        return packed
+
+    def size_of(self, storage: Any) -> int:
+        """The bytes of a storage, whether they are here or not."""
+        return int(storage.nbytes())
 
 
 class Profiler:
     """`with Profiler(model, optimizer) as profiler:` around one training step; then `profiler.trace()`.
 
     While it runs the optimizer steps in chunks, as it will when tensors are moved. `seconds_of(operator, args, kwargs,
-    output)` gives times instead of a clock. `Invalid` for optimizers that cannot step in chunks.
+    output)` gives times instead of a clock. `company` is for who moves tensors in the same step. `Invalid` for
+    optimizers that cannot step in chunks.
     """
 
     def __init__(
@@ -63,8 +93,10 @@ class Profiler:
         points_of: Wanted | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         seconds_of: SecondsOf | None = None,
+        company: Company | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
+        self._company = company or Company()
         first = next(model.parameters(), None)
         if first is None:
             raise Invalid(
@@ -72,7 +104,7 @@ class Profiler:
             )
         self.device = first.device
         self._points = Points(model, optimizer, self._at, points_of=points_of, chunk_bytes=chunk_bytes)
-        self._storages = Storages(self.device)
+        self._storages = Storages(self.device, self._company.size_of)
         self._saved = SavedNumbers(model, optimizer)
         self._names = _parameter_names(model, optimizer)
         self._clock = _clock(self.device, seconds_of)
@@ -81,8 +113,8 @@ class Profiler:
         self._workspaces: list[int] = []
         self._gradients: dict[int, list[Seen]] = {}  # of each parameter, in the order they came
         self._successors: set[Seen] = set()  # gradients that came after one of an earlier step
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._mode = _Mode(self._dispatch)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._company.unpack)
+        self._mode = OperatorMode(self._dispatch)
         self._rows: tuple[list[tuple[str, float, int]], list[TensorSaid]] | None = None
 
     def __enter__(self) -> Profiler:
@@ -91,6 +123,7 @@ class Profiler:
         self._name_what_is_there()
         self._points.attach()
         self._saved.begin_step()
+        self._company.begin(self._storages)
         self._hooks.__enter__()
         self._mode.__enter__()
         self._points.begin_step()
@@ -101,6 +134,7 @@ class Profiler:
         self._hooks.__exit__(kind, error, trace)
         self._points.end_step()
         self._points.detach()
+        self._company.end()
         if kind is None:
             self._note_gradients()
             self._name_state()
@@ -120,6 +154,7 @@ class Profiler:
 
     # --- looking -----------------------------------------------------------------------------------------------------
     def _dispatch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._company.before(operator, args, kwargs)
         if does_no_work(operator):
             output = operator(*args, **kwargs)
             if operator is torch.ops.aten.lift_fresh.default:
@@ -131,13 +166,14 @@ class Profiler:
         if self._storages.record(operator, args, kwargs, output):
             self._clock.keep(operator, args, kwargs, output)
             self._operators.append(short_name(operator))
+        self._company.after()
         return output
 
     def _pack(self, tensor: Any) -> Any:
         number = self._saved.number(tensor)  # of tensors elsewhere too: an engine counts them all
         for seen in self._storages.of(tensor, existed=True):
             seen.saved = seen.saved or number
-        return tensor
+        return self._company.pack(tensor)
 
     def _at(self, name: str) -> None:
         self._reached.append((name, self._storages.operators))
@@ -147,6 +183,7 @@ class Profiler:
                 self._note_gradient(parameter)
         elif name.startswith("optimizer chunk"):
             self._note_gradients()
+        self._company.at(name)
 
     def _name_what_is_there(self) -> None:
         for parameter, name in self._names.values():
@@ -232,10 +269,6 @@ class Profiler:
         return seen.birth, max([seen.death, *seen.uses[-1:]])
 
 
-def _unpack(tensor: Any) -> Any:
-    return tensor
-
-
 def _parameter_names(model: Any, optimizer: Any) -> dict[int, tuple[Any, str]]:
     """Every parameter once, with its first name; those that only the optimizer knows by their place there."""
     names = {id(parameter): (parameter, name) for name, parameter in model.named_parameters()}
@@ -243,19 +276,6 @@ def _parameter_names(model: Any, optimizer: Any) -> dict[int, tuple[Any, str]]:
         for number, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), (parameter, f"group {group_number}, {number}"))
     return names
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Hands each operator to `dispatch`."""
-
-    def __init__(self, dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._dispatch = dispatch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN and is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # it will be back with the tensors that are inside
-        return self._dispatch(func, args, kwargs or {})
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------

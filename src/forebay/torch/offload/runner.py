@@ -5,10 +5,9 @@ is made sure of, waited for if it must be; if what lives until the next point do
 for, and then what is needed last goes, unplanned; and what the plan fetches begins to come, if there is memory, else at
 a later point.
 
-A point whose name is not the one expected means that the step is not the one that was profiled: another batch shape, an
-evaluation in between, one more accumulation. Then the runner is *lost* for the rest of the step: it brings all that
-lasts back here and moves nothing more. That may take more memory than the budget, but no step is ever computed wrongly
-or stops because its plan was wrong.
+A point whose name is not the one expected means that the step is not the one that was profiled: an evaluation in
+between, one more accumulation; and so does a saved tensor that is larger than it was (`is_larger`): another batch. Then
+the runner is *lost* for the rest of the step: it moves nothing more, and says so to who goes on without a plan.
 
 A tier that fails to store is done without for the rest of the step: what was to go there goes to another tier, or
 stays. If the step does not fit then it fails, but never once the optimizer has begun to update: half a step would be
@@ -50,32 +49,40 @@ class StepFacts:
 
 
 class Runner:
-    """Follows `itinerary` with what `find` gives. `tiers` are those that the plan's numbers mean."""
+    """Follows `itinerary` with what `find` gives. `tiers` are those that the plan's numbers mean; `lost()` is called
+    once in a step that turns out to be another one."""
 
     def __init__(
         self,
         itinerary: Itinerary,
         find: Find,
-        lasting: Callable[[], list[Movable]],
+        lost: Callable[[], None],
         books: Books,
         tiers: dict[int, Storage],
         budget_bytes: int,
     ) -> None:
-        self._itinerary, self._find, self._lasting = itinerary, find, lasting
+        self._itinerary, self._find, self._lost = itinerary, find, lost
         self._books, self._tiers, self._budget = books, tiers, budget_bytes
         self._at = 0
         self._lap = 0
         self._going: list[Movable] = []  # asked to leave, in order
         self._later: list[tuple[str, float]] = []  # planned fetches without memory
         self._updating = False
+        self.is_larger = False
         self.facts = StepFacts()
+
+    @property
+    def operator(self) -> int:
+        """The one that is next, as far as the plan was followed."""
+        stops = self._itinerary.stops
+        return stops[min(self._at, len(stops) - 1)].operator
 
     def begin_step(self) -> None:
         """The first point is next."""
         self._at = 0
         self._lap += 1
         self._later.clear()
-        self._updating = False
+        self._updating = self.is_larger = False
         self._books.failed.clear()  # whoever failed in the last step may try again
         self.facts = StepFacts()
         self._waited_s = self._books.waited_s
@@ -91,7 +98,7 @@ class Runner:
         if self.facts.lost:
             return
         stops = self._itinerary.stops
-        if self._at >= len(stops) or stops[self._at].name != name:
+        if self.is_larger or self._at >= len(stops) or stops[self._at].name != name:
             self._lose()
             return
         stop = stops[self._at]
@@ -198,5 +205,4 @@ class Runner:
     def _lose(self) -> None:
         self.facts.lost = True
         self._later.clear()
-        for movable in self._lasting():
-            movable.ensure()
+        self._lost()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ class Seen:
         "birth",
         "death",
         "existed",
+        "holders",
         "kind",
         "name",
-        "reference",
+        "references",
         "saved",
         "size_bytes",
         "uses",
@@ -46,21 +47,29 @@ class Seen:
         self.size_bytes, self.birth, self.existed = size_bytes, birth, existed
         self.death = -1
         self.alive = True
+        self.holders = 1  # storages that are it: one that left and came back is another for torch
         self.kind: Kind | None = None
         self.name = ""
         self.saved = 0  # its number, if autograd saved it
         self.uses: list[int] = []
         self.writes: list[int] = []
-        self.reference: Any = None
+        self.references: list[Any] = []
+
+
+def bytes_here(storage: Any) -> int:
+    """The bytes of a storage that nobody has moved."""
+    return int(storage.nbytes())
 
 
 class Storages:
-    """The ledger of one step. `operators` is how many were recorded."""
+    """The ledger of one step. `operators` is how many were recorded, `living_bytes` what lives now, whether its bytes
+    are here or not (`size_of` knows)."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, size_of: Callable[[Any], int] = bytes_here) -> None:
         self.seen: list[Seen] = []
         self.operators = 0
-        self._device = device
+        self.living_bytes = 0
+        self._device, self._size_of = device, size_of
         self._living: dict[int, Seen] = {}  # by the address of the storage's Python object
 
     def name(self, tensor: Any, kind: Kind, name: str) -> None:
@@ -75,27 +84,52 @@ class Storages:
             return []
         return [self._find(part.untyped_storage(), existed=existed) for part in parts(tensor)]
 
+    def find(self, storage: Any) -> Seen | None:
+        """What is known of a storage; None if it was not seen yet."""
+        return self._living.get(id(storage))
+
+    def know(self, storage: Any) -> None:
+        """A storage that was there before, if it was not seen yet."""
+        self._find(storage, existed=True)
+
+    def adopt(self, storage: Any, seen: Seen) -> None:
+        """That storage is one that was seen before, which left and came back."""
+        if id(storage) not in self._living:
+            seen.holders += 1
+            seen.alive = True
+            self._hold(storage, seen)
+
     def _find(self, storage: Any, *, existed: bool) -> Seen:
-        key = id(storage)
-        seen = self._living.get(key)
-        size_bytes = storage.nbytes()
+        seen = self._living.get(id(storage))
+        size_bytes = self._size_of(storage)
         if seen is None:
             seen = Seen(size_bytes, 0 if existed else self.operators, existed=existed)
-            seen.reference = weakref.ref(storage, functools.partial(self._died, key))
-            self._living[key] = seen
+            self._hold(storage, seen)
             self.seen.append(seen)
         elif size_bytes > seen.size_bytes:
+            self.living_bytes += (size_bytes - seen.size_bytes) * seen.holders
             seen.size_bytes = size_bytes
         return seen
 
+    def _hold(self, storage: Any, seen: Seen) -> None:
+        key = id(storage)
+        seen.references.append(weakref.ref(storage, functools.partial(self._died, key)))
+        self._living[key] = seen
+        self.living_bytes += seen.size_bytes
+
     def _died(self, key: int, reference: Any) -> None:
         seen = self._living.pop(key)
-        seen.death, seen.alive, seen.reference = self.operators - 1, False, None
+        self.living_bytes -= seen.size_bytes
+        seen.references.remove(reference)
+        seen.holders -= 1
+        if not seen.holders:
+            seen.death, seen.alive = self.operators - 1, False
 
     def close(self) -> None:
         """The step is over: what lives now outlives it."""
-        for seen in list(self._living.values()):
-            seen.death, seen.reference = self.operators - 1, None
+        for seen in self._living.values():
+            seen.death = self.operators - 1
+            seen.references.clear()
         self._living.clear()
 
     # --- operators ---------------------------------------------------------------------------------------------------
@@ -157,6 +191,11 @@ def short_name(operator: Any) -> str:
     """`mm` for `aten::mm.default`; other namespaces are kept."""
     space, _, name = operator._schema.name.partition("::")
     return name if space == "aten" else f"{space}.{name}"
+
+
+def writes_an_input(operator: Any) -> bool:
+    """Whether running it twice may be something else than running it once."""
+    return any(_written(operator))
 
 
 @functools.cache

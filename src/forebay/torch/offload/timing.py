@@ -16,7 +16,6 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -28,23 +27,19 @@ STEPS_MAX = 64  # of which times are kept: the median does not need more
 
 
 class SegmentTimer:
-    """Times stretches between points: give its `at` to `Points`, run steps, ask for `seconds`.
+    """Times stretches between points: give it each point, run steps, ask for `seconds`."""
 
-    On the GPU (`cuda`) it records events and waits for them only when it is asked.
-    """
+    def __init__(self) -> None:
+        self._steps: list[list[tuple[str, float, float]]] = []
+        self._step: list[tuple[str, float, float]] | None = None
 
-    def __init__(self, *, cuda: bool = False) -> None:
-        self._cuda = cuda
-        self._steps: list[list[tuple[str, Any]]] = []
-        self._step: list[tuple[str, Any]] | None = None
-
-    def at(self, name: str) -> None:
-        """A point is reached."""
+    def at(self, name: str, *, waited_s: float = 0.0) -> None:
+        """A point is reached. `waited_s`: what was waited until now in all, which is not of the stretches."""
         if name == BEGINS:
             self._step = []
         if self._step is None:
             return  # outside a step
-        self._step.append((name, self._now()))
+        self._step.append((name, perf_counter(), waited_s))
         if name == ENDS:
             self._steps.append(self._step)
             self._step = None
@@ -59,22 +54,11 @@ class SegmentTimer:
         """For each point the median seconds to the next one. `Invalid` if no step was timed."""
         if not self._steps:
             raise Invalid("no step was timed: run some with the timer attached, from begin_step to end_step")
-        if self._cuda:
-            self._steps[-1][-1][1].synchronize()
         found: dict[str, list[float]] = {}
         for step in self._steps:
-            for (name, began), (_, ended) in itertools.pairwise(step):
-                found.setdefault(name, []).append(began.elapsed_time(ended) / 1e3 if self._cuda else ended - began)
+            for (name, began_s, before_s), (_, ended_s, after_s) in itertools.pairwise(step):
+                found.setdefault(name, []).append(max(0.0, ended_s - began_s - (after_s - before_s)))
         return {name: statistics.median(times) for name, times in found.items()}
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return perf_counter()
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def scaled(trace: Trace, segment_seconds: Mapping[str, float] | Sequence[float]) -> Trace:
