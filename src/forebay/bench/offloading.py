@@ -124,7 +124,10 @@ def shapes(lab: Lab, row: Row) -> Result:
                     steps[rank].append(found.get(rank, best.replayed.step_s))
                 shares.append(f"{best.replayed.share_of_ideal:.0%}")
             knees.append(f"{share:.0%}: {' '.join(shares)}")
-        notes.append(f"{name}, {need / 1e9:.0f} GB, of ideal at 4, 16, 48, 96 GB/s by budget: {'; '.join(knees)}")
+        active = trace.active_bytes() / trace.need_bytes().max()
+        mean = float(active @ trace.times_s / trace.times_s.sum())
+        told = f"{name}, {need / 1e9:.0f} GB, in use {mean:.1%} on the mean over time and {active.max():.0%} at most"
+        notes.append(f"{told}; of ideal at 4, 16, 48, 96 GB/s by budget: {'; '.join(knees)}")
     measures = []
     for rank, peer in (("ratio", "the paper's rank"), ("area", "G10's rank"), ("whole_layer", "whole layers")):
         ratios = compared(f"step / {peer}, mean", "s", row.goals["mean"], steps["chosen"], steps[rank], peer)

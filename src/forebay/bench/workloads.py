@@ -506,6 +506,30 @@ ROWS: tuple[Row, ...] = (
         goals={"with the engine": at_least(0.98)},
         peer="limit",
     ),
+    Row(
+        "offload-disk",
+        "offload",
+        "a disk tier moves 256 MiB there and back, direct I/O, pieces of 8 MiB",
+        "forebay.bench.offload_disk:disk",
+        goals={"write": at_least(0.8), "read": at_least(0.8)},
+        rounds=11,  # a round takes seconds, and a disk that others use too is noisy
+        peer="fio",
+    ),
+    Row(
+        "offload-gpu",
+        "offload",
+        "a transformer on a GPU in 90, 80, 70 and 60 % of the memory that it takes",
+        "forebay.bench.offload_gpu:gpu",
+        goals={
+            "trained": at_least(1.0, "in all"),
+            "other losses": at_most(0),
+            "error": at_most(0.10),
+            "of ideal": REPORTED,
+        },
+        rounds=1,  # the steps of each process are the samples
+        epochs=1,
+        peer="limit",
+    ),
 )
 
 BY_NAME = {row.name: row for row in ROWS}

@@ -201,3 +201,27 @@ def test_on_a_device_that_copies_when_it_comes_to_it_the_numbers_are_the_same(ti
         assert device.copies
     assert found == expected
     assert same(model, model_alone)
+
+
+def test_an_operator_without_memory_is_run_again_when_more_has_left(disk: DiskTier) -> None:
+    """As an accelerator's allocator says it, whose gaps nobody counts; here by an operator of our own."""
+    model, optimizer = made()
+    refused: list[int] = []
+
+    @torch.library.custom_op("forebay_tests::hungry", mutates_args=())
+    def hungry(x: torch.Tensor) -> torch.Tensor:
+        if len(refused) < 3:
+            refused.append(disk.bytes_written)
+            raise torch.OutOfMemoryError("no memory for this one")
+        return x.clone()
+
+    hungry.register_autograd(lambda context, gradient: gradient)
+    with Offload(model, optimizer, budget=need_bytes(), tiers=[disk], **SMALL) as off:
+        with off.step():
+            x, y = batch(0)
+            nn.functional.cross_entropy(hungry(model(x)), y).backward()
+        assert refused == sorted(set(refused)), "each time something else has left"
+        model.zero_grad()
+        model_alone, _ = made()
+        with off.whole():
+            assert same(model, model_alone)

@@ -109,7 +109,7 @@ class Demand(Company):
         self._gone.clear()
         self.facts = StepFacts()
         self._waited_s = self._books.waited_s
-        self._books.make_room = self._room_for
+        self._books.make_room, self._books.relieve = self._room_for, self._evict
         with self._books:
             self._learn(self._names(None))
             for saved in self.tickets.alive() if self.tickets is not None else ():
@@ -121,7 +121,7 @@ class Demand(Company):
         if self.is_on:
             self.is_on = False
             self.facts.missing_s = self._books.waited_s - self._waited_s
-            self._books.make_room = None
+            self._books.make_room = self._books.relieve = None
 
     # --- what is there -----------------------------------------------------------------------------------------------
     def at(self, name: str) -> None:
@@ -197,7 +197,7 @@ class Demand(Company):
                 output = operator(*args, **kwargs)
                 break
             except torch.OutOfMemoryError:
-                if writes_an_input(operator) or not self._relieved(args, kwargs):
+                if not self.relieve(operator, args, kwargs):
                     raise
         self._ledger.born(output)
         self.after()
@@ -240,7 +240,9 @@ class Demand(Company):
         self.facts.memory_s += perf_counter() - began_s
         self.facts.over_bytes = max(self.facts.over_bytes, living + size_bytes - self._budget)
 
-    def _relieved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def relieve(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if writes_an_input(operator):
+            return False  # perhaps it did already
         with self._books:
             self._kept.update(self._used(args), self._used(kwargs.values()))
             try:

@@ -50,6 +50,7 @@ class Books:
         self.away_bytes = 0
         self.hollow_bytes = 0  # of storages that are there without their bytes
         self.make_room: Callable[[int], None] | None = None  # before so many bytes come unplanned
+        self.relieve: Callable[[], bool] | None = None  # where there was no memory all the same; False: nothing can go
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
         self.own_work = 0  # how deep
         self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
@@ -187,7 +188,7 @@ class Movable(ABC):
         if self.place is Place.AWAY:
             assert self._tier is not None, "away, and nowhere"
             assert self._slot is not None, "away, and nowhere"
-            self._fill()
+            self._get_memory()
             self._books.away_bytes -= self.size_bytes
             self.place = Place.LOADING
             try:
@@ -195,6 +196,15 @@ class Movable(ABC):
             except BaseException:
                 self._go()
                 raise
+
+    def _get_memory(self) -> None:
+        while True:
+            try:
+                self._fill()
+                return
+            except torch.OutOfMemoryError:  # an accelerator's, which has gaps that nobody counts
+                if self._books.relieve is None or not self._books.relieve():
+                    raise
 
     def ensure(self) -> None:
         """Here, whatever it takes. Raises what a load raised."""

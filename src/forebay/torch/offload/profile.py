@@ -61,6 +61,10 @@ class Company:
     def after(self) -> None:
         """It ran, and is recorded."""
 
+    def relieve(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """There was no memory for it; whether it should be run again."""
+        return False
+
     def at(self, name: str) -> None:
         """A point is reached."""
 
@@ -160,9 +164,15 @@ class Profiler:
             if operator is torch.ops.aten.lift_fresh.default:
                 self._storages.born(output)  # a constant that Python made just now
             return output
-        self._clock.start()
-        output = operator(*args, **kwargs)
-        self._clock.stop()
+        while True:
+            try:
+                self._clock.start()
+                output = operator(*args, **kwargs)
+                self._clock.stop()
+                break
+            except torch.OutOfMemoryError:
+                if not self._company.relieve(operator, args, kwargs):
+                    raise
         if self._storages.record(operator, args, kwargs, output):
             self._clock.keep(operator, args, kwargs, output)
             self._operators.append(short_name(operator))

@@ -1,0 +1,177 @@
+"""The GPU row without a GPU: its processes on the CPU, tiny; what is said of them; and that it was not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.bench import main, offload_gpu, report
+from forebay.bench.offload_gpu import PEER_STEPS, STEPS, Alone, Round, Told, Work
+from forebay.bench.workloads import BY_NAME
+
+ROW = BY_NAME["offload-gpu"]
+SHAPE = {"layers": 3, "width": 64, "words": 128, "batch": 4, "sequence": 64}
+TINY: Work = {"device": "cpu", "shape": SHAPE, "options": {"size_bytes_min": 16_384, "chunk_bytes": 1 << 20}}
+GIB = 1 << 30
+
+
+# --- without a device ------------------------------------------------------------------------------------------------
+def test_without_a_device_the_row_says_so_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "result.json"
+    assert main.main(["--row", "offload-gpu", "--quick", "--out", str(out)]) == 1, "it is no success"
+    printed = capsys.readouterr().out
+    said = re.search(r"not run: no CUDA device \(\d{4}-\d\d-\d\d\)", printed)
+    assert said is not None, printed
+    assert "0 reached, 0 missed, 0 reported, 1 could not run" in printed
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["error"], row["measures"], row["notes"]) == (said[0], [], [])
+
+
+def test_it_says_so_by_itself_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert offload_gpu.main(["--quick"]) == 1
+    assert "FAILED: not run: no CUDA device (" in capsys.readouterr().out
+
+
+# --- its processes, on the CPU ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Round:
+    return offload_gpu.measured(tmp_path_factory.mktemp("disk"), (0.75,), TINY)
+
+
+@pytest.mark.slow
+def test_each_side_trains_and_tells_in_one_line(found: Round):
+    sides = found.limited[0.75]
+    assert list(sides) == list(offload_gpu.SIDES)
+    for name, told in {**sides, "plain": found.plain, "again": found.again}.items():
+        if name == "trl":
+            assert told["error"] == "not installed" or importlib.util.find_spec("trl")
+            continue
+        assert (told["error"], told["oom"]) == ("", False), name
+        assert len(told["losses"]) == len(told["steps_s"]) > told["warm"]
+        assert told["losses"] == found.plain["losses"][: len(told["losses"])], f"{name} computes other numbers"
+    assert len(found.plain["losses"]) == len(sides["ours"]["losses"]) == STEPS["ours"]
+    assert len(sides["checkpoint"]["losses"]) == len(sides["save_on_cpu"]["losses"]) == PEER_STEPS
+    assert found.plain["peak_bytes"] > 1 << 20
+
+
+@pytest.mark.slow
+def test_the_engine_moves_and_says_what_it_did(found: Round):
+    ours = found.limited[0.75]["ours"]
+    told = ours["report"]
+    assert ours["warm"] == 6, "five steps are watched, and one begins with all here"
+    assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload_gpu.PLANNED_SHARE)
+    assert told["moves"] > 0
+    assert told["written_bytes"] + told["read_bytes"] > 0
+    assert told["predicted_s"] > 0
+    assert ours["failures"] == []
+    assert len(ours["paths"]) == 2, "of the host tier and of the disks"
+
+
+@pytest.mark.slow
+def test_the_row_is_judged_from_what_they_told(found: Round):
+    result = offload_gpu.judged(ROW, found)
+    values = {measure.name: measure.value for measure in result.measures}
+    assert values["trained, of the limits"] == 1
+    assert values["limits with other losses"] == 0
+    assert {"share of the ideal step, at 75%", "error of the prediction, at 75%"} < set(values)
+    assert any(re.search(r"75%: ours .* losses bit-equal over 15 steps", note) for note in result.notes)
+    assert "75%: none did not run out of memory" in "\n".join(result.notes)
+    json.loads(report.as_json([result], quick=True, wall_s=1.8e9))
+
+
+# --- what is said of them --------------------------------------------------------------------------------------------
+def told_of(work: Work, **more: Any) -> Told:
+    """What a process might say: half as quick under a limit as without."""
+    step_s = 0.2 if work.get("limit_bytes") else 0.1
+    told: Told = {"side": work["side"], "oom": False, "error": "", "warm": 2, "shape": SHAPE, "torch": "2.13.0"}
+    told |= {"steps_s": [step_s] * work["steps"], "losses": [float(step) for step in range(work["steps"])]}
+    told["peak_bytes"] = 10 * GIB
+    if work["side"] == "ours":
+        facts = dict.fromkeys(["moves", "written_bytes", "read_bytes", "unplanned", "missing_s", "memory_s"], 0)
+        told["report"] = {**facts, "policy": "ratio", "predicted_s": 0.21, "step_s": 0.2}
+        told |= {"paths": ["pinned", "O_DIRECT"], "failures": []}
+    return told | more
+
+
+def oom(work: Work) -> Told:
+    return told_of({**work, "steps": 1}, oom=True, error="OutOfMemoryError: CUDA out of memory")
+
+
+def judged(tmp_path: Path, ask: Any) -> report.Result:
+    return offload_gpu.judged(ROW, offload_gpu.measured(tmp_path, (0.9, 0.6), {"device": "cuda"}, ask))
+
+
+def test_a_side_that_runs_out_of_memory_is_said_to(tmp_path: Path):
+    def ask(work: Work) -> Told:
+        tight = work.get("limit_bytes", 10 * GIB) < 7 * GIB
+        bare = work["side"] == "none" and "limit_bytes" in work
+        return oom(work) if bare or (tight and work["side"] != "ours") else told_of(work)
+
+    result = judged(tmp_path, ask)
+    by_name = {measure.name: measure for measure in result.measures}
+    assert by_name["trained, of the limits"].verdict == "reached"
+    assert by_name["share of the ideal step, at 60%"].value == 0.5
+    assert by_name["error of the prediction, at 90%"].value == pytest.approx(0.05)
+    assert by_name["beside the best other, at 90%"].peer == "save_on_cpu"
+    assert "beside the best other, at 60%" not in by_name, "all others ran out of memory"
+    notes = "\n".join(result.notes)
+    assert "60%: none ran out of memory in step 2 (as expected)" in notes
+    assert "60%: checkpoint ran out of memory in step 2" in notes
+
+
+def test_the_engine_that_does_not_train_has_lost(tmp_path: Path):
+    result = judged(tmp_path, lambda work: oom(work) if work["side"] == "ours" else told_of(work))
+    (measure,) = result.measures
+    assert (measure.name, measure.value, measure.verdict) == ("trained, of the limits", 0.0, "MISSED")
+    assert "90%: ours ran out of memory in step 2" in result.notes
+
+
+def test_other_losses_are_a_loss(tmp_path: Path):
+    def ask(work: Work) -> Told:
+        return told_of(work, losses=[0.0, 1.5]) if work["side"] == "ours" else told_of(work)
+
+    result = judged(tmp_path, ask)
+    assert next(measure for measure in result.measures if "losses" in measure.name).verdict == "MISSED"
+    assert any("losses off by 0.5 over 2 steps" in note for note in result.notes)
+
+
+def test_a_model_that_does_not_train_even_alone_is_an_error(tmp_path: Path):
+    result = judged(tmp_path, oom)
+    assert result.error == "without a limit it did not train: OutOfMemoryError: CUDA out of memory"
+    assert not result.ok
+
+
+def test_a_process_that_dies_without_a_word_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offload_gpu.sys, "executable", "/bin/false")
+    told = offload_gpu.asked({"side": "ours"})
+    assert (told["error"], told["oom"], told["losses"]) == ("it ended with 1: ", False, [])
+
+
+def test_running_out_of_memory_is_seen_behind_other_errors():
+    error = RuntimeError("a step failed")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert offload_gpu._is_out_of_memory(error)
+    assert not offload_gpu._is_out_of_memory(RuntimeError("a step failed"))
+
+
+def test_the_model_grows_with_the_device():
+    widths = [offload_gpu.shape_for(gib * GIB)["width"] for gib in (1, 8, 24, 80, 140)]
+    assert widths == sorted(widths)
+    assert widths[-2:] == [2048, 2048]
+    assert offload_gpu._need_bytes(**offload_gpu.shape_for(24 * GIB)) < 8 * GIB
+
+
+def test_a_lab_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offload_gpu, "no_device", lambda: "")
+    monkeypatch.setattr(offload_gpu, "measured", lambda folder, shares, base: Round(oom({"side": "none"}), {}, {}))
+    assert "did not train" in offload_gpu.gpu(Alone(tmp_path, quick=True), ROW).error
