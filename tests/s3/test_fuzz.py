@@ -157,6 +157,7 @@ def test_no_forged_signature_passes_and_nothing_else_is_raised(authorization: by
     ),
     key=EVERY_TEXT,
 )
+@example(query={"prefix": "\x1f", "list-type": "1", "encoding-type": "url"}, key="a")
 @settings(max_examples=300)
 def test_any_listing_is_refused_or_well_formed(query: dict[str, str], key: str) -> None:
     try:

@@ -12,7 +12,8 @@ A backend may answer a short page that is not the last; asking goes on until the
 clients (and S3's promise) take a short page for what there is.
 
 With encoding-type=url everything that names keys is percent-encoded, but for version 1's Prefix where decoding would
-not change it: half of the clients (botocore among them) decode everything else there, and not the prefix.
+not change it and XML can hold it: half of the clients (botocore among them) decode everything else there, and not the
+prefix.
 
 Rejected: plain keys as tokens (clients start to build them); remembering listings in the node (state per client).
 
@@ -37,7 +38,7 @@ from forebay.core.errors import Invalid
 from forebay.core.listing import last_shown, marker_of, start_of_marker
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.http.requests import Call
-from forebay.node.http.s3_xml import document, element, escape, timestamp
+from forebay.node.http.s3_xml import UNREADABLE, document, element, escape, timestamp
 
 _TOKEN_FORMAT: Final = b"1"
 _INTEGER: Final = re.compile(r"[0-9]{1,10}")
@@ -130,7 +131,8 @@ def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     """The XML of one page, for either version."""
     name = url_text if asked.url_encoded else escape
     truncated = bool(page.next_after)
-    v1_plain = asked.version == 1 and unquote_plus(asked.prefix) == asked.prefix
+    readable = unquote_plus(asked.prefix) == asked.prefix and not UNREADABLE.search(asked.prefix)
+    v1_plain = asked.version == 1 and readable
     shown_prefix = escape(asked.prefix) if v1_plain else name(asked.prefix)
     parts = [element("Name", bucket), f"<Prefix>{shown_prefix}</Prefix>"]
     if asked.version == 1:

@@ -26,7 +26,8 @@ CONTENT_TYPE: Final = b"Content-Type: application/xml\r\n"
 _EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
 _YEAR_10000_S: Final = 253402300800
 _UNSAFE: Final = re.compile("[&<>\"'\x00-\x1f\x7f\ufffe\uffff]")
-_UNREADABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+# What no XML document can hold, escaped or not.
+UNREADABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&apos;"}
 
 
@@ -47,7 +48,7 @@ def element(name: str, text: str) -> str:
 
 def readable(text: str) -> str:
     """`text` with what XML cannot carry replaced, for people's eyes: an error document must always parse."""
-    return _UNREADABLE.sub("\ufffd", text)
+    return UNREADABLE.sub("\ufffd", text)
 
 
 def timestamp(modified_s: float) -> str:
