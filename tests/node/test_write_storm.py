@@ -239,7 +239,9 @@ def all_is_in_the_backends(one: NodeProcess, writers: list[Writer], backends: di
                     shown[key] = body
         assert sorted(held) == sorted(shown), bucket
         for key, body in shown.items():
-            assert held[key].read_bytes() == body, (bucket, key)
+            found = held[key].read_bytes()
+            is_same = found == body  # what they say of themselves tells more than where they differ
+            assert is_same, (bucket, key, found[:80], len(found), body[:80], len(body))
     state = {bucket["name"]: bucket for bucket in one.json("GET", "status")["buckets"]}
     for bucket in backends:
         assert not state[bucket].get("dirty_objects"), state[bucket]
