@@ -94,7 +94,7 @@ def test_a_lab_leaves_nothing_behind():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["warm-1k", "cold-range", "list-1m", "put-disk-10m", "put-disk-4k", "stream-10m", "samples-members", "hints-half"],
+    ["warm-1k", "cold-range", "list-1m", "put-disk-4k", "samples-members", "hints-half"],
 )
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "result.json"

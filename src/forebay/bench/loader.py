@@ -5,7 +5,8 @@ object each), from the same SeaweedFS behind the same link. Every run is a proce
 first epoch is cold and its second finds what the peer, or the node, kept on this machine's disk. Forebay is compared
 with the *best* peer of each round, whichever that is; one that was far from being it in the first round, in both
 epochs, is not run again, and told with that round's numbers (some of them take minutes for an epoch). Decoding, where
-it is on, is the same function on both sides.
+it is on, is the same function on both sides; what it leaves to be won is told by the same files read from memory and
+decoded by as many workers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PICTURES = 32  # different pictures; each sample has bytes of its own behind one
 TIMEOUT_S = 1800.0
 RUNS_MAX = 3  # of a peer in one round, if it fails
 NEAR = 2.0  # a peer that was slower than the best by more than this in the first round is not run again
-PEERS = tuple(peers.PEERS)
+PEERS, LIMITS = tuple(peers.PEERS), tuple(peers.LIMITS)
 
 
 def peers_python() -> str:
@@ -159,6 +160,7 @@ def _peer(lab: Lab, forms: Forms, name: str, endpoint: str, how: str) -> list[fl
         "lit": f"{forms.name}/lit",
         "objects": f"{forms.name}/files/",
         "cache": str(cache),
+        "files": str(lab.files / forms.name / "files"),
         "samples": forms.objects.count,
         **_common(how),
         "workers": 2,
@@ -209,14 +211,14 @@ def epochs(lab: Lab, row: Row) -> Result:
     (objects,) = row.quick if lab.quick else row.objects
     how = "image" if row.decode else ""
     forms = Forms(lab, objects)
-    sides = [*PEERS, "shards", "objects"]
+    sides = [*PEERS, "shards", "objects", *(LIMITS if row.decode else ())]
     rates: dict[str, list[list[float]]] = {side: [] for side in sides}
     failed: dict[str, list[str]] = {}
     with lab.remote(row.link) as remote:
         for turn in range(1 if lab.quick else row.rounds):
             running = [side for side in sides if side not in PEERS or not turn or _may_be_best(side, rates)]
             for side in running[turn % len(running) :] + running[: turn % len(running)]:
-                if side in PEERS:
+                if side in (*PEERS, *LIMITS):
                     rates[side].append(_peer_again(lab, forms, side, remote.endpoint, how, failed))
                 else:
                     rates[side].append(_ours(lab, forms, side, remote.endpoint, how))
@@ -230,6 +232,9 @@ def epochs(lab: Lab, row: Row) -> Result:
             goal = row.goals[f"epoch {epoch + 1}, {side}"]
             mine = [pair[epoch] for pair in rates[side]]
             measures.append(compared(f"epoch {epoch + 1}, {side}", "samples/s", goal, mine, best, "best peer"))
+    for limit in LIMITS if row.decode else ():
+        mine, its = ([pair[-1] for pair in rates[side]] for side in ("shards", limit))
+        measures.append(compared("epoch 2, shards, of decoding alone", "samples/s", None, mine, its, limit))
     notes = tuple(
         f"{side}: {_median(rates[side], 0):,.0f} and {_median(rates[side], 1):,.0f} a second"
         f"{' (once)' if len(rates[side]) < len(rates['shards']) else ''}"

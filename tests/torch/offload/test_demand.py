@@ -13,6 +13,7 @@ from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.stand_in import stand_in
 from tests.torch.offload.test_engine import (
     CLASSES,
+    MIB,
     ROWS,
     SMALL,
     WATCHED,
@@ -104,6 +105,32 @@ def test_a_larger_batch_goes_without_the_plan_and_within_the_budget(trained: Any
         assert peak <= off.budget_bytes
         assert off.steps[-1].lost == (rows > ROWS)
         assert not off.steps[-1].over_bytes
+
+
+def test_where_all_fitted_a_larger_batch_is_noticed_and_kept_within_the_budget(disk: DiskTier) -> None:
+    model, optimizer = made()
+    model_alone, optimizer_alone = made()
+    with Offload(model, optimizer, budget=need_bytes() + MIB, tiers=[disk], **SMALL) as off:
+        measuring = disk.bytes_written
+        for step in range(4):
+            in_a_step(off, lambda: take(model, optimizer, step))  # noqa: B023
+            take(model_alone, optimizer_alone, step)
+        assert off.choice is not None
+        assert not off.choice.plan.moves
+        assert disk.bytes_written == measuring
+        for step in range(WATCHED + 2):
+            expected = take(model_alone, optimizer_alone, step, 4 * ROWS)
+            found = []
+            peak = peak_of(
+                model,
+                optimizer,
+                lambda: in_a_step(off, lambda: found.append(take(model, optimizer, step, 4 * ROWS))),  # noqa: B023
+            )
+            assert found == [expected]
+            if step:  # in the first only what lasts can leave
+                assert peak <= off.budget_bytes
+        assert off.choice.plan.moves
+    assert same(model, model_alone)
 
 
 def test_one_more_pass_goes_without_the_plan_and_within_the_budget(trained: Any) -> None:

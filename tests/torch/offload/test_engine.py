@@ -118,6 +118,28 @@ def test_other_optimizers_too(disk: DiskTier, kind: Callable[..., Any]) -> None:
     assert same(model, model_alone)
 
 
+@pytest.mark.parametrize("share", [0.9, 0.6])
+def test_an_optimizer_whose_writes_torch_does_not_count(disk: DiskTier, share: float) -> None:
+    """Fused ones raise no version: a copy from before the step is not good after it."""
+
+    def fused(parameters: Any, lr: float) -> Any:
+        return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+    rows = [3 * ROWS // 2 if step == WATCHED + 6 else ROWS for step in range(WATCHED + 12)]
+    model, optimizer = made(optimizer=fused)
+    with Offload(model, optimizer, budget=int(need_bytes() * share), tiers=[disk], **SMALL) as off:
+        found = []
+        for step, many in enumerate(rows):
+            with off.step():
+                found.append(take(model, optimizer, step, many))
+            if step == WATCHED + 3:
+                with off.whole():
+                    pass
+    model_alone, optimizer_alone = made(optimizer=fused)
+    assert found == [take(model_alone, optimizer_alone, step, many) for step, many in enumerate(rows)]
+    assert same(model, model_alone)
+
+
 def test_into_host_memory() -> None:
     expected, model_alone = alone(12)
     model, optimizer = made()

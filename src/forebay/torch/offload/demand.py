@@ -38,7 +38,15 @@ from forebay.torch.offload.dispatch import OperatorMode
 from forebay.torch.offload.movables import Books, Lasting, Movable, Place, Saved
 from forebay.torch.offload.profile import Company
 from forebay.torch.offload.runner import StepFacts
-from forebay.torch.offload.storages import Seen, Storages, does_no_work, parts, tensors, writes_an_input
+from forebay.torch.offload.storages import (
+    Seen,
+    Storages,
+    arguments_written,
+    does_no_work,
+    parts,
+    tensors,
+    writes_an_input,
+)
 from forebay.torch.offload.tickets import Tickets
 
 _META = torch.device("meta")
@@ -182,6 +190,9 @@ class Demand(Company):
                 for movable in self._kept:
                     movable.ensure()
                     self._use(movable)
+                if writes_an_input(operator):
+                    for movable in self._used(arguments_written(operator, args, kwargs)):
+                        movable.written()
             finally:
                 self._kept.clear()
 

@@ -60,6 +60,7 @@ from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
 from forebay.torch.offload.runner import Runner, StepFacts
 from forebay.torch.offload.saved import SavedNumbers
+from forebay.torch.offload.storages import tensors
 from forebay.torch.offload.tickets import Tickets
 from forebay.torch.offload.tiers import Storage
 from forebay.torch.offload.timing import SegmentTimer, scaled
@@ -120,6 +121,7 @@ class Offload:
         self._unlike = self._watched = 0
         self._followed = self._review = self._since = 0
         self._inside = self._closed = self._evaluates = False
+        self._input_bytes = 0  # of a forward pass in the profiled step, the largest
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
         self._guard = Guard(self._books)
@@ -148,10 +150,13 @@ class Offload:
                 tier.close()
             raise
         self._handles = [
-            model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True),
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: self._before_forward((*args, *kwargs.values())), prepend=True, with_kwargs=True
+            ),
             model.register_forward_hook(lambda *_: self._after_forward(), always_call=True),
             model.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
             optimizer.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
+            optimizer.register_step_post_hook(lambda *_: self._all_written()),
         ]
 
     def __enter__(self) -> Offload:
@@ -208,7 +213,7 @@ class Offload:
                     yield
             else:  # all fits: nothing of ours is on the way
                 yield
-                self.steps.append(StepFacts(step_s=perf_counter() - began_s))
+                self.steps.append(StepFacts(step_s=perf_counter() - began_s, lost=self.choice is None))
         finally:
             self._inside = False
             self._demand.stop()
@@ -273,11 +278,10 @@ class Offload:
             self._runner.is_larger = True
 
     def _lost(self) -> None:
-        """The runner is: the rest of the step goes without a plan."""
+        """The runner is: the rest of the step goes without a plan. In a backward pass no operator is seen coming before
+        that is over; so what autograd adds to has to be here, and all else is brought by who asks for it."""
         self._tickets.moving = None
-        if (
-            in_backward()
-        ):  # no operator is seen coming before that is over; of what autograd adds to, all has to be here
+        if in_backward():
             for name in self._gradients():
                 if (gradient := self._find(name)) is not None:
                     gradient.ensure()
@@ -311,7 +315,7 @@ class Offload:
         self._unlike = self._unlike + 1 if facts.lost else 0
         if self._unlike >= PATIENCE:
             self._let_go()
-            self.choice, self._unlike, self._watched = None, 0, PLAIN_STEPS
+            self.choice, self._unlike, self._watched, self._input_bytes = None, 0, PLAIN_STEPS, 0
         elif not facts.lost:
             self._followed += 1
             if self._followed >= self._review:
@@ -338,14 +342,32 @@ class Offload:
         if not self._inside:
             self._come_back()
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, inputs: tuple[Any, ...]) -> None:
         if self._inside:
-            return
-        if torch.is_grad_enabled():
+            self._compare(sum(tensor.numel() * tensor.element_size() for tensor in tensors(inputs)))
+        elif torch.is_grad_enabled():
             self._come_back()
         elif self._books.away_bytes:
             self._evaluates = True
             self._demand.start()
+
+    def _all_written(self) -> None:
+        """The optimizer stepped, and no plan or operator says what it wrote."""
+        if not self._inside or (self._runner is not None and self._runner.facts.lost):
+            for movable in self._globals.values():
+                movable.written()
+
+    def _compare(self, input_bytes: int) -> None:
+        """A batch that is larger than that of the profiled step is seen here before it takes more memory."""
+        if self.choice is None:
+            self._input_bytes = max(self._input_bytes, input_bytes)
+        elif input_bytes > self._input_bytes:
+            if self._runner is not None:
+                self._runner.is_larger = True
+            else:  # it all fitted, and this may not: the rest of this step is within the budget, the next is watched
+                self._guard.put()
+                self._demand.start()
+                self.choice, self._watched, self._input_bytes = None, PLAIN_STEPS, 0
 
     def _after_forward(self) -> None:
         if self._evaluates and not self._inside:

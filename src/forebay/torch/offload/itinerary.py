@@ -39,7 +39,8 @@ class Coming(NamedTuple):
 
 @dataclass(frozen=True)
 class Stop:
-    """One point. `used`: what can move and is used until the next point; `need_bytes`: the most that lives there."""
+    """One point. `used`: what can move and is used until the next point; `need_bytes`: the most that lives there;
+    `written`: what lasts and was written since the point before."""
 
     name: str
     operator: int
@@ -47,6 +48,7 @@ class Stop:
     coming: tuple[Coming, ...]
     used: tuple[str, ...]
     need_bytes: int
+    written: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ def itinerary(trace: Trace, plan: Plan) -> Itinerary:
     for name, operators in uses.items():
         for at in dict.fromkeys(last[list(operators)].tolist()):
             used[at].append(name)
+    written: dict[int, dict[str, None]] = defaultdict(dict)
+    lasts = movable & (trace.kinds != KINDS.index("activation"))  # what is saved is not written
+    writes = trace.use_writes & lasts[trace.users()]
+    first: Ints = np.searchsorted(points, trace.use_operators[writes], "right")  # the point behind each write
+    for at, tensor in zip(first.tolist(), trace.users()[writes].tolist(), strict=True):
+        written[min(at, len(points) - 1)][trace.tensors[tensor]] = None
     need = trace.need_bytes()
     ends = [*points[1:].tolist(), count]
     stops = tuple(
@@ -90,6 +98,7 @@ def itinerary(trace: Trace, plan: Plan) -> Itinerary:
             tuple(sorted(coming[at], key=lambda move: move.in_operators)),
             tuple(used[at]),
             int(need[begin:end].max()) if end > begin else 0,
+            tuple(written[at]),
         )
         for at, (name, begin, end) in enumerate(zip(trace.point_names, points.tolist(), ends, strict=True))
     )

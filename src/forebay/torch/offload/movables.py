@@ -9,8 +9,9 @@ Storing does not take a tensor away. It is here until its store is complete *and
 who wants it before then just has it. A store that fails leaves it here.
 
 A copy in a tier is good as long as the tensor was not written since. For lasting ones torch counts writes
-(`Tensor._version`); code that writes through `.data` is not counted, and has to say so (`written`). Saved ones are
-never written: autograd would refuse, and so do we (`changed`).
+(`Tensor._version`), but not all: those of fused optimizers are not counted, nor those through `.data`. So whoever knows
+of a write says so (`written`): who sees operators, by what they say that they write; who follows a plan, by what the
+profiled step wrote. Saved ones are never written: autograd would refuse, and so do we (`changed`).
 
 Invariants. (1) While a transfer is under way nobody resizes or writes the storage. (2) `ensure` returns with the bytes
 here, or raises. (3) A slot is given back when its storage dies.
@@ -30,6 +31,8 @@ import torch
 from forebay.core.errors import Busy, ForebayError
 from forebay.torch.offload.queues import Ticket
 from forebay.torch.offload.tiers import Slot, Storage
+
+_USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # torch's own, and may go
 
 
 class Place(IntEnum):
@@ -236,8 +239,8 @@ class Movable(ABC):
             self._stored_version = self._going_version
 
     def written(self) -> None:
-        """The bytes were changed in a way that torch does not count."""
-        self._stored_version = None
+        """The bytes were changed, perhaps in a way that torch does not count."""
+        self._stored_version = self._going_version = None
 
     # --- the end -----------------------------------------------------------------------------------------------------
     def _release(self) -> None:
@@ -346,8 +349,7 @@ class Saved(Movable):
     def is_held_elsewhere(self) -> bool:
         if self.storage is None:
             return False
-        count: int = torch._C._storage_Use_Count(self.storage._cdata)
-        return count > 1 + len(self._originals)
+        return _USE_COUNT is not None and _USE_COUNT(self.storage._cdata) > 1 + len(self._originals)
 
     def watch(self, tensor: Any) -> None:
         """A tensor over it is saved: it must not be written from now on."""

@@ -104,6 +104,9 @@ class Runner:
         stop = stops[self._at]
         self._at += 1
         self._updating = self._updating or name.startswith(CHUNK)  # from here on a step is finished, whatever it takes
+        for written in stop.written:
+            if (movable := self._find(written)) is not None:
+                movable.written()
         self._settle()
         due = self._lap * self._itinerary.operators + stop.operator
         for leaving in stop.leaving:

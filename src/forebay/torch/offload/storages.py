@@ -198,6 +198,12 @@ def writes_an_input(operator: Any) -> bool:
     return any(_written(operator))
 
 
+def arguments_written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Those arguments that an operator says it writes."""
+    positions, names = _written(operator)
+    return [args[at] for at in positions if at < len(args)] + [kwargs[name] for name in names if name in kwargs]
+
+
 @functools.cache
 def _written(operator: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Which arguments the operator writes, by position and by name."""
