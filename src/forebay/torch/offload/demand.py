@@ -4,8 +4,9 @@ Theory. Before there is a plan, and in steps that are not like the one that it w
 needed when. But every operator below autograd passes a dispatch mode together with its tensors. Those that are away are
 brought before it runs; and if they and what the operator makes do not fit, storages leave until they do, least recently
 used first. It is what virtual memory does with pages, and as slow as that: nothing is fetched ahead, everything waits.
-A training step goes through its layers forward and then backward, so what was used longest ago is mostly what is needed
-last. What can leave are parameters, gradients, optimizer state, and what autograd saves.
+What somebody else holds until its backward pass (a batch, mostly) would not be gone if it left: a profile has it as
+temporary. A training step goes through its layers forward and then backward, so what was used longest ago is mostly
+what is needed last. What can leave are parameters, gradients, optimizer state, and what autograd saves.
 
 How much an operator makes is asked of it beforehand, on tensors of the meta device, once for each combination of shapes
 and arguments; of operators that have no answer it is taken to be as much as their largest tensor. What operators need
@@ -169,6 +170,8 @@ class Demand(Company):
                 self._ledger.adopt(saved.storage, seen)
             else:
                 self._ledger.know(saved.storage)
+                if self._profiled and saved.is_held_elsewhere():
+                    self._ledger.hold_on_to(saved.storage, f"{saved.name}, held")
 
     def size_of(self, storage: Any) -> int:
         movable = self._books.absent.get(storage._cdata)

@@ -92,6 +92,12 @@ class Storages:
         """A storage that was there before, if it was not seen yet."""
         self._find(storage, existed=True)
 
+    def hold_on_to(self, storage: Any, name: str) -> None:
+        """Somebody holds a storage, whoever lets go of it besides: it is temporary, of that name."""
+        seen = self._find(storage, existed=True)
+        if seen.kind is None:
+            seen.kind, seen.name = "temporary", name
+
     def adopt(self, storage: Any, seen: Seen) -> None:
         """That storage is one that was seen before, which left and came back."""
         if id(storage) not in self._living:
