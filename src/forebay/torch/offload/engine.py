@@ -55,7 +55,7 @@ from forebay.torch.offload.itinerary import itinerary
 from forebay.torch.offload.link import measure_link
 from forebay.torch.offload.movables import Books, Lasting, Movable
 from forebay.torch.offload.plan import SIZE_BYTES_MIN
-from forebay.torch.offload.points import CHUNK, GRADIENT, Points
+from forebay.torch.offload.points import CHUNK, GRADIENT, Hook, Points
 from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
 from forebay.torch.offload.runner import Runner, StepFacts
@@ -125,7 +125,7 @@ class Offload:
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
         self._guard = Guard(self._books)
-        self._points = Points(model, optimizer, self._at, chunk_bytes=chunk_bytes)
+        self._points = self._new_points()
         self._demand = Demand(
             self._books, self._find, self._names, self.budget_bytes, self._device, size_bytes_min=size_bytes_min
         )
@@ -150,13 +150,11 @@ class Offload:
                 tier.close()
             raise
         self._handles = [
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: self._before_forward((*args, *kwargs.values())), prepend=True, with_kwargs=True
-            ),
-            model.register_forward_hook(lambda *_: self._after_forward(), always_call=True),
-            model.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
-            optimizer.register_state_dict_pre_hook(lambda *_: self._come_back_outside()),
-            optimizer.register_step_post_hook(lambda *_: self._all_written()),
+            model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._after_forward), always_call=True),
+            model.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            optimizer.register_step_post_hook(Hook(self._all_written)),
         ]
 
     def __enter__(self) -> Offload:
@@ -231,9 +229,14 @@ class Offload:
         elif runner is not None and not in_backward():
             self._demand.start(self._unknown_bytes(runner.operator))
 
+    def _new_points(self) -> Points:
+        return Points(self.model, self.optimizer, self._at, chunk_bytes=self._chunk_bytes)
+
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """A step without a plan."""
+        self._parameters = dict(self.model.named_parameters())
+        self._points = self._new_points()  # model and optimizer may have others now
         self._begin_step()
         self._tickets.moving = None
         self._guard.put()
@@ -338,20 +341,22 @@ class Offload:
         for movable in self._globals.values():
             movable.written()
 
-    def _come_back_outside(self) -> None:
+    def _come_back_outside(self, *_: Any) -> None:
         if not self._inside:
             self._come_back()
 
-    def _before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
-            self._compare(sum(tensor.numel() * tensor.element_size() for tensor in tensors(inputs)))
+            given = tensors((*args, *kwargs.values()))
+            self._compare(sum(tensor.numel() * tensor.element_size() for tensor in given))
         elif torch.is_grad_enabled():
             self._come_back()
-        elif self._books.away_bytes:
+        elif self._books.away_bytes and not self._evaluates:
             self._evaluates = True
+            self._guard.take_off()  # torch takes other ways through some modules where a mode of functions is
             self._demand.start()
 
-    def _all_written(self) -> None:
+    def _all_written(self, *_: Any) -> None:
         """The optimizer stepped, and no plan or operator says what it wrote."""
         if not self._inside or (self._runner is not None and self._runner.facts.lost):
             for movable in self._globals.values():
@@ -369,10 +374,11 @@ class Offload:
                 self._demand.start()
                 self.choice, self._watched, self._input_bytes = None, PLAIN_STEPS, 0
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, *_: Any) -> None:
         if self._evaluates and not self._inside:
             self._evaluates = False
             self._demand.stop()
+            self._guard.put()
 
     def _come_back(self) -> None:
         with self._books:
@@ -397,7 +403,14 @@ class Offload:
             known.die()
             del self._globals[name]
             known = None
-        if known is None and tensor is not None and tensor.untyped_storage().resizable():
+        if known is not None or tensor is None or tensor.layout is not torch.strided:
+            return known
+        storage = tensor.untyped_storage()
+        same = self._books.lasting.get(storage._cdata)
+        if same is not None and same.is_at(storage):
+            return same  # two tensors in one storage go together
+        is_shared = storage.device.type == "cpu" and storage.is_shared()
+        if storage.nbytes() and storage.resizable() and not is_shared:
             known = self._globals[name] = Lasting(name, tensor, self._books)
         return known
 

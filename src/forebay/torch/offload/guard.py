@@ -33,6 +33,9 @@ _WITHOUT_BYTES = frozenset(
 )
 
 
+_DATA = torch.Tensor.data  # of which `__get__` gives an alias that counts its writes apart
+
+
 class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by the type checker
     """Brings what calls of torch are about to touch. `put` and `take_off` are for one thread."""
 
@@ -73,7 +76,13 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
                         absent.pop(storage._cdata, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._books.absent and not self._books.own_work and func.__name__ not in _WITHOUT_BYTES:
+        if self._books.own_work:
+            return func(*args, **(kwargs or {}))
+        if func.__name__ == "__get__" and getattr(func, "__self__", None) is _DATA and args[0].layout is torch.strided:
+            movable = self._books.lasting.get(args[0].untyped_storage()._cdata)
+            if movable is not None:
+                movable.written()
+        if self._books.absent and func.__name__ not in _WITHOUT_BYTES:
             self._look_at(args)
             if kwargs:
                 self._look_at(kwargs.values())

@@ -11,7 +11,8 @@ who wants it before then just has it. A store that fails leaves it here.
 A copy in a tier is good as long as the tensor was not written since. For lasting ones torch counts writes
 (`Tensor._version`), but not all: those of fused optimizers are not counted, nor those through `.data`. So whoever knows
 of a write says so (`written`): who sees operators, by what they say that they write; who follows a plan, by what the
-profiled step wrote. Saved ones are never written: autograd would refuse, and so do we (`changed`).
+profiled step wrote. Saved ones may be written as long as nobody asks for what was saved before: autograd would refuse
+that, and so do we (`Original`).
 
 Invariants. (1) While a transfer is under way nobody resizes or writes the storage. (2) `ensure` returns with the bytes
 here, or raises. (3) A slot is given back when its storage dies.
@@ -54,6 +55,7 @@ class Books:
         self.hollow_bytes = 0  # of storages that are there without their bytes
         self.make_room: Callable[[int], None] | None = None  # before so many bytes come unplanned
         self.relieve: Callable[[], bool] | None = None  # where there was no memory all the same; False: nothing can go
+        self.lasting: dict[int, Lasting] = {}  # by address of the storage: all
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
         self.own_work = 0  # how deep
         self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
@@ -104,6 +106,10 @@ class Movable(ABC):
     def _mark(self, *, absent: bool) -> None:
         """Its bytes are not here, or here again: for the guard."""
 
+    def can_leave(self) -> bool:
+        """Whether the memory can be let go of."""
+        return True
+
     def is_held_elsewhere(self) -> bool:
         """Whether somebody else would keep the memory if it left."""
         return False
@@ -114,6 +120,8 @@ class Movable(ABC):
         self.settle()
         if self.place is not Place.HERE:
             return self.place is not Place.LOADING
+        if not self.can_leave():
+            return False
         version = self.version()
         if self._slot is not None and self._tier is tier and self._stored_version == version:
             self._go()
@@ -161,7 +169,9 @@ class Movable(ABC):
                 self._failed(ticket.error)
             elif self._going_version is not None and self.version() == self._going_version:
                 self._stored_version = self._going_version
-                self._go()
+                self.place = Place.HERE
+                if self.can_leave():
+                    self._go()
             else:
                 self.place = Place.HERE  # somebody wrote it meanwhile
         elif ticket.error is not None:
@@ -271,6 +281,7 @@ class Lasting(Movable):
         self._storage: Callable[[], Any] = weakref.ref(storage, lambda _: self._hollow(0))
         self._address: int = storage._cdata
         self._hollow_bytes = 0
+        books.lasting[self._address] = self
 
     def is_of(self, tensor: Any) -> bool:
         """Whether this is the storage of that tensor still. Gradients are dropped and made anew, and `.data` may be
@@ -291,6 +302,10 @@ class Lasting(Movable):
         """Whether that is the storage."""
         return self._storage() is storage
 
+    def can_leave(self) -> bool:
+        storage: Any = self._storage()  # an array over it forbids torch to resize it, for good
+        return storage is not None and storage.resizable()
+
     def is_dropped(self) -> bool:
         """Whether nobody holds the tensor any more."""
         return self._tensor() is None
@@ -304,6 +319,8 @@ class Lasting(Movable):
         if self.place in (Place.AWAY, Place.LOADING) and self._storage() is not None:
             self.ensure()
         super().die()
+        if self._books.lasting.get(self._address) is self:
+            del self._books.lasting[self._address]
 
     def _bytes(self) -> Any:
         storage: Any = self._storage()
@@ -333,15 +350,37 @@ class Lasting(Movable):
             del self._books.absent[self._address]
 
 
+class Original:
+    """A tensor over a storage, as it was when autograd saved it: written later, it is not what was saved."""
+
+    __slots__ = ("_changed", "_tensor", "_version")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor: Any = tensor.detach()  # counts writes with the tensor, and lets its graph go
+        self._version: int = tensor._version
+        self._changed = False
+
+    def version(self) -> int:
+        return self._version if self._tensor is None else int(self._tensor._version)
+
+    def is_changed(self) -> bool:
+        return self._changed or self.version() != self._version
+
+    def let_go(self) -> None:
+        """The storage leaves: nobody can write it any more."""
+        self._changed, self._version = self.is_changed(), self.version()
+        self._tensor = None
+
+
 class Saved(Movable):
-    """A storage that autograd saved, with what it looked like then."""
+    """A storage that autograd saved."""
 
     def __init__(self, name: str, storage: Any, books: Books) -> None:
         super().__init__(name, storage.nbytes(), books)
         self.storage: Any = storage
-        self.changed = False
         self.device = storage.device
-        self._originals: list[tuple[Any, int]] = []  # tensors over it that count writes, while it was never away
+        self._originals: list[Original] = []  # while it was never away
+        self._last_version = 0
 
     def __del__(self) -> None:
         self.die()  # the last ticket is gone, and with it the graph that would have asked for it
@@ -351,19 +390,22 @@ class Saved(Movable):
             return False
         return _USE_COUNT is not None and _USE_COUNT(self.storage._cdata) > 1 + len(self._originals)
 
-    def watch(self, tensor: Any) -> None:
-        """A tensor over it is saved: it must not be written from now on."""
-        self._originals.append((tensor.detach(), tensor._version))
+    def watch(self, tensor: Any) -> Original:
+        """A tensor over it is saved."""
+        self._originals.append(Original(tensor))
+        return self._originals[-1]
 
     def version(self) -> Hashable:
-        self.changed = self.changed or any(tensor._version != version for tensor, version in self._originals)
-        return self.changed
+        return max((original.version() for original in self._originals), default=self._last_version)
 
     def _bytes(self) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
     def _empty(self) -> None:
+        self._last_version = max((original.version() for original in self._originals), default=self._last_version)
         self.storage = None
+        for original in self._originals:
+            original.let_go()
         self._originals.clear()
 
     def _fill(self) -> None:

@@ -33,6 +33,27 @@ CHUNK = "optimizer chunk "  # and its number
 Wanted = Callable[[str, Any], bool]
 
 
+def _nothing(*_: Any) -> None:
+    """What a hook of ours is in a copy of the model."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+class Hook:
+    """A hook at a model or optimizer, which may be copied or saved: the copy is not ours, and its hook does nothing."""
+
+    def __init__(self, work: Callable[..., None]) -> None:
+        self._work = work
+
+    def __call__(self, *args: Any) -> None:
+        self._work(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
 def default_points(model: Any) -> Wanted:
     """Modules that own parameters themselves, and the blocks of a `ModuleList` or `Sequential` that hold any."""
     blocks = {
@@ -125,8 +146,8 @@ class Points:
             if torch.is_grad_enabled():
                 self._hook_nodes(backward, output)
 
-        self._handles.append(module.register_forward_pre_hook(before_forward, prepend=True))
-        self._handles.append(module.register_forward_hook(after_forward))
+        self._handles.append(module.register_forward_pre_hook(Hook(before_forward), prepend=True))
+        self._handles.append(module.register_forward_hook(Hook(after_forward)))
 
     def _hook_nodes(self, name: str, output: Any) -> None:
         """The point is where the first of the output's nodes runs."""

@@ -213,10 +213,11 @@ def arguments_written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 @functools.cache
 def _written(operator: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Which arguments the operator writes, by position and by name."""
+    silent = operator.namespace == "c10d"  # collectives write tensors, and do not say so
     written = [
         (at, argument.name)
         for at, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if silent or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
     return frozenset(at for at, _ in written), frozenset(name for _, name in written)
 

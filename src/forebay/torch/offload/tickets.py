@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from forebay.torch.offload.guard import Guard
-from forebay.torch.offload.movables import Books, Saved
+from forebay.torch.offload.movables import Books, Original, Saved
 from forebay.torch.offload.saved import SavedNumbers
 
 
@@ -72,9 +72,8 @@ class Tickets:
             if saved is None:
                 saved = Saved(name, tensor.untyped_storage(), self._books)
                 self._saved[name] = weakref.ref(saved)
-            saved.watch(tensor)
             self._seen(saved)
-            return _Ticket(saved, tensor)
+            return _Ticket(saved, saved.watch(tensor), tensor)
 
     def unpack(self, packed: Any) -> Any:
         with self._books:
@@ -84,6 +83,8 @@ class Tickets:
             return packed.tensor() if isinstance(packed, _Present) else packed
 
     def _may_move(self, name: str, tensor: Any) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+            return False  # more than a view of a storage
         size_bytes = tensor.untyped_storage().nbytes()
         if self.moving is not None and size_bytes > self.moving.get(name, size_bytes):
             self._larger()
@@ -109,17 +110,17 @@ class _Present:
 class _Ticket:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "saved")
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_original", "_size", "_stride", "saved")
 
-    def __init__(self, saved: Saved, tensor: Any) -> None:
-        self.saved = saved
+    def __init__(self, saved: Saved, original: Original, tensor: Any) -> None:
+        self.saved, self._original = saved, original
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
 
     def tensor(self) -> Any:
         """The tensor again. `RuntimeError`, as torch has it, if it was written since it was saved."""
         self.saved.ensure()
-        if self.saved.version():
+        if self._original.is_changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.saved.name}, of size {list(self._size)}"
