@@ -3,9 +3,9 @@
 Theory. Planning is timed on a trace of the size that the paper reports (60,000 operators, 20,000 tensors), made up
 here. What plans are worth is *simulated*: traces of known models by fake tensors and a table of an H100's times, the
 chosen plan beside the paper's rank and G10's in the same replay, over budgets and bandwidths. The engine row is real: a
-network in host memory under an emulated budget, disks slowed to a few speeds, the step time that was predicted before
-the first planned step beside the one measured, and every loss and weight compared with the same steps without it. Where
-all fits the engine must cost nothing, which is the last row.
+network in host memory under an emulated budget, disks slowed to a few speeds, the step time that was predicted when the
+plan was made beside that of the steps that followed it, and every loss and weight compared with the same steps without
+it. Where all fits the engine must cost nothing, which is the last row.
 """
 
 from __future__ import annotations
