@@ -68,7 +68,7 @@ def test_each_side_trains_and_tells_in_one_line(found: Round):
 def test_the_engine_moves_and_says_what_it_did(found: Round):
     ours = found.limited[0.75]["ours"]
     told = ours["report"]
-    assert ours["warm"] == 6, "five steps are watched, and one begins with all here"
+    assert ours["warm"] == 6, "two steps are watched, three time the first plan, and one comes from it to the second"
     assert told["budget_bytes"] == int(int(found.plain["peak_bytes"] * 0.75) * offload_gpu.PLANNED_SHARE)
     assert told["moves"] > 0
     assert told["written_bytes"] + told["read_bytes"] > 0

@@ -247,10 +247,13 @@ def _ours(training: Training, work: Work, told: Told) -> None:
         **work.get("options", {}),
     )
 
+    plans: list[Any] = []
+
     @contextmanager
     def within() -> Iterator[None]:
-        if off.choice is None:
-            told["warm"] = len(told["steps_s"]) + 2  # this step is watched, and the next begins with all here
+        if not plans or off.choice is not plans[-1]:
+            plans.append(off.choice)
+            told["warm"] = len(told["steps_s"]) + 1  # the first step by a plan is on the way from another state
         with off.step():
             yield
 
