@@ -5,6 +5,7 @@
 The same model and loop for both feeds (`demo/feeds.py`). It keeps a checkpoint in FOLDER every few steps (model,
 optimizer, and where the feed is), goes on from there when it finds one, and notes the name of every sample that it
 trained on in FOLDER/seen.txt. It prints one line of JSON for each report and epoch, for the program that started it.
+With 0 for REPORT_EVERY_S it reports each step, and goes on when it reads a line: so it can be killed where one likes.
 """
 
 from __future__ import annotations
@@ -102,8 +103,11 @@ class Job:
                     self.save()
                 now_s = time.perf_counter() - began_s
                 if now_s - said_s >= report_every_s:
-                    say(at_s=now_s, seen=self.seen, epoch=self.epoch + 1)
+                    say(at_s=now_s, seen=self.seen, epoch=self.epoch + 1, waits=not report_every_s)
                     said_s = now_s
+                    if not report_every_s:
+                        self.names.flush()
+                        sys.stdin.readline()
             now_s, done = time.perf_counter(), self.seen - before
             self.epoch, self.seen, samples = self.epoch + 1, 0, self.seen
             self.save()

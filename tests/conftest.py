@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
 import pytest
 
 from forebay.bench import servers
 
 # Taken out of the environment: where pytest sees it, bodies of megabytes that differ are compared line by line.
 RUNS_IN_CI = os.environ.pop("CI", "") == "true"
+if RUNS_IN_CI:
+    hypothesis.settings.load_profile("ci")  # which it would have found out by itself: no limits of time
 
 ServerT = TypeVar("ServerT", bound=servers.Server)
 
