@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tests.torch.offload.stand_in import StandIn, Stream, stand_in
+from tests.torch.offload.test_tiers import PIECE, TIERS, disk, noise, tier_of
 
 from forebay.core.errors import Closed, Corrupt, Invalid, Unavailable
 from forebay.torch.offload import host_tier
@@ -28,21 +29,12 @@ from forebay.torch.offload.host_tier import HostTier
 from forebay.torch.offload.queues import CATCH_UP_S
 from forebay.torch.offload.tiers import Storage, page_aligned
 
-PIECE = 64 * 1024
 SIZES = (1, 511, 4096, 4097, PIECE, PIECE + 1, 3 * PIECE + 4097)
 A_WHILE_S = 0.05  # in which what is wrong would go wrong; what is right does not depend on it
 
 
-def noise(size_bytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)).clone()
-
-
 def zeros(size_bytes: int) -> torch.Tensor:
     return torch.zeros(size_bytes, dtype=torch.uint8)
-
-
-def disk(*directories: Path, room: str | int = "2MiB", **more: Any) -> DiskTier:
-    return DiskTier(directories, room, **({"piece_bytes": PIECE} | more))
 
 
 @pytest.fixture
@@ -51,21 +43,12 @@ def device() -> Iterator[StandIn]:
         yield made
 
 
-@pytest.fixture(params=["host", "disk", "two disks", "buffered"])
+@pytest.fixture(params=TIERS)
 def tier(
     request: pytest.FixtureRequest, tmp_path: Path, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Storage]:
     monkeypatch.setattr(host_tier, "HOST_PIECE_BYTES", PIECE)
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
-    other.mkdir()
-    made: Storage = {
-        "host": lambda: HostTier("2MiB"),
-        "disk": lambda: disk(one),
-        "two disks": lambda: disk(one, other),
-        "buffered": lambda: disk(one, direct=False),
-    }[request.param]()
-    with made:
+    with tier_of(request.param, tmp_path) as made:
         yield made
 
 

@@ -72,9 +72,9 @@ def disk(*directories: Path, room: str | int = "2MiB", **more: Any) -> DiskTier:
     return DiskTier(directories, room, **({"piece_bytes": PIECE} | more))
 
 
-@pytest.fixture(params=["host", "disk", "two disks", "buffered"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    one, other = tmp_path / "one", tmp_path / "other"
+def tier_of(kind: str, folder: Path) -> Storage:
+    """One of TIERS, not open yet."""
+    one, other = folder / "one", folder / "other"
     one.mkdir()
     other.mkdir()
     made: Storage = {
@@ -82,8 +82,16 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
         "disk": lambda: disk(one),
         "two disks": lambda: disk(one, other),
         "buffered": lambda: disk(one, direct=False),
-    }[request.param]()
-    with made:
+    }[kind]()
+    return made
+
+
+TIERS = ["host", "disk", "two disks", "buffered"]
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    with tier_of(request.param, tmp_path) as made:
         yield made
 
 

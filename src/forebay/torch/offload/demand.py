@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from forebay.torch.offload.dispatch import OperatorMode
+from forebay.torch.offload.dispatch import OperatorMode, with_memory
 from forebay.torch.offload.movables import Books, Lasting, Movable, Place, Saved
 from forebay.torch.offload.profile import Company
 from forebay.torch.offload.runner import StepFacts
@@ -43,6 +43,7 @@ from forebay.torch.offload.storages import (
     Seen,
     Storages,
     arguments_written,
+    bytes_here,
     does_no_work,
     parts,
     tensors,
@@ -78,7 +79,6 @@ class Demand(Company):
         self._mode = OperatorMode(self._dispatch)
         self._profiled = False
         self._unknown_bytes = 0
-        self._lasting: dict[int, Lasting] = {}  # by address of the storage
         self._recent: dict[int, weakref.ref[Movable]] = {}  # what is here, least recently used first
         self._gone: weakref.WeakKeyDictionary[Saved, Seen] = weakref.WeakKeyDictionary()
         self._kept: set[Movable] = set()  # of the operator that is about to run
@@ -113,7 +113,6 @@ class Demand(Company):
         self.is_on = True
         self._ledger = ledger
         self._unknown_bytes = 0
-        self._lasting.clear()
         self._recent.clear()
         self._gone.clear()
         self.facts = StepFacts()
@@ -147,11 +146,7 @@ class Demand(Company):
     def _learn(self, names: Iterable[str]) -> None:
         for name in names:
             movable = self._find(name)
-            if not isinstance(movable, Lasting) or movable.address is None:
-                continue
-            known = self._lasting.get(movable.address)
-            if known is None or known.is_dropped():
-                self._lasting[movable.address] = movable
+            if isinstance(movable, Lasting):
                 self._use(movable)
                 movable.tell(lambda tensor: self._ledger.of(tensor, existed=True))
 
@@ -175,7 +170,7 @@ class Demand(Company):
 
     def size_of(self, storage: Any) -> int:
         movable = self._books.absent.get(storage._cdata)
-        return movable.size_bytes if movable is not None and movable.is_at(storage) else int(storage.nbytes())
+        return movable.size_bytes if movable is not None and movable.is_at(storage) else bytes_here(storage)
 
     def _use(self, movable: Movable) -> None:
         key = id(movable)
@@ -206,13 +201,7 @@ class Demand(Company):
         for tensor in (*tensors(args), *tensors(list(kwargs.values()))):
             self._ledger.of(tensor, existed=True)
         self.before(operator, args, kwargs)
-        while True:
-            try:
-                output = operator(*args, **kwargs)
-                break
-            except torch.OutOfMemoryError:
-                if not self.relieve(operator, args, kwargs):
-                    raise
+        output = with_memory(lambda: operator(*args, **kwargs), lambda: self.relieve(operator, args, kwargs))
         self._ledger.born(output)
         self.after()
         return output
@@ -221,7 +210,7 @@ class Demand(Company):
         for value in values:
             for tensor in tensors(value):
                 for part in parts(tensor):
-                    movable = self._lasting.get(part.untyped_storage()._cdata)
+                    movable = self._books.lasting.get(part.untyped_storage()._cdata)
                     if movable is not None and movable.is_at(part.untyped_storage()):
                         yield movable
 

@@ -61,3 +61,13 @@ def _infra() -> list[Any]:
 def in_backward() -> bool:
     """Whether this thread is within a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def with_memory(work: Callable[[], Any], relieved: Callable[[], bool]) -> Any:
+    """What `work` gives; where an accelerator has no memory for it, once more as long as that could be `relieved`."""
+    while True:
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if not relieved():
+                raise

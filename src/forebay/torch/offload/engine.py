@@ -117,6 +117,7 @@ class Offload:
         self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
         self._runner: Runner | None = None
         self._timer = SegmentTimer()
+        self._moving: dict[str, int] = {}  # of what autograd saves: bytes, by name
         self._globals: dict[str, Lasting] = {}
         self._unlike = self._watched = 0
         self._followed = self._review = self._since = 0
@@ -261,10 +262,8 @@ class Offload:
 
     @contextmanager
     def _following(self, runner: Runner) -> Iterator[None]:
-        assert self.trace is not None, "a plan without a trace"
         self._begin_step()
-        kinds = zip(self.trace.tensors, self.trace.kinds.tolist(), self.trace.sizes_bytes.tolist(), strict=True)
-        self._tickets.moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation"}
+        self._tickets.moving = self._moving
         runner.begin_step()
         with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
             self._points.begin_step()
@@ -487,6 +486,8 @@ class Offload:
             return
         self._review = TIMED_STEPS if self._runner is None else max(2 * self._review, REVIEW_STEPS)
         self._timer = SegmentTimer()
+        kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
+        self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation"}
         self._points.attach()
         self._guard.put()
         tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}

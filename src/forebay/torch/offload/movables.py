@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from forebay.core.errors import Busy, ForebayError
+from forebay.torch.offload.dispatch import with_memory
 from forebay.torch.offload.queues import Ticket
 from forebay.torch.offload.tiers import Slot, Storage
 
@@ -201,7 +202,7 @@ class Movable(ABC):
         if self.place is Place.AWAY:
             assert self._tier is not None, "away, and nowhere"
             assert self._slot is not None, "away, and nowhere"
-            self._get_memory()
+            with_memory(self._fill, self._books.relieve or (lambda: False))  # it has gaps that nobody counts
             self._books.away_bytes -= self.size_bytes
             self.place = Place.LOADING
             try:
@@ -209,15 +210,6 @@ class Movable(ABC):
             except BaseException:
                 self._go()
                 raise
-
-    def _get_memory(self) -> None:
-        while True:
-            try:
-                self._fill()
-                return
-            except torch.OutOfMemoryError:  # an accelerator's, which has gaps that nobody counts
-                if self._books.relieve is None or not self._books.relieve():
-                    raise
 
     def ensure(self) -> None:
         """Here, whatever it takes. Raises what a load raised."""
@@ -287,11 +279,6 @@ class Lasting(Movable):
         """Whether this is the storage of that tensor still. Gradients are dropped and made anew, and `.data` may be
         another's."""
         return tensor is not None and self._tensor() is tensor and tensor.untyped_storage()._cdata == self._address
-
-    @property
-    def address(self) -> int | None:
-        """Of the storage; None once it is gone."""
-        return None if self._storage() is None else self._address
 
     def tell(self, who: Callable[[Any], object]) -> None:
         """Show somebody the tensor, if it is there."""

@@ -37,10 +37,10 @@ import torch
 
 from forebay.core.errors import Invalid
 from forebay.torch.offload.chunks import CHUNK_BYTES
-from forebay.torch.offload.dispatch import OperatorMode
+from forebay.torch.offload.dispatch import OperatorMode, with_memory
 from forebay.torch.offload.points import GRADIENT, Points, Wanted
 from forebay.torch.offload.saved import SavedNumbers
-from forebay.torch.offload.storages import Seen, Storages, does_no_work, short_name
+from forebay.torch.offload.storages import Seen, Storages, bytes_here, does_no_work, short_name
 from forebay.torch.offload.trace import Ints, TensorSaid, Trace, build
 
 SecondsOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]  # of an operator, its arguments and output
@@ -78,7 +78,7 @@ class Company:
 
     def size_of(self, storage: Any) -> int:
         """The bytes of a storage, whether they are here or not."""
-        return int(storage.nbytes())
+        return bytes_here(storage)
 
 
 class Profiler:
@@ -164,15 +164,14 @@ class Profiler:
             if operator is torch.ops.aten.lift_fresh.default:
                 self._storages.born(output)  # a constant that Python made just now
             return output
-        while True:
-            try:
-                self._clock.start()
-                output = operator(*args, **kwargs)
-                self._clock.stop()
-                break
-            except torch.OutOfMemoryError:
-                if not self._company.relieve(operator, args, kwargs):
-                    raise
+
+        def timed() -> Any:
+            self._clock.start()
+            output = operator(*args, **kwargs)
+            self._clock.stop()
+            return output
+
+        output = with_memory(timed, lambda: self._company.relieve(operator, args, kwargs))
         if self._storages.record(operator, args, kwargs, output):
             self._clock.keep(operator, args, kwargs, output)
             self._operators.append(short_name(operator))
