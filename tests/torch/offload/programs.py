@@ -1,11 +1,18 @@
-"""A training program run twice, without `Offload` and with it: all that it told and all that it left is the same."""
+"""A training program run twice, without `Offload` and with it: all that it told and all that it left is the same.
+
+What a plan moves follows from times, and those of a busy machine are another each time. So here operators take what a
+table says and the disk is as quick as a constant says: on every machine the same plan is made, from the same trace, and
+a test may ask for what it moves. Steps and disks are real; what measured times do is seen in test_engine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WATCHED, WIDTH, batch, made
@@ -14,11 +21,16 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from forebay.torch.offload import DiskTier, Offload
+from forebay.torch.offload import DiskTier, Offload, engine
+from forebay.torch.offload.disk_tier import Measured
+from forebay.torch.offload.profile import Profiler
+from forebay.torch.offload.roofline import Roofline
 from forebay.torch.offload.trace import KINDS
 
 STEPS = WATCHED + 5
 FEW = 32  # rows
+CORE = Roofline("a core, a table", {"float32": 50e9}, memory_bytes_s=10e9, link_bytes_s=10e9)
+DISK = Measured(write_bytes_s=250e6, read_bytes_s=500e6, mode="O_DIRECT", size_bytes=1 << 20)
 
 Make = Callable[[], tuple[Any, Any]]  # a model and its optimizer
 Take = Callable[[Any, Any, int], Any]  # a step, or what is done after it; what it tells
@@ -110,6 +122,17 @@ def budget_of(make: Make, take: Take, share: float) -> int:
     return need_of(make, take, share)
 
 
+@contextmanager
+def times_of_a_table() -> Iterator[None]:
+    """Plans are made from CORE and DISK, and stay."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(engine, "Profiler", partial(Profiler, seconds_of=CORE.seconds)))
+        patches.enter_context(mock.patch.object(engine, "scaled", lambda trace, _: trace))
+        patches.enter_context(mock.patch.object(engine, "DRIFT_SHARE", math.inf))
+        patches.enter_context(mock.patch.object(DiskTier, "check_speed", return_value=DISK))
+        yield
+
+
 def kinds_moved(off: Offload) -> set[str]:
     """Of what the plan moves."""
     assert off.trace is not None
@@ -135,7 +158,10 @@ def compare(
     torch.manual_seed(11)
     model, optimizer = make()
     found = []
-    with Offload(model, optimizer, budget=budget, tiers=[DiskTier([folder], "64MiB")], **SMALL) as off:
+    with (
+        times_of_a_table(),
+        Offload(model, optimizer, budget=budget, tiers=[DiskTier([folder], "64MiB")], **SMALL) as off,
+    ):
         for step in range(steps):
             with off.step():
                 found.append(told(take(model, optimizer, step)))
