@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.programs import FEW, budget_of, kinds_moved, left, run, told, without_state
+from tests.torch.offload.programs import FEW, budget_of, kinds_moved, left, run, times_of_a_table, told, without_state
 from tests.torch.offload.test_engine import SMALL, WATCHED, batch, made
 from torch import distributed, nn
 from torch.nn import functional
@@ -91,7 +91,7 @@ def train(folder: str, rank: int, name: str, share: float, hosts: tuple[int, ...
     disk.mkdir()
     tier = HostTier("64MiB") if rank in hosts else DiskTier([disk], "128MiB")
     found = []
-    with Offload(model, optimizer, budget=budget, tiers=[tier], **SMALL) as off:
+    with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=[tier], **SMALL) as off:
         for step in range(STEPS):
             with off.step():
                 found.append(told(take(model, optimizer, step)))
