@@ -14,7 +14,7 @@ import torch
 from tests.torch.offload.memory import PeakMemory
 from torch import nn
 
-from forebay.core.errors import Closed, ForebayError, Invalid, NotSupported, Unavailable
+from forebay.core.errors import Closed, ForebayError, Invalid, Unavailable
 from forebay.torch.offload.disk_tier import DiskTier
 from forebay.torch.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
 from forebay.torch.offload.host_tier import HostTier
@@ -435,12 +435,6 @@ def test_other_hooks_around_a_step_are_refused(off: Offload) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when its compiler is loaded
-def test_a_model_compiled_as_a_whole_is_refused(disk: DiskTier) -> None:
-    model, optimizer = made()
-    with pytest.raises(NotSupported, match="compile its blocks one by one"):
-        Offload(torch.compile(model), optimizer, budget="1GiB", tiers=[disk])
-
-
 def test_an_optimizer_over_all_parameters_at_once_is_refused(disk: DiskTier) -> None:
     model, _ = made()
     with pytest.raises(Invalid, match="LBFGS"):

@@ -116,17 +116,6 @@ def test_with_a_schedule_and_gradients_kept_as_zeros(tmp_path: Path) -> None:
     compare(made, take, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_blocks_compiled_one_by_one(tmp_path: Path) -> None:
-    def make() -> tuple[Any, Any]:
-        model, optimizer = made()
-        for block in model:
-            block.compile(backend="eager")
-        return model, optimizer
-
-    compare(make, plain, tmp_path, 0.9)
-
-
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)

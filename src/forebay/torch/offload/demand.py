@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from forebay.torch.offload.compiled import REGION
 from forebay.torch.offload.dispatch import OperatorMode, with_memory
 from forebay.torch.offload.movables import Books, Lasting, Movable, Place, Saved
 from forebay.torch.offload.profile import Company
@@ -181,18 +182,26 @@ class Demand(Company):
     # --- operators ---------------------------------------------------------------------------------------------------
     def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._books:
-            self._kept.update(self._used(args), self._used(kwargs.values()))
-            try:
-                makes = 0 if does_no_work(operator) else self._made_by(operator, args, kwargs)
-                self._room_for(makes + sum(each.size_bytes for each in self._kept if each.place is Place.AWAY))
-                for movable in self._kept:
-                    movable.ensure()
-                    self._use(movable)
-                if writes_an_input(operator):
-                    for movable in self._used(arguments_written(operator, args, kwargs)):
-                        movable.written()
-            finally:
-                self._kept.clear()
+            makes = 0 if does_no_work(operator) else self._made_by(operator, args, kwargs)
+            self._bring([*self._used(args), *self._used(kwargs.values())], makes)
+            if writes_an_input(operator):
+                for movable in self._used(arguments_written(operator, args, kwargs)):
+                    movable.written()
+
+    def bring(self, values: Iterable[Any]) -> None:
+        """Tensors are about to be used together, by what passes no mode."""
+        with self._books:
+            self._bring(self._used(values), 0)
+
+    def _bring(self, used: Iterable[Movable], more_bytes: int) -> None:
+        self._kept.update(used)
+        try:
+            self._room_for(more_bytes + sum(each.size_bytes for each in self._kept if each.place is Place.AWAY))
+            for movable in self._kept:
+                movable.ensure()
+                self._use(movable)
+        finally:
+            self._kept.clear()
 
     def after(self) -> None:
         self.facts.most_bytes = max(self.facts.most_bytes, self.living_bytes())
@@ -298,7 +307,8 @@ def _shapes(value: Any) -> Hashable:
 def _bytes_made(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     try:
         held: dict[int, Any] = {}
-        output = operator(*_on_meta(args, held), **_on_meta(kwargs, held))
+        run = REGION.on_meta if operator is REGION else operator
+        output = run(*_on_meta(args, held), **({} if operator is REGION else _on_meta(kwargs, held)))
         made = {id(part.untyped_storage()): part for tensor in tensors(output) for part in parts(tensor)}
         old = {id(tensor.untyped_storage()) for tensor in held.values()}
         return sum(part.untyped_storage().nbytes() for key, part in made.items() if key not in old)

@@ -1,8 +1,9 @@
 """Every operator below autograd, handed to a function: a dispatch mode, and where in the stack of modes it stands.
 
 Theory. A mode sees operators of forward, backward and the optimizer alike, also those that autograd runs by itself.
-Subclasses that wrap tensors come back as the tensors inside. A mode that is put in the middle of something stands at
-the *bottom* of the thread's stack: modes are taken off the top by whoever put them there, when their `with` ends.
+Subclasses that wrap tensors come back as the tensors inside. What is compiled comes as one operator (`compiled`). A
+mode that is put in the middle of something stands at the *bottom* of the thread's stack: modes are taken off the top by
+whoever put them there, when their `with` ends.
 
 Autograd runs each node with the modes that were there when the backward pass was asked for, so putting one from within
 a backward pass has no effect on the nodes to come: `in_backward` says when that is.
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from forebay.torch.offload.compiled import hand_regions_to
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -34,6 +37,10 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not fol
             return NotImplemented  # it will be back with the tensors that are inside
         return self._dispatch(func, args, kwargs or {})
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # or nothing is compiled while it is on the way, and what was not is not compiled later
+
     def put(self) -> None:
         """On the way of this thread's operators from now on, below all other modes."""
         above = _taken_off()
@@ -45,6 +52,9 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not fol
         """On the way no more."""
         for mode in reversed([mode for mode in _taken_off() if mode is not self]):
             _python_dispatch._push_mode(mode)
+
+
+hand_regions_to(OperatorMode)
 
 
 def _taken_off() -> list[Any]:

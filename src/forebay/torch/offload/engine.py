@@ -44,6 +44,7 @@ from forebay.core.errors import Busy, Closed, Invalid, NotSupported
 from forebay.core.quantity import parse_size
 from forebay.torch.offload.choose import Choice, choose
 from forebay.torch.offload.chunks import AFTER, check_separable
+from forebay.torch.offload.compiled import Around, Hook, compiled_modules, is_compiled, show_regions
 from forebay.torch.offload.demand import Demand
 from forebay.torch.offload.device_memory import accelerators
 from forebay.torch.offload.disk_tier import DiskTier
@@ -55,7 +56,7 @@ from forebay.torch.offload.itinerary import itinerary
 from forebay.torch.offload.link import measure_link
 from forebay.torch.offload.movables import Books, Lasting, Movable
 from forebay.torch.offload.plan import SIZE_BYTES_MIN
-from forebay.torch.offload.points import CHUNK, GRADIENT, Hook, Points
+from forebay.torch.offload.points import CHUNK, GRADIENT, Points
 from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
 from forebay.torch.offload.runner import Runner, StepFacts
@@ -157,6 +158,8 @@ class Offload:
             optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
             optimizer.register_step_post_hook(Hook(self._all_written)),
         ]
+        self._regions: set[int] = set()  # by `id`: compiled modules that are watched
+        self._see_regions()
 
     def __enter__(self) -> Offload:
         return self
@@ -236,6 +239,7 @@ class Offload:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """A step without a plan."""
+        self._see_regions()
         self._parameters = dict(self.model.named_parameters())
         self._points = self._new_points()  # model and optimizer may have others now
         self._begin_step()
@@ -354,6 +358,23 @@ class Offload:
             self._evaluates = True
             self._guard.take_off()  # torch takes other ways through some modules where a mode of functions is
             self._demand.start()
+
+    def _see_regions(self) -> None:
+        show_regions()
+        for module in compiled_modules(self.model):
+            if id(module) not in self._regions:
+                self._regions.add(id(module))
+                self._handles.append(Around(module, self._before_region, _nothing))
+
+    def _before_region(self, module: Any, _: Any) -> None:
+        """What is compiled reads memory by itself."""
+        if self._books.absent:
+            held = [*module.parameters(), *module.buffers()]
+            if self._demand.is_on:
+                self._demand.bring(held)
+            else:
+                for tensor in held:
+                    self._guard.look(tensor)
 
     def _all_written(self, *_: Any) -> None:
         """The optimizer stepped, and no plan or operator says what it wrote."""
@@ -512,6 +533,10 @@ class Offload:
         self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def _unmoved(trace: Trace, kind: str) -> Trace:
     """The trace with all of a kind left where it is."""
     kinds = trace.kinds.copy()
@@ -520,7 +545,7 @@ def _unmoved(trace: Trace, kind: str) -> Trace:
 
 
 def _check_model(model: Any) -> None:
-    if type(model).__module__.startswith("torch._dynamo"):
+    if is_compiled(model):
         raise NotSupported(
             "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
             "compile its blocks one by one instead"

@@ -21,9 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from forebay.torch.offload.movables import Books
+from forebay.torch.offload.movables import Books, Lasting
 
 # What looks at a tensor and not at its bytes. `__get__` is every attribute, `.data` among them: what is done with that
 # alias comes by here again.
@@ -69,14 +70,18 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
             storage = tensor.untyped_storage()
             movable = absent.get(storage._cdata)
             if movable is not None:
-                with self._books:
-                    if movable.is_at(storage):
-                        movable.ensure()
-                    else:  # that one is gone, and its address is another's
-                        absent.pop(storage._cdata, None)
+                self._bring(movable, storage)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _bring(self, movable: Lasting, storage: Any) -> None:
+        with self._books:
+            if movable.is_at(storage):
+                movable.ensure()
+            else:  # that one is gone, and its address is another's
+                self._books.absent.pop(storage._cdata, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._books.own_work:
+        if torch.compiler.is_compiling() or self._books.own_work:  # what is compiled shall not depend on books
             return func(*args, **(kwargs or {}))
         if func.__name__ == "__get__" and getattr(func, "__self__", None) is _DATA and args[0].layout is torch.strided:
             movable = self._books.lasting.get(args[0].untyped_storage()._cdata)
@@ -102,3 +107,7 @@ def _taken_off() -> list[Any]:
     while torch._C._len_torch_function_stack():
         modes.append(_pop_mode())
     return modes
+
+
+for _function in (Guard.__torch_function__, Guard._look_at, Guard.look):
+    skip_code(_function.__code__)  # what a compiled module does not compile itself calls them: torch would compile them

@@ -25,33 +25,13 @@ import torch
 from torch import nn
 
 from forebay.torch.offload.chunks import CHUNK_BYTES, ChunkedStep, default_chunks
+from forebay.torch.offload.compiled import Around, Hook, inside_compiled, is_compiled
 
 BEGINS, ENDS = "step begins", "step ends"
 GRADIENT = "gradient of "  # and the parameter's name
 CHUNK = "optimizer chunk "  # and its number
 
 Wanted = Callable[[str, Any], bool]
-
-
-def _nothing(*_: Any) -> None:
-    """What a hook of ours is in a copy of the model."""
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-class Hook:
-    """A hook at a model or optimizer, which may be copied or saved: the copy is not ours, and its hook does nothing."""
-
-    def __init__(self, work: Callable[..., None]) -> None:
-        self._work = work
-
-    def __call__(self, *args: Any) -> None:
-        self._work(*args)
-
-    def __reduce__(self) -> Any:
-        return _no_hook, ()
 
 
 def default_points(model: Any) -> Wanted:
@@ -74,8 +54,9 @@ def default_points(model: Any) -> Wanted:
 class Points:
     """Calls `at(name)` at each point of a step, between `attach` and `detach`. Neither has an effect when done twice.
 
-    `points_of(name, module)` says which modules have points; see `default_points`. The caller says where a step begins
-    and ends. `Invalid` (from `attach`) if the optimizer cannot step in chunks.
+    `points_of(name, module)` says which modules have points; see `default_points`. Compiled ones have, and those inside
+    of them have not: torch cuts what it compiles in two where a hook is. The caller says where a step begins and ends.
+    `Invalid` (from `attach`) if the optimizer cannot step in chunks.
     """
 
     def __init__(
@@ -88,7 +69,7 @@ class Points:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._model = model
-        self._at = torch.compiler.disable(at)  # a compiled block would trace what is done at its points
+        self._at = at
         self._wanted = points_of or default_points(model)
         self.chunks = default_chunks(model, optimizer, chunk_bytes)  # what "optimizer chunk <i>" is about to step
         self._step = ChunkedStep(optimizer, self.chunks, self._reach)
@@ -103,8 +84,9 @@ class Points:
         self._step.attach()
         self._attached = True
         try:
+            inner = inside_compiled(self._model)
             for name, module in self._model.named_modules():
-                if self._wanted(name, module):
+                if id(module) not in inner and (self._wanted(name, module) or _is_region(module)):
                     self._hook_module(name or "the model", module)
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad and parameter.is_leaf:
@@ -146,6 +128,9 @@ class Points:
             if torch.is_grad_enabled():
                 self._hook_nodes(backward, output)
 
+        if is_compiled(module):
+            self._handles.append(Around(module, before_forward, after_forward))
+            return
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
 
@@ -170,6 +155,10 @@ class Points:
 
     def _hook_gradient(self, name: str, parameter: Any) -> None:
         self._handles.append(parameter.register_post_accumulate_grad_hook(lambda parameter: self._reach(name)))
+
+
+def _is_region(module: Any) -> bool:
+    return is_compiled(module) and any(True for _ in module.parameters())
 
 
 def _nodes(output: Any) -> Iterator[Any]:

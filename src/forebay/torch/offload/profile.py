@@ -37,6 +37,7 @@ import torch
 
 from forebay.core.errors import Invalid
 from forebay.torch.offload.chunks import CHUNK_BYTES
+from forebay.torch.offload.compiled import show_regions
 from forebay.torch.offload.dispatch import OperatorMode, with_memory
 from forebay.torch.offload.points import GRADIENT, Points, Wanted
 from forebay.torch.offload.saved import SavedNumbers
@@ -99,6 +100,7 @@ class Profiler:
         seconds_of: SecondsOf | None = None,
         company: Company | None = None,
     ) -> None:
+        show_regions()
         self._model, self._optimizer = model, optimizer
         self._company = company or Company()
         first = next(model.parameters(), None)
@@ -178,6 +180,7 @@ class Profiler:
         self._company.after()
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Any) -> Any:
         number = self._saved.number(tensor)  # of tensors elsewhere too: an engine counts them all
         for seen in self._storages.of(tensor, existed=True):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from forebay.torch.offload.compiled import REGION
 from forebay.torch.offload.trace import Kind
 
 _NO_WORK = frozenset({"prim", "profiler"})  # namespaces of operators that ask or note something
@@ -201,7 +202,7 @@ def short_name(operator: Any) -> str:
 
 def writes_an_input(operator: Any) -> bool:
     """Whether running it twice may be something else than running it once."""
-    return any(_written(operator))
+    return operator is REGION or any(_written(operator))  # of a region it is not known
 
 
 def arguments_written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -60,6 +60,7 @@ class Tickets:
         """All that autograd holds of this step, first saved first."""
         return [saved for ref in list(self._saved.values()) if (saved := ref()) is not None]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Any) -> Any:
         with self._books:
             number = self._numbers.number(tensor)
@@ -75,6 +76,7 @@ class Tickets:
             self._seen(saved)
             return _Ticket(saved, saved.watch(tensor), tensor)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, packed: Any) -> Any:
         with self._books:
             if isinstance(packed, _Ticket):
