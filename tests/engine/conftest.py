@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -63,6 +63,9 @@ class Remote:
         self.writable = asyncio.Event()  # writes stop before they happen while it is clear
         self.writable.set()
         self.cancelled = 0
+        self.refuses: ForebayError | None = None  # what writes are answered, and they do not happen
+        self.answers: dict[str, asyncio.Event] = {}  # answers to these verbs come when it is set; the write happens
+        self.unheard: Counter[str] = Counter()  # how many of them are held so
 
     def place(self, key: str, data: bytes) -> ObjectInfo:
         return self.objects.place(key, data, (("content-type", "text/x-story"),))
@@ -113,17 +116,21 @@ class Remote:
                 raise NotSupported("this backend knows no conditions")
             await self.writable.wait()
             self._may()
-        except asyncio.CancelledError:
-            self.cancelled += 1
+            if self.refuses is not None:
+                raise self.refuses
+        except BaseException as error:
+            self.cancelled += isinstance(error, asyncio.CancelledError)
+            work.close()  # type: ignore[attr-defined]
             raise
-        finally:
-            if sys.exc_info()[0] is not None:
-                work.close()  # type: ignore[attr-defined]
         try:
             result = await work
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        if verb in self.answers:
+            self.unheard[verb] += 1
+            await self.answers[verb].wait()
+            self.unheard[verb] -= 1
         if self.lose_answers:
             self.lose_answers -= 1
             raise Unavailable("the answer was lost: try again")

@@ -76,8 +76,9 @@ class Writing:
     async def check(self, served: Any, key: str, *conditions: str | None) -> ObjectInfo | None:
         return await served.backend.head(key) if key in self.place.objects else None
 
-    async def settle_owed(self, bucket: Bucket, key: str) -> None:
-        pass
+    @asynccontextmanager
+    async def asking(self, bucket: Bucket, key: str) -> AsyncIterator[None]:
+        yield
 
     async def drop(self, bucket: str, key: str) -> None:
         self.place.objects.pop(key, None)

@@ -6,8 +6,9 @@ clocks step: a confirmation from the future is no confirmation, since nothing sa
 
 Rejected: the backend's own Cache-Control (few set it, most set it for browsers).
 
-What a machine stop brought back (`checked_s` 0) is asked about once, whatever the bucket says: it may have been deleted
-through the node, and the stop may have taken that back.
+What is unconfirmed (`checked_s` 0) is asked about once, whatever the bucket says. So is what a machine stop brought
+back: it may have been deleted through the node, and the stop may have taken that back. And so is what a write through
+was about to replace when the engine was killed, or when the backend's answer was lost.
 
 Invariant. `always` never answers fresh, `immutable` always does once it was confirmed.
 """
@@ -22,7 +23,7 @@ CLOCK_SLACK_S = 1.0  # processes of one host may disagree by a scheduling delay,
 def is_fresh(checked_s: float, freshness_s: float, now_s: float) -> bool:
     """True: serve. False: revalidate first (`OpenRead.revalidate`); the bytes stay valid if the version is unchanged.
 
-    `checked_s` of 0 means not confirmed since the machine stopped.
+    `checked_s` of 0 means unconfirmed.
     """
     if checked_s <= 0 or freshness_s <= 0:
         return False

@@ -4,8 +4,9 @@ Theory. A front asks when it has no record, a stale one, or lacks bytes. What an
 of the object, the index, the backend; and the backend is asked once for all who wait (an *opening*).
 
 How fresh. Every reader *needs* a confirmation not older than some moment: its arrival (`always`, `revalidate`), its
-arrival less the bucket's freshness, or none (`immutable`, or a later part of one response, which names its version). An
-answer of the backend counts from the moment it was *asked*. So a reader may join an opening only if that began late
+arrival less the bucket's freshness, or any at all (`immutable`). A later part of one response, which names its version,
+needs none. An answer of the backend counts from the moment it was *asked*; while a write of the key is under way it
+counts in memory alone (`confirming.py`). So a reader may join an opening only if that began late
 enough; else it waits for it and shares the next one with all that came meanwhile: at most two questions, however many
 ask at once.
 
@@ -55,6 +56,7 @@ from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
 from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
+from forebay.node.confirming import Confirmations
 from forebay.node.flights import Flight
 from forebay.node.openings import NOWHERE, Answer, Opening, Passing
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
@@ -74,6 +76,7 @@ READ_AHEADS_MAX = 1024
 STREAMS_MAX = 4  # sequential readers of one object that are told apart
 _BLOCK = limits.BLOCK_BYTES
 _ANY = float("-inf")  # no confirmation is needed
+_ONCE = 0.0  # one is needed, however old
 
 
 class ColdReads:
@@ -102,6 +105,7 @@ class ColdReads:
         self.all_flights: set[Flight] = set()
         self._by_object: dict[int, list[Flight]] = {}
         self.reads = 0
+        self.confirmations = Confirmations(store, flush_soon)
         self._buckets = buckets
         self._tally = tally
         self._flush_soon = flush_soon
@@ -208,7 +212,8 @@ class ColdReads:
             if version:
                 raise _changed(*name)
             return found
-        if need_s != _ANY and not need_s <= found.checked_s <= self.clock.wall_s() + CLOCK_SLACK_S:
+        checked_s = self.confirmations.checked_s(*name, _version_of(found), found.checked_s)
+        if not _suffices(checked_s, need_s, self.clock.wall_s()):
             return None
         if version:
             raise _changed(*name)
@@ -296,11 +301,9 @@ class ColdReads:
             found, _ = self._here(name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
-            version = found.info.version if isinstance(found, Flight) else found.version
-            changed = await self._check(served, ask.key, version, _tolerant(ask, served))
-            if changed is None:
-                self._confirmed(ask.bucket, ask.key, version, asked_s)
-            elif isinstance(changed, ObjectInfo):
+            version = _version_of(found)
+            changed = await self._check(served, ask.key, version, _tolerant(ask, served), asked_s)
+            if isinstance(changed, ObjectInfo):
                 self._replaced(name, version)
                 if ask.version not in ("", changed.version):
                     raise _changed(*name)
@@ -359,10 +362,9 @@ class ColdReads:
         if record is not None and record.state & State.OWNED:
             return Answer(asked_s)  # written since we were asked
         if found is not None:
-            version = found.info.version if isinstance(found, Flight) else found.version
-            changed = await self._check(served, ask.key, version, _tolerant(ask, served))
+            version = _version_of(found)
+            changed = await self._check(served, ask.key, version, _tolerant(ask, served), asked_s)
             if changed is None:
-                self._confirmed(ask.bucket, ask.key, version, asked_s)
                 return Answer(asked_s)
             if not isinstance(changed, ObjectInfo):
                 return Answer(asked_s, stale=True)
@@ -371,15 +373,18 @@ class ColdReads:
                 raise _changed(*name)
         return await self._first_fetch(ask, opening)
 
-    async def _check(self, served: Served, key: str, version: str, tolerant: bool) -> ObjectInfo | str | None:
+    async def _check(
+        self, served: Served, key: str, version: str, tolerant: bool, asked_s: float
+    ) -> ObjectInfo | str | None:
         """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
         name = (served.bucket.name, key)
         if tolerant and self.clock.monotonic_s() < served.down_until_s:
             self._tally.revalidations["unreachable"] += 1
             return ""
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S if tolerant else None):
-                changed = await served.backend.check(key, version)
+            with self.confirmations.question(*name) as question:
+                async with asyncio.timeout(CHECK_TIMEOUT_S if tolerant else None):
+                    changed = await served.backend.check(key, version)
         except NotFound:
             self._tally.revalidations["gone"] += 1
             self._replaced(name, version)
@@ -394,14 +399,12 @@ class ColdReads:
             served.down_until_s = now_s + DOWN_FOR_S
             return ""
         self._tally.revalidations["unchanged" if changed is None else "changed"] += 1
+        if changed is None and not question.overtaken:
+            self.confirmations.confirm(*name, version, asked_s)
+            flight = self.flights.get(name)
+            if flight is not None and flight.info.version == version:
+                flight.checked_s = asked_s
         return changed
-
-    def _confirmed(self, bucket: str, key: str, version: str, asked_s: float) -> None:
-        self.store.confirm([(bucket, key, version, asked_s)])
-        self._flush_soon()
-        flight = self.flights.get((bucket, key))
-        if flight is not None and flight.info.version == version:
-            flight.checked_s = asked_s
 
     def _replaced(self, name: tuple[str, str], version: str) -> None:
         """The backend has another version, or none: nobody shall be given this one any more."""
@@ -470,8 +473,9 @@ class ColdReads:
         pinned = is_pinned(bucket, info.key)
         if opening.overtaken or not self._buckets.stands(opening.served):
             return make_record(info, asked_s, inline=body)
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, asked_s)
         try:
-            record = self.store.put_inline(bucket.name, info, body, checked_s=asked_s, pinned=pinned)
+            record = self.store.put_inline(bucket.name, info, body, checked_s=checked_s, pinned=pinned)
         except Unavailable:
             self._tally.passed_bytes += len(body)
             return make_record(info, asked_s, inline=body)
@@ -496,6 +500,7 @@ class ColdReads:
         bucket = served.bucket
         if not self._buckets.stands(served):
             return None
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, checked_s)
         try:
             landing = self.store.begin(bucket.name, info, checked_s=checked_s, pinned=is_pinned(bucket, info.key))
         except Unavailable as error:
@@ -713,12 +718,23 @@ def _need(ask: Ask, served: Served, arrived_s: float) -> float:
     freshness_s = served.bucket.freshness_s
     if ask.revalidate or freshness_s <= 0:
         return arrived_s
-    return _ANY if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
+    return _ONCE if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
+
+
+def _suffices(checked_s: float, need_s: float, now_s: float) -> bool:
+    """Whether a confirmation at `checked_s` (0: none) is what a reader needs."""
+    if need_s == _ANY:
+        return True
+    return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
 
 
 def _tolerant(ask: Ask, served: Served) -> bool:
     """Whether a stale version is better than none."""
     return not ask.revalidate and served.bucket.freshness_s > 0
+
+
+def _version_of(found: Flight | Record) -> str:
+    return found.info.version if isinstance(found, Flight) else found.version
 
 
 def _is_of(found: Flight | Record, version: str) -> bool:

@@ -327,19 +327,19 @@ class Copies:
     async def _at_backend(self, call: CopyCall, served: Served, info: ObjectInfo) -> Written | None:
         """Have the backend copy; None where it cannot."""
         async with self._writes.lock(call.bucket, call.key):
-            await self._writes.settle_owed(served.bucket, call.key)
-            try:
-                seen = await served.backend.copy(
-                    call.source_key, call.key, source_version=info.version, headers=call.headers
-                )
-            except NotSupported:
-                return None
-            except Precondition as error:
-                raise _SourceChanged(error) from error
-            except BaseException as error:
-                await self._writes.doubt(served, call.key, error)
-                raise
-            await self._writes.drop(call.bucket, call.key)
+            async with self._writes.asking(served.bucket, call.key):
+                try:
+                    seen = await served.backend.copy(
+                        call.source_key, call.key, source_version=info.version, headers=call.headers
+                    )
+                except BaseException as error:
+                    self._writes.doubt(served.bucket, call.key, error)
+                    if isinstance(error, NotSupported):
+                        return None
+                    if isinstance(error, Precondition):
+                        raise _SourceChanged(error) from error
+                    raise
+                await self._writes.drop(call.bucket, call.key)
         return Written(seen.etag, seen.version, seen.size_bytes, seen.modified_s)
 
     async def _draw(

@@ -528,13 +528,13 @@ class UploadBook:
             if call.if_match is not None or call.if_none_match is not None:
                 judged = await writes.check(served, key, call.if_match, call.if_none_match)
                 expect = "" if judged is None else judged.version or None
-            await writes.settle_owed(served.bucket, key)
-            try:
-                info = await self._complete_there(served, upload, chosen, "", expect)
-            except BaseException as error:
-                await writes.doubt(served, key, error)
-                raise
-            await writes.drop(bucket, key)
+            async with writes.asking(served.bucket, key):
+                try:
+                    info = await self._complete_there(served, upload, chosen, "", expect)
+                except BaseException as error:
+                    writes.doubt(served.bucket, key, error)
+                    raise
+                await writes.drop(bucket, key)
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)
 
     async def _complete_there(

@@ -3,7 +3,8 @@
 Theory. A write is a short section under its key's lock: judge the conditions against what a read would show now, do
 what the bucket's mode says, and make the outcome visible to every front before it is answered.
 
-    through        the backend first (`node/through.py`), then a clean record: whole, verified, confirmed now
+    through        the backend first (`node/through.py`), then a clean record: whole, verified, confirmed now;
+                   what was here before is unconfirmed from before the backend is asked (`node/confirming.py`)
     back, local    a dirty or local record (or a tombstone), durable as the bucket says, in a group commit
 
 A write through that finds no room on a volume is a write all the same: the backend has it, and the tier forgets what it
@@ -46,9 +47,9 @@ from forebay.core import limits
 from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.httpsem import Conditions
-from forebay.core.record import OWNED, PINNED, Record, State, blocks_in
+from forebay.core.record import PINNED, Record, State, blocks_in
 from forebay.core.tags import with_tags
-from forebay.core.types import FRESH_IMMUTABLE, Bucket, Headers, ObjectInfo, check_key
+from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
 from forebay.node.commits import Commits
@@ -430,19 +431,24 @@ class Writes:
         if if_match is not None or if_none_match is not None:
             judged = await self.check(served, key, if_match, if_none_match)
             expect = "" if judged is None else judged.version or None
-        await self.settle_owed(bucket, key)
-        asked_s = self._clock.wall_s()
-        try:
-            if send is not None:
-                seen = await send(expect)
-            else:
-                body = Body(what.size_bytes, data=what.body, path=what.path, md5=what.md5)
-                seen = await self.through.put(
-                    served.backend, key, body, headers=what.headers, expect=expect, tags=what.tags
-                )
-        except BaseException as error:
-            await self.doubt(served, key, error)
-            raise
+        async with self.asking(bucket, key):
+            asked_s = self._clock.wall_s()
+            try:
+                if send is not None:
+                    seen = await send(expect)
+                else:
+                    body = Body(what.size_bytes, data=what.body, path=what.path, md5=what.md5)
+                    seen = await self.through.put(
+                        served.backend, key, body, headers=what.headers, expect=expect, tags=what.tags
+                    )
+            except BaseException as error:
+                self.doubt(bucket, key, error)
+                raise
+            return await self._keep(bucket, what, seen, asked_s)
+
+    async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, asked_s: float) -> Written:
+        """The backend has it: so does the node from now on, or it has nothing of the key."""
+        key = what.key
         info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.shown)
         put = Put(
             bucket.name,
@@ -466,42 +472,47 @@ class Writes:
     async def _delete_through(self, served: Served, key: str, judged: ObjectInfo | None) -> None:
         bucket = served.bucket
         expect = None if judged is None else judged.version or None
-        await self.settle_owed(bucket, key)
+        async with self.asking(bucket, key):
+            try:
+                await served.backend.delete(key, expect=expect)
+            except BaseException as error:
+                self.doubt(bucket, key, error)
+                raise
+            await self.drop(bucket.name, key)
+
+    @asynccontextmanager
+    async def asking(self, bucket: Bucket, key: str) -> AsyncIterator[None]:
+        """Under the key's lock, around all of: asking the backend to change the key, and making the outcome so here.
+
+        No flush of what the key owes comes after it. What is here of it counts as unconfirmed meanwhile, to an engine
+        that starts after this one was killed too: that is committed before this begins (`confirming.py`).
+        """
+        if self._owes.find(bucket.name, key) is not None:
+            await self._owes.stop_key(bucket.name, key)
+        confirmations = self._cold.confirmations
         try:
-            await served.backend.delete(key, expect=expect)
-        except BaseException as error:
-            await self.doubt(served, key, error)
-            raise
-        await self.drop(bucket.name, key)
+            if confirmations.open_window(bucket.name, key):
+                self.commits.flush()
+            yield
+        finally:
+            confirmations.close_window(bucket.name, key)
 
     async def drop(self, bucket: str, key: str) -> None:
         """Under the key's lock: the node knows nothing of the key any more, whoever reads it asks the backend."""
+        self._cold.written(bucket, key)
         if self._store.lookup(bucket, key) is None:
             self._owes.forget(bucket, key)
-            self._cold.written(bucket, key)
+            self._store.forget(bucket, key)  # no block of it may be whole yet, and one that lands would make a record
         else:
             await self.commit(Delete(bucket, key))
 
-    async def settle_owed(self, bucket: Bucket, key: str) -> None:
-        """Under the key's lock: the key owes what is about to be replaced: no flush of it may come after."""
-        if self._owes.find(bucket.name, key) is not None:
-            await self._owes.stop_key(bucket.name, key)
-
-    async def doubt(self, served: Served, key: str, error: BaseException) -> None:
-        """Under the key's lock: nobody knows whether the backend did what it was asked. What is here must be confirmed
-        before it is served again."""
+    def doubt(self, bucket: Bucket, key: str, error: BaseException) -> None:
+        """In `asking`: the backend did not do what it was asked; or nobody knows whether it did, and what is here stays
+        unconfirmed: whoever reads it next asks."""
         if isinstance(error, Denied | Invalid | NotSupported):
-            return  # it did not
-        bucket = served.bucket
-        self._cold.written(bucket.name, key)
-        record = self._store.lookup(bucket.name, key)
-        if record is None or record.state & OWNED:
-            return
-        if bucket.freshness_s >= FRESH_IMMUTABLE and getattr(error, "retry", "") != "never":
-            self._cold.forget(bucket.name, key)  # nobody would ever ask whether it changed
+            self._cold.confirmations.restore(bucket.name, key)  # it did not
         else:
-            self._store.confirm([(bucket.name, key, record.version, 0.0)])
-        self.commits.flush()
+            self._cold.written(bucket.name, key)
 
     # --- making it so ------------------------------------------------------------------------------------------------
     async def commit(self, change: Change) -> Record | None:

@@ -137,6 +137,10 @@ class Index:
         """With the next `flush`: set, or with None delete."""
         self._pending[table][key] = value
 
+    def is_pending(self, table: str, key: bytes) -> bool:
+        """Whether the next `flush` changes this entry."""
+        return key in self._pending[table]
+
     @property
     def pending(self) -> int:
         """How many changes the next `flush` makes."""

@@ -361,9 +361,7 @@ class Store(VolumeSet):
         key = info.key
         volume = self._roomy(bucket, key)
         self._refuse_owned(volume, bucket, key)
-        landing = self._landings.get((bucket, key))
-        if landing is not None:
-            self._lose(landing)
+        self._take_over(bucket, key)
         old = volume.record(keys.index_key(bucket, key), key)
         record = Record(
             object_id=self.take_id(),
@@ -508,6 +506,15 @@ class Store(VolumeSet):
                     self.home(bucket, key), bucket, key, msgspec.structs.replace(record, checked_s=checked_s), record
                 )
 
+    def unconfirm(self, bucket: str, key: str) -> bool:
+        """What is here of the key, and what lands of it, is unconfirmed; whether that is only so after a `flush`."""
+        if (landing := self._landings.get((bucket, key))) is not None:
+            landing.checked_s = 0.0
+        record = self.lookup(bucket, key)
+        if record is not None and record.checked_s and not record.state & State.OWNED:
+            self.confirm([(bucket, key, record.version, 0.0)])
+        return bool(self._by_id) and self.home(bucket, key).index.is_pending("records", keys.index_key(bucket, key))
+
     def set_pinned(self, bucket: str, key: str, pinned: bool) -> bool:
         """Set or clear the record's PINNED state; whether there is a record."""
         record = self.lookup(bucket, key)
@@ -544,9 +551,7 @@ class Store(VolumeSet):
         record = self.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:
             return None
-        landing = self._landings.get((bucket, key))
-        if landing is not None:
-            self._lose(landing)
+        self._take_over(bucket, key)
         if record is None:
             return None
         self._forget(self.home(bucket, key), bucket, key, record)
