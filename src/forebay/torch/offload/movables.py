@@ -11,19 +11,27 @@ who wants it before then just has it. A store that fails leaves it here.
 A copy in a tier is good as long as the tensor was not written since. For lasting ones torch counts writes
 (`Tensor._version`), but not all: those of fused optimizers are not counted, nor those through `.data`. So whoever knows
 of a write says so (`written`): who sees operators, by what they say that they write; who follows a plan, by what the
-profiled step wrote. Saved ones may be written as long as nobody asks for what was saved before: autograd would refuse
-that, and so do we (`Original`).
+profiled step wrote. Of inference tensors torch counts none: no copy of them outlives their way back, and their store is
+waited for, since nobody could say whether they were written meanwhile. Saved ones may be written as long as nobody asks
+for what was saved before: autograd would refuse that, and so do we (`Original`).
+
+Whatever Python frees it may free anywhere: a graph in a cycle goes when the collector runs, on a tier's worker or in
+the midst of a tier's own work, with its lock held. So what dies does nothing but leave its `Remains` to the books, and
+the thread that trains buries them when it next works for the engine.
 
 Invariants. (1) While a transfer is under way nobody resizes or writes the storage. (2) `ensure` returns with the bytes
-here, or raises. (3) A slot is given back when its storage dies.
+here, or raises. (3) A slot is given back after its storage has died. (4) Counts change on the thread that trains.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -63,14 +71,28 @@ class Books:
         self.waited_s = 0.0  # for what was not here
         self.failures: list[ForebayError] = []  # of stores: the tensors stayed
         self.failed: list[Storage] = []  # tiers that stores failed in, in this step
+        self.look_up: Callable[[str], Any] | None = None  # what lasts, by name, as the program has it now
+        self.dead: deque[Callable[[], object]] = deque()  # to be buried; any thread may append, with any lock held
 
     def __enter__(self) -> None:
         self.own_work += 1
         self._quiet.append(torch._C._DisableTorchDispatch())
+        if self.own_work == 1:  # deeper, a tier's lock may be held: programs can come here out of the collector
+            try:
+                self.bury()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self._quiet.pop()
         self.own_work -= 1
+
+    def bury(self) -> None:
+        """Give back the room of what died since, and count its bytes no more. On the thread that trains."""
+        while self.dead:
+            self.dead[0]()  # may be interrupted, and is then begun again
+            self.dead.popleft()
 
 
 class Movable(ABC):
@@ -89,7 +111,7 @@ class Movable(ABC):
     # --- what kinds define -------------------------------------------------------------------------------------------
     @abstractmethod
     def version(self) -> Hashable:
-        """Another one after each write."""
+        """Another one after each write, as far as writes are counted; else another one each time."""
 
     @abstractmethod
     def _bytes(self) -> Any:
@@ -109,6 +131,10 @@ class Movable(ABC):
 
     def can_leave(self) -> bool:
         """Whether the memory can be let go of."""
+        return True
+
+    def counts_writes(self) -> bool:
+        """Whether torch does."""
         return True
 
     def is_held_elsewhere(self) -> bool:
@@ -137,16 +163,24 @@ class Movable(ABC):
             self._failed(error)
             return False
         self.place, self._going_version = Place.STORING, version
-        return True
+        if not self.counts_writes():
+            self._ticket.urge()
+            self._ticket.ended.wait()
+            self._end(unwritten=True)  # nobody had the time
+        return self.place is not Place.HERE
 
     def _reserve(self, tier: Storage) -> Slot | None:
-        if self._slot is not None and self._tier is not tier:
-            self._release()
-        if self._slot is None:
+        """A slot of that tier, for which one elsewhere is given up; None if it has no such room, now or ever."""
+        if self._slot is None or self._tier is not tier:
+            if not 0 < self.size_bytes <= tier.room_bytes:
+                return None
+            self._books.bury()
             try:
-                self._slot, self._tier = tier.reserve(self.size_bytes), tier
+                slot = tier.reserve(self.size_bytes)
             except Busy:
                 return None
+            self._release()
+            self._slot, self._tier = slot, tier
         return self._slot
 
     def settle(self) -> None:
@@ -161,14 +195,14 @@ class Movable(ABC):
             self._ticket.ended.wait()
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, unwritten: bool = False) -> None:
         ticket, self._ticket = self._ticket, None
         assert ticket is not None, "nothing was under way"
         if self.place is Place.STORING:
             if ticket.error is not None:
                 self.place = Place.HERE
                 self._failed(ticket.error)
-            elif self._going_version is not None and self.version() == self._going_version:
+            elif self._going_version is not None and (unwritten or self.version() == self._going_version):
                 self._stored_version = self._going_version
                 self.place = Place.HERE
                 if self.can_leave():
@@ -251,16 +285,37 @@ class Movable(ABC):
         self._slot = self._tier = None
         self._stored_version = None
 
-    def die(self) -> None:
-        """The storage is no longer needed by anybody."""
-        if self._ticket is not None and not self._ticket.cancel():
-            self._ticket.ended.wait()
-        self._ticket = None
-        if self.place is Place.AWAY:
-            self._books.away_bytes -= self.size_bytes
+    def _remains(self, storage: Any = None) -> Remains:
+        """What it has of tiers and counts, and has no more; with the storage, if a transfer may be using it."""
+        away_bytes = self.size_bytes if self.place is Place.AWAY else 0
+        remains = Remains(self._books, self._tier, self._slot, self._ticket, storage, away_bytes)
+        self._tier = self._slot = self._ticket = self._stored_version = None
         self.place = Place.HERE
-        self._mark(absent=False)
-        self._release()
+        return remains
+
+
+@dataclass(slots=True)
+class Remains:
+    """Of a movable that died: a slot, a transfer perhaps, bytes that count as away."""
+
+    books: Books
+    tier: Storage | None
+    slot: Slot | None
+    ticket: Ticket | None
+    storage: Any  # goes where it is buried: ledgers hear of it
+    away_bytes: int
+
+    def bury(self) -> None:
+        """Leave nothing. May be called again, for what an interruption left."""
+        if self.ticket is not None and not self.ticket.cancel():
+            self.ticket.urge()
+            self.ticket.ended.wait()
+        self.ticket = self.storage = None
+        self.books.away_bytes -= self.away_bytes
+        self.away_bytes = 0
+        slot, self.slot = self.slot, None
+        if slot is not None and self.tier is not None:
+            self.tier.release(slot)
 
 
 class Lasting(Movable):
@@ -269,20 +324,30 @@ class Lasting(Movable):
     def __init__(self, name: str, tensor: Any, books: Books) -> None:
         storage = tensor.untyped_storage()
         super().__init__(name, storage.nbytes(), books)
-        self._tensor: Callable[[], Any] = weakref.ref(tensor)
-        self._storage: Callable[[], Any] = weakref.ref(storage, lambda _: self._hollow(0))
+        find = books.look_up  # a weak reference would do, but torch swaps no tensor that has one
+        self._tensor: Callable[[], Any] = weakref.ref(tensor) if find is None else partial(find, name)
+        self._number = id(tensor)
+        self._storage: Callable[[], Any] = weakref.ref(storage, lambda _: books.dead.append(partial(self._hollow, 0)))
         self._address: int = storage._cdata
         self._hollow_bytes = 0
         books.lasting[self._address] = self
 
     def is_of(self, tensor: Any) -> bool:
-        """Whether this is the storage of that tensor still. Gradients are dropped and made anew, and `.data` may be
-        another's."""
-        return tensor is not None and self._tensor() is tensor and tensor.untyped_storage()._cdata == self._address
+        """Whether this is the storage of that tensor still. Gradients are dropped and made anew, `.data` may be
+        another's, and tensors are swapped."""
+        if tensor is None or id(tensor) != self._number:
+            return False
+        with torch._C.DisableTorchFunction():  # who guards tensors would take it for the program
+            return tensor.layout is torch.strided and self.is_at(tensor.untyped_storage())
+
+    def _held(self) -> Any:
+        """The tensor, as long as there is one and this is its storage."""
+        tensor = self._tensor()
+        return tensor if self.is_of(tensor) else None
 
     def tell(self, who: Callable[[Any], object]) -> None:
         """Show somebody the tensor, if it is there."""
-        if (tensor := self._tensor()) is not None:
+        if (tensor := self._held()) is not None:
             who(tensor)
 
     def is_at(self, storage: Any) -> bool:
@@ -291,21 +356,27 @@ class Lasting(Movable):
 
     def can_leave(self) -> bool:
         storage: Any = self._storage()  # an array over it forbids torch to resize it, for good
-        return storage is not None and storage.resizable()
+        if storage is None or not storage.resizable():
+            return False
+        return storage.device.type != "cpu" or not storage.is_shared()  # by then other processes may have mapped it
 
     def is_dropped(self) -> bool:
-        """Whether nobody holds the tensor any more."""
-        return self._tensor() is None
+        """Whether nobody holds the tensor any more, or it has another storage now."""
+        return self._held() is None
+
+    def counts_writes(self) -> bool:
+        tensor = self._held()
+        return tensor is not None and not tensor.is_inference()
 
     def version(self) -> Hashable:
-        tensor: Any = self._tensor()
-        return None if tensor is None else tensor._version
+        return self._held()._version if self.counts_writes() else object()
 
     def die(self) -> None:
-        """Who holds the storage still, by another tensor, has its bytes."""
+        """It is nobody's any more. Who holds the storage still, by another tensor, has its bytes."""
         if self.place in (Place.AWAY, Place.LOADING) and self._storage() is not None:
             self.ensure()
-        super().die()
+        self._mark(absent=False)
+        self._remains().bury()
         if self._books.lasting.get(self._address) is self:
             del self._books.lasting[self._address]
 
@@ -370,7 +441,10 @@ class Saved(Movable):
         self._last_version = 0
 
     def __del__(self) -> None:
-        self.die()  # the last ticket is gone, and with it the graph that would have asked for it
+        """The last ticket is gone, and with it the graph that would have asked for it. On any thread, with any lock
+        held: nothing is done here."""
+        if self._slot is not None:
+            self._books.dead.append(self._remains(self.storage if self._ticket is not None else None).bury)
 
     def is_held_elsewhere(self) -> bool:
         if self.storage is None:

@@ -164,24 +164,20 @@ class Runner:
 
     def _evict(self, stop: Stop, wanted: set[int]) -> bool:
         """Send away what is needed last; False if nothing is left that could go."""
-        best, farthest = None, 0
+        here = []
         for name in self._itinerary.uses:
             movable = self._find(name)
-            if movable is None or movable.place is not Place.HERE or id(movable) in wanted:
-                continue
-            ahead = self._itinerary.next_use(name, stop.operator)
-            if ahead > farthest:
-                best, farthest = movable, ahead
-        if best is None:
-            return False
-        if not self._send(best, self._books.tiers[0], math.inf):
-            if self._books.failed and not self._updating:
-                raise self._cannot(self._books.failures[-1])
-            return False
-        self.facts.unplanned += 1
-        best.wait()
-        self._settle()
-        return True
+            if movable is not None and movable.place is Place.HERE and id(movable) not in wanted:
+                here.append((self._itinerary.next_use(name, stop.operator), movable))
+        for ahead, movable in sorted(here, key=lambda each: each[0], reverse=True):
+            if ahead > 0 and self._send(movable, self._books.tiers[0], math.inf):
+                self.facts.unplanned += 1
+                movable.wait()
+                self._settle()
+                return True
+        if here and self._books.failed and not self._updating:
+            raise self._cannot(self._books.failures[-1])
+        return False
 
     def _cannot(self, error: ForebayError) -> ForebayError:
         told = Unavailable(

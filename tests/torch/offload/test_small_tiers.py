@@ -1,0 +1,86 @@
+"""A tier that is smaller than one tensor: the tensor goes to another tier, or stays, and the rest goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.offload.programs import STEPS, budget_of, left, plain, run, times_of_a_table, told
+from tests.torch.offload.test_engine import SMALL, made
+
+from forebay.torch.offload import DiskTier, HostTier, Offload
+from forebay.torch.offload.hardware import Tier
+from forebay.torch.offload.itinerary import Itinerary, Stop
+from forebay.torch.offload.movables import Books, Lasting, Movable, Place
+from forebay.torch.offload.runner import Runner
+
+KIB = 1024
+
+
+def weight(books: Books, name: str, size_bytes: int) -> tuple[Any, Lasting]:
+    tensor = torch.ones(size_bytes, dtype=torch.uint8)
+    return tensor, Lasting(name, tensor, books)
+
+
+def test_a_tensor_larger_than_the_tier_stays() -> None:
+    with HostTier(64 * KIB) as tier:
+        books = Books([tier])
+        tensor, movable = weight(books, "parameter x", 65 * KIB)
+        with books:
+            assert not movable.leave(tier, 0.0)
+        assert movable.place is Place.HERE
+        assert tensor.sum() == 65 * KIB
+
+
+def test_a_copy_elsewhere_is_kept_when_a_tier_is_too_small_or_full() -> None:
+    with HostTier("1MiB") as large, HostTier(64 * KIB) as small:
+        books = Books([large, small])
+        kept = [weight(books, "parameter x", 128 * KIB), weight(books, "parameter y", 64 * KIB)]
+        small.reserve(4 * KIB)
+        for _, movable in kept:
+            with books:
+                movable.leave(large, 0.0)
+                movable.wait()
+                movable.ensure()
+                written = large.bytes_written
+                assert not movable.leave(small, 0.0)
+                assert movable.leave(large, 0.0)
+            assert movable.place is Place.AWAY, "at once: nothing was to be written"
+            assert large.bytes_written == written
+
+
+def test_what_fits_goes_in_place_of_what_is_needed_later_and_does_not() -> None:
+    with HostTier(64 * KIB) as tier:
+        books = Books([tier])
+        large_tensor, large = weight(books, "large", 128 * KIB)
+        small_tensor, small = weight(books, "small", 16 * KIB)
+        found: dict[str, Movable] = {"large": large, "small": small}
+        stop = Stop("a", 0, (), (), (), 144 * KIB, ())
+        itinerary = Itinerary((stop,), {"large": (9,), "small": (5,)}, 10)
+        runner = Runner(itinerary, found.get, lambda: None, books, {Tier.HOST: tier}, 130 * KIB)
+        runner.begin_step()
+        with books:
+            runner.at("a")
+        assert [large.place, small.place] == [Place.HERE, Place.AWAY]
+        assert not runner.facts.over_bytes
+        assert [large_tensor.untyped_storage().nbytes(), small_tensor.untyped_storage().nbytes()] == [128 * KIB, 0]
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["alone", "beside a disk"])
+def test_training_beside_a_tier_that_is_too_small_is_the_same(*, has_disk: bool, tmp_path: Path) -> None:
+    expected, expected_left = run(made, plain, None, STEPS)
+    budget = budget_of(made, plain, 0.75)
+    torch.manual_seed(11)
+    model, optimizer = made()
+    tiers = [HostTier("256KiB"), *([DiskTier([tmp_path], "4MiB")] if has_disk else [])]
+    found = []
+    with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=tiers, **SMALL) as off:
+        for step in range(STEPS):
+            with off.step():
+                found.append(told(plain(model, optimizer, step)))
+            found.append([])
+        assert off.report().moves
+    assert found == expected
+    assert dict(left(model, optimizer)) == expected_left
