@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +23,8 @@ class PeakMemory(TorchDispatchMode):
     def _look(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             if hasattr(tensor, "untyped_storage"):
-                storage = tensor.untyped_storage()
+                with torch._C.DisableTorchFunction():  # who is on the way would take it that somebody wants the bytes
+                    storage = tensor.untyped_storage()
                 self._live[id(storage)] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ from forebay.core.errors import Closed, ForebayError, Invalid, Unavailable
 from forebay.torch.offload.disk_tier import DiskTier
 from forebay.torch.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
 from forebay.torch.offload.host_tier import HostTier
+from forebay.torch.offload.storages import storage_of
 
 MIB = 1 << 20
 WATCHED = PLAIN_STEPS + 1 + TIMED_STEPS  # until the plan is one from times that nobody disturbed
@@ -271,7 +272,7 @@ def test_whoever_touches_what_is_away_has_it_brought(off: Offload) -> None:
         for (ours, theirs) in list(pairs)
         for state, key in ((off.optimizer.state[ours], "exp_avg"), (off.optimizer.state[ours], "exp_avg_sq"))
     ]
-    away = [(mine, theirs) for mine, theirs in pairs if not mine.untyped_storage().nbytes()]
+    away = [(mine, theirs) for mine, theirs in pairs if not storage_of(mine).nbytes()]
     assert away
     for number, (mine, theirs) in enumerate(away):
         touch = (lambda t: t.sum(), lambda t: t.detach().clone(), lambda t: t.data + 0, lambda t: t.reshape(-1)[0])

@@ -169,6 +169,9 @@ class Demand(Company):
                 if self._profiled and saved.is_held_elsewhere():
                     self._ledger.hold_on_to(saved.storage, f"{saved.name}, held")
 
+    def gone_bytes(self) -> int:
+        return sum(seen.size_bytes for seen in self._gone.values())
+
     def size_of(self, storage: Any) -> int:
         movable = self._books.absent.get(storage._cdata)
         return movable.size_bytes if movable is not None and movable.is_at(storage) else bytes_here(storage)
@@ -293,6 +296,8 @@ class Demand(Company):
 def _shapes(value: Any) -> Hashable:
     """An argument as far as what an operator makes depends on it. `TypeError` if that cannot be said."""
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise TypeError("its shape is not one")
         return value.dtype, value.shape, value.stride() if value.layout is torch.strided else str(value.layout)
     if isinstance(value, list | tuple):
         return tuple(_shapes(part) for part in value)
@@ -320,6 +325,8 @@ def _bytes_made(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _on_meta(value: Any, held: dict[int, Any]) -> Any:
     """The same argument without bytes."""
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise NotImplementedError("there are none on the meta device")
         if id(value) not in held:
             held[id(value)] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
         return held[id(value)]

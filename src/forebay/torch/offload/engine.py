@@ -39,8 +39,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from forebay.core.errors import Busy, Closed, Invalid, NotSupported
+from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupported
 from forebay.core.quantity import parse_size
 from forebay.torch.offload.choose import Choice, choose
 from forebay.torch.offload.chunks import AFTER, check_separable
@@ -54,14 +55,13 @@ from forebay.torch.offload.hardware import Hardware, Tier
 from forebay.torch.offload.host_tier import HostTier
 from forebay.torch.offload.itinerary import itinerary
 from forebay.torch.offload.link import measure_link
-from forebay.torch.offload.movables import Books, Lasting, Movable
+from forebay.torch.offload.movables import Books, Lasting, Movable, Place
 from forebay.torch.offload.plan import SIZE_BYTES_MIN
 from forebay.torch.offload.points import CHUNK, GRADIENT, Points
 from forebay.torch.offload.profile import Profiler
 from forebay.torch.offload.report import Report, explain, report_of
 from forebay.torch.offload.runner import Runner, StepFacts
 from forebay.torch.offload.saved import SavedNumbers
-from forebay.torch.offload.storages import tensors
 from forebay.torch.offload.tickets import Tickets
 from forebay.torch.offload.tiers import Storage
 from forebay.torch.offload.timing import SegmentTimer, scaled
@@ -102,6 +102,9 @@ class Offload:
     ) -> None:
         _check_model(model)
         self.budget_bytes = parse_size(budget) if isinstance(budget, str) else budget
+        _check_numbers(self.budget_bytes, chunk_bytes, size_bytes_min)
+        if isinstance(tiers, Storage) or not all(isinstance(tier, Storage) for tier in tiers):
+            raise Invalid('tiers are a list, as in [HostTier("32GiB"), DiskTier(["/nvme/x"], "200GiB")]')
         self.model, self.optimizer = model, optimizer
         self._disks = [tier for tier in tiers if isinstance(tier, DiskTier)]
         self._hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
@@ -120,12 +123,15 @@ class Offload:
         self._timer = SegmentTimer()
         self._moving: dict[str, int] = {}  # of what autograd saves: bytes, by name
         self._globals: dict[str, Lasting] = {}
+        self._behind: list[Lasting] = []  # away, and known by no name
         self._unlike = self._watched = 0
         self._followed = self._review = self._since = 0
         self._inside = self._closed = self._evaluates = False
+        self._here_bytes: dict[str, int] = {}
         self._input_bytes = 0  # of a forward pass in the profiled step, the largest
         self._moved = (0, 0)  # bytes written and read before this step
         self._books = Books([*self._disks, *self._hosts])
+        self._books.look_up = self._tensor
         self._guard = Guard(self._books)
         self._points = self._new_points()
         self._demand = Demand(
@@ -164,22 +170,34 @@ class Offload:
     def __enter__(self) -> Offload:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            self.close()
+        except ForebayError as failed:
+            if error is None:
+                raise
+            error.add_note(f"and what had left could not be brought back: {failed.message}")
 
     def close(self) -> None:
-        """Bring everything back, remove all hooks, close the tiers. May be called again."""
+        """Bring everything back, remove all hooks, close the tiers. May be called again. If a tier cannot be read it is
+        closed all the same, and the error is raised: what was there is lost."""
         if self._closed:
             return
-        self._come_back()
-        self._closed = True
-        self._let_go()
-        for handle in self._handles:
-            handle.remove()
-        for movable in self._globals.values():
-            movable.die()
-        for tier in self._books.tiers:
-            tier.close()
+        if self._inside:
+            raise Invalid("this Offload is in the middle of a step: close it after that")
+        self._end_evaluation()
+        try:
+            self._come_back()
+        finally:
+            self._closed = True
+            self._let_go()
+            for handle in self._handles:
+                handle.remove()
+            for movable in (*self._globals.values(), *self._behind):
+                with suppress(ForebayError):  # the first of them is on its way
+                    movable.die()
+            for tier in self._books.tiers:
+                tier.close()
 
     # --- telling -----------------------------------------------------------------------------------------------------
     def report(self) -> Report:
@@ -203,6 +221,7 @@ class Offload:
             raise Invalid(
                 "a step within a step, or within other saved-tensor hooks: only the innermost would be called"
             )
+        self._end_evaluation()
         self._inside = True
         began_s = perf_counter()
         try:
@@ -260,13 +279,17 @@ class Offload:
         with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand) as profiler:
             yield
         self._demand.stop()
+        if not profiler.operators:
+            return  # nothing was done in this step: the next one is profiled
         trace = profiler.trace(type(self.model).__name__)
+        self._here_bytes = profiler.here_bytes
         self._follow(trace if self._moves_gradients else _unmoved(trace, "gradient"))
         self._watched += 1
 
     @contextmanager
     def _following(self, runner: Runner) -> Iterator[None]:
         self._begin_step()
+        self._guard.put()
         self._tickets.moving = self._moving
         runner.begin_step()
         with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
@@ -276,6 +299,7 @@ class Offload:
         runner.end_step()
 
     def _begin_step(self) -> None:
+        self._books.shown.clear()
         self._tickets.begin_step()
         self._bury()
 
@@ -339,10 +363,13 @@ class Offload:
     def whole(self) -> Iterator[None]:
         """All of the model, its gradients and the optimizer's state are here: to evaluate, to save, to change weights.
         Changes through `.data` count as well."""
+        self._end_evaluation()
         self._come_back()
-        yield
-        for movable in self._globals.values():
-            movable.written()
+        try:
+            yield
+        finally:
+            for movable in self._globals.values():
+                movable.written()
 
     def _come_back_outside(self, *_: Any) -> None:
         if not self._inside:
@@ -350,9 +377,10 @@ class Offload:
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
-            given = tensors((*args, *kwargs.values()))
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             self._compare(sum(tensor.numel() * tensor.element_size() for tensor in given))
         elif torch.is_grad_enabled():
+            self._end_evaluation()
             self._come_back()
         elif self._books.away_bytes and not self._evaluates:
             self._evaluates = True
@@ -395,7 +423,12 @@ class Offload:
                 self.choice, self._watched, self._input_bytes = None, PLAIN_STEPS, 0
 
     def _after_forward(self, *_: Any) -> None:
-        if self._evaluates and not self._inside:
+        if not self._inside:
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        """Also where one was interrupted: torch calls no hooks then."""
+        if self._evaluates:
             self._evaluates = False
             self._demand.stop()
             self._guard.put()
@@ -403,15 +436,27 @@ class Offload:
     def _come_back(self) -> None:
         with self._books:
             self._bury()
-            for movable in self._globals.values():
+            ours = [*self._globals.values(), *self._behind]
+            for movable in ours:
                 movable.come(0.0)
-            for movable in self._globals.values():
+            for movable in ours:
                 movable.ensure()
 
     def _bury(self) -> None:
         """Forget what was dropped by whoever held it."""
+        behind, self._behind = self._behind, []
         for name in [name for name, movable in self._globals.items() if movable.is_dropped()]:
-            self._globals.pop(name).die()
+            behind.append(self._globals.pop(name))
+        for movable in behind:
+            self._leave_behind(movable)
+
+    def _leave_behind(self, movable: Lasting) -> None:
+        """The program knows it by that name no more. If somebody has it still, as a list of gradients that outlives
+        `zero_grad`, it stays away until it is touched."""
+        if movable.place is Place.AWAY and not movable.is_at(None):
+            self._behind.append(movable)
+        else:
+            movable.die()
 
     def _find(self, name: str) -> Movable | None:
         """The storage that a trace's tensor is now."""
@@ -420,8 +465,7 @@ class Offload:
         known = self._globals.get(name)
         tensor = self._tensor(name)
         if known is not None and not known.is_of(tensor):
-            known.die()
-            del self._globals[name]
+            self._leave_behind(self._globals.pop(name))
             known = None
         if known is not None or tensor is None or tensor.layout is not torch.strided:
             return known
@@ -514,7 +558,12 @@ class Offload:
         tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
         tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
         self._runner = Runner(
-            itinerary(trace, self.choice.plan), self._find, self._lost, self._books, tiers, self.budget_bytes
+            itinerary(trace, self.choice.plan, self._here_bytes),
+            self._find,
+            self._lost,
+            self._books,
+            tiers,
+            self.budget_bytes,
         )
 
     def _look_again(self) -> None:
@@ -544,11 +593,26 @@ def _unmoved(trace: Trace, kind: str) -> Trace:
     return dataclasses.replace(trace, kinds=kinds)
 
 
+def _check_numbers(budget_bytes: Any, chunk_bytes: Any, size_bytes_min: Any) -> None:
+    for what, value, least in (
+        ("the budget", budget_bytes, 1),
+        ("chunk_bytes", chunk_bytes, 1),
+        ("size_bytes_min", size_bytes_min, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Invalid(f"{what} of {value!r}: give whole bytes, at least {least}, or for the budget as in '24GiB'")
+
+
 def _check_model(model: Any) -> None:
     if is_compiled(model):
         raise NotSupported(
             "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
             "compile its blocks one by one instead"
+        )
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise NotSupported(
+            f"what torch.jit.script made takes no hooks ({scripted[0] or 'the model'}): give the model as it was before"
         )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or not {device.type for device in devices} <= {"cpu", *accelerators}:

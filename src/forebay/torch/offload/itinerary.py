@@ -12,7 +12,9 @@ Invariant. Names of points are those of the trace, in its order.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,8 @@ import numpy as np
 from forebay.torch.offload.hardware import Tier
 from forebay.torch.offload.plan import Plan
 from forebay.torch.offload.trace import KINDS, Ints, Trace
+
+NOWHERE: Mapping[str, int] = MappingProxyType({})
 
 
 class Leaving(NamedTuple):
@@ -40,7 +44,8 @@ class Coming(NamedTuple):
 @dataclass(frozen=True)
 class Stop:
     """One point. `used`: what can move and is used until the next point; `need_bytes`: the most that lives there;
-    `written`: what lasts and was written since the point before."""
+    `here_bytes`: what lives when it is reached, some of which may be about to go; `written`: what lasts and was written
+    since the point before."""
 
     name: str
     operator: int
@@ -49,6 +54,7 @@ class Stop:
     used: tuple[str, ...]
     need_bytes: int
     written: tuple[str, ...]
+    here_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,8 @@ class Itinerary:
         return next((use for use in uses if use >= operator), self.operators + uses[0]) - operator
 
 
-def itinerary(trace: Trace, plan: Plan) -> Itinerary:
-    """The plan, by points."""
+def itinerary(trace: Trace, plan: Plan, here_bytes: Mapping[str, int] = NOWHERE) -> Itinerary:
+    """The plan, by points; with what lived when they were reached, by their names."""
     count = trace.operator_count
     points = trace.points
     leaving: dict[int, list[Leaving]] = defaultdict(list)
@@ -99,6 +105,7 @@ def itinerary(trace: Trace, plan: Plan) -> Itinerary:
             tuple(used[at]),
             int(need[begin:end].max()) if end > begin else 0,
             tuple(written[at]),
+            here_bytes.get(name, 0),
         )
         for at, (name, begin, end) in enumerate(zip(trace.point_names, points.tolist(), ends, strict=True))
     )

@@ -66,6 +66,7 @@ class Books:
         self.relieve: Callable[[], bool] | None = None  # where there was no memory all the same; False: nothing can go
         self.lasting: dict[int, Lasting] = {}  # by address of the storage: all
         self.absent: dict[int, Lasting | None] = {}  # by address of the storage: those whose bytes are not here
+        self.shown: set[Lasting] = set()  # in this step, their storages themselves were handed out
         self.own_work = 0  # how deep
         self._quiet: list[Any] = []  # while they live no dispatch mode sees operators of this thread
         self.waited_s = 0.0  # for what was not here
@@ -330,6 +331,7 @@ class Lasting(Movable):
         self._storage: Callable[[], Any] = weakref.ref(storage, lambda _: books.dead.append(partial(self._hollow, 0)))
         self._address: int = storage._cdata
         self._hollow_bytes = 0
+        self.stays = False  # somebody holds its address
         books.lasting[self._address] = self
 
     def is_of(self, tensor: Any) -> bool:
@@ -355,6 +357,8 @@ class Lasting(Movable):
         return self._storage() is storage
 
     def can_leave(self) -> bool:
+        if self.stays or self in self._books.shown:
+            return False
         storage: Any = self._storage()  # an array over it forbids torch to resize it, for good
         if storage is None or not storage.resizable():
             return False

@@ -77,6 +77,10 @@ class Company:
         """The tensor again."""
         return packed
 
+    def gone_bytes(self) -> int:
+        """Of storages that live on elsewhere, and will be others when they are back."""
+        return 0
+
     def size_of(self, storage: Any) -> int:
         """The bytes of a storage, whether they are here or not."""
         return bytes_here(storage)
@@ -116,6 +120,7 @@ class Profiler:
         self._clock = _clock(self.device, seconds_of)
         self._operators: list[str] = []
         self._reached: list[tuple[str, int]] = []
+        self.here_bytes: dict[str, int] = {}  # by point: what lived when it was reached, wherever its bytes are
         self._workspaces: list[int] = []
         self._gradients: dict[int, list[Seen]] = {}  # of each parameter, in the order they came
         self._successors: set[Seen] = set()  # gradients that came after one of an earlier step
@@ -149,6 +154,11 @@ class Profiler:
         self._storages.close()
         if kind is None:
             self._rows = self._operator_rows(), self._tensor_rows()
+
+    @property
+    def operators(self) -> int:
+        """How many were seen."""
+        return len(self._operators)
 
     def trace(self, name: str = "step", about: dict[str, str] | None = None) -> Trace:
         """What was seen. `Invalid` if the step did not end, or did nothing."""
@@ -189,6 +199,7 @@ class Profiler:
 
     def _at(self, name: str) -> None:
         self._reached.append((name, self._storages.operators))
+        self.here_bytes[name] = self._storages.living_bytes + self._company.gone_bytes()
         if name.startswith(GRADIENT):
             parameter = self._by_gradient.get(name.partition(" #")[0])
             if parameter is not None:

@@ -195,7 +195,7 @@ class Runner:
             movable = self._find(name)
             if movable is None or movable.place is not Place.AWAY:
                 continue
-            if stop.need_bytes - self._books.away_bytes + movable.size_bytes > self._budget:
+            if max(stop.need_bytes, stop.here_bytes) - self._books.away_bytes + movable.size_bytes > self._budget:
                 self._later.append((name, needed))
                 self.facts.postponed += 1
             else:

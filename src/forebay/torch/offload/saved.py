@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from forebay.torch.offload.storages import storage_of
+
 
 class SavedNumbers:
     """Numbers of the storages that are saved in one step, from 1 on. Keeps none of them alive."""
@@ -32,7 +34,7 @@ class SavedNumbers:
         held = [*self._model.parameters(), *self._model.buffers()]
         held += [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for tensor in held:
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             self._known[id(storage)] = (weakref.ref(storage), 0)
 
     def number(self, tensor: Any) -> int:
@@ -40,7 +42,7 @@ class SavedNumbers:
         what is no plain tensor."""
         if tensor.layout is not torch.strided:
             return 0
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         known = self._known.get(id(storage))
         if known is not None and known[0]() is storage:
             return known[1]

@@ -83,7 +83,7 @@ class Storages:
         """The storages of a tensor, on the device; `existed` is for those not seen before."""
         if tensor.device != self._device:
             return []
-        return [self._find(part.untyped_storage(), existed=existed) for part in parts(tensor)]
+        return [self._find(storage_of(part), existed=existed) for part in parts(tensor)]
 
     def find(self, storage: Any) -> Seen | None:
         """What is known of a storage; None if it was not seen yet."""
@@ -184,7 +184,7 @@ class Storages:
         here = [tensor for tensor in made if tensor.device == self._device]
         if not here:
             return bool(touched)  # a copy to elsewhere
-        keys = {id(part.untyped_storage()) for tensor in here for part in parts(tensor)}
+        keys = {id(storage_of(part)) for tensor in here for part in parts(tensor)}
         return not all(self._living.get(key) in touched for key in keys)
 
 
@@ -230,6 +230,12 @@ def tensors(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors(part)
+
+
+def storage_of(tensor: Any) -> Any:
+    """The storage of a tensor, for who does not want its bytes: nobody brings them."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def parts(tensor: Any) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class Tickets:
             if not number:
                 return _Present(self._guard, tensor)
             if not self._may_move(name, tensor):
-                return tensor
+                return _Present(self._guard, tensor)
             saved = self.find(name)
             if saved is None:
                 saved = Saved(name, tensor.untyped_storage(), self._books)
@@ -82,7 +82,7 @@ class Tickets:
             if isinstance(packed, _Ticket):
                 self._asked(packed.saved)
                 return packed.tensor()
-            return packed.tensor() if isinstance(packed, _Present) else packed
+            return packed.tensor()
 
     def _may_move(self, name: str, tensor: Any) -> bool:
         if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
@@ -96,17 +96,32 @@ class Tickets:
 
 
 class _Present:
-    """What autograd holds of a parameter: the parameter, and who brings it."""
+    """What autograd holds of what does not move, or moves in place: the tensor, and who brings it."""
 
-    __slots__ = ("_guard", "_tensor")
+    __slots__ = ("_guard", "_tensor", "_version")
 
     def __init__(self, guard: Guard, tensor: Any) -> None:
         self._guard, self._tensor = guard, tensor
+        self._version = _version(tensor)
 
     def tensor(self) -> Any:
-        """The parameter, with its bytes here."""
+        """The tensor, with its bytes here. `RuntimeError`, as torch has it, if it was written since it was saved: torch
+        itself leaves that to hooks."""
         self._guard.look(self._tensor)
+        if _version(self._tensor) != self._version:
+            raise _written(f"a tensor of size {list(self._tensor.size())}")
         return self._tensor
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def _written(what: str) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was written after it was saved"
+    )
 
 
 class _Ticket:
@@ -123,9 +138,6 @@ class _Ticket:
         """The tensor again. `RuntimeError`, as torch has it, if it was written since it was saved."""
         self.saved.ensure()
         if self._original.is_changed():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.saved.name}, of size {list(self._size)}"
-            )
+            raise _written(f"{self.saved.name}, of size {list(self._size)},")
         found = torch.empty(0, dtype=self._dtype, device=self.saved.storage.device)
         return found.set_(self.saved.storage, self._offset, self._size, self._stride)
