@@ -31,14 +31,37 @@ for. (2) Of a call of `copy_out` or `copy_in` nothing is under way once it has r
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Protocol
 
 from forebay.core.errors import Unavailable
 from forebay.torch.offload.queues import Array
 
+_ODD = 0x1E3779B97F4A7C15  # spreads neighbours' factors over all bits (the golden ratio's, but the sign)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 _BEFORE_OTHERS = -1  # priority of streams: torch has 32 of each, and the others may be in use by the program
+
+
+class DeviceSum(int):
+    """A checksum as a device makes it: the sum over all words of 64 bit, each times an odd number of its own, modulo
+    2^64. An odd factor maps words one to one, so no change of one word is overlooked; of all other changes one in some
+    2^64 is, as far as they do not aim at it."""
+
+
+def weighted(source: Any) -> Any:
+    """The sum of a tensor of uint8, as a tensor of one number; it is aligned to words, and whole words long."""
+    import torch
+
+    words = source.view(torch.int64)
+    return (words * _weights(len(words), words.device)).sum()
+
+
+@functools.lru_cache(maxsize=8)  # a piece's length, mostly, on each device
+def _weights(words: int, device: Any) -> Any:
+    import torch
+
+    return torch.arange(words, dtype=torch.int64, device=device) * _ODD | 1
 
 
 class Accelerator(Protocol):
@@ -51,6 +74,10 @@ class Accelerator(Protocol):
     def copy(self, into: Any, source: Any, device: Any, after: Any) -> None:
         """Copy a tensor to one of the same size, one of the two in host memory, once the device is past the event
         `after`; returns when that is over. `RuntimeError` if the device fails."""
+        ...
+
+    def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
+        """Of a tensor's bytes, made by the device once it is past the event `after`. `RuntimeError` if it fails."""
         ...
 
     def pin(self, address: int, size_bytes: int) -> int:
@@ -93,6 +120,18 @@ class Cuda:
                 over.record(stream)
             over.synchronize()
 
+    def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
+        import torch
+
+        with torch.cuda.device(device):
+            stream, over = self._side(device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(after)
+                total = weighted(source)
+                over.record(stream)
+            over.synchronize()
+            return DeviceSum(total.item())
+
     def _side(self, device: Any) -> tuple[Any, Any]:
         import torch
 
@@ -128,6 +167,18 @@ class DeviceBytes:
     def __len__(self) -> int:
         return int(self._tensor.numel())
 
+    def piece(self, begin: int, end: int) -> Any:
+        """Bytes begin..end as they lie on the device."""
+        return self._tensor[begin:end]
+
+    def checksum(self, begin: int, end: int) -> DeviceSum:
+        """Of bytes begin..end as they are then. When it returns, the device is past the place that was marked."""
+        device = self._tensor.device
+        try:
+            return self.accelerator.checksum(self._tensor[begin:end], device, self._event)
+        except RuntimeError as error:
+            raise _failed(f"summing {end - begin} bytes on {device}", error) from error
+
     def copy_out(self, begin: int, end: int, into: Array) -> None:
         """Bytes begin..end to host memory of that size; returns when they are there. `Unavailable` if the device
         fails."""
@@ -147,7 +198,11 @@ class DeviceBytes:
         try:
             self.accelerator.copy(into, source, device, self._event)
         except RuntimeError as error:
-            raise Unavailable(
-                f"copying {len(into)} bytes to or from {device} failed ({error}): a device that failed once mostly "
-                "fails until the process ends, so go on from a checkpoint in a new one"
-            ) from error
+            raise _failed(f"copying {len(into)} bytes to or from {device}", error) from error
+
+
+def _failed(doing: str, error: RuntimeError) -> Unavailable:
+    return Unavailable(
+        f"{doing} failed ({error}): a device that failed once mostly fails until the process ends, so go on from a "
+        "checkpoint in a new one"
+    )

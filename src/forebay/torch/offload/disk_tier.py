@@ -17,6 +17,10 @@ straight into the caller's memory that does not match is read once more through 
 `Corrupt`: a fork during a direct read into private memory may leave the parent with a page that the disk did not write
 to (open(2)), and bounce buffers are kept out of forks.
 
+Where GPUDirect Storage is truly there (`gpudirect`), an accelerator's pieces of whole blocks take that way, and their
+checksums are the device's. The first that fails ends that for the tier, and goes through host memory as all others; so
+does a piece that came back with other bytes, before it counts as `Corrupt`.
+
 Without direct I/O each piece is written back before it counts as stored. So errors of the disk are seen by the transfer
 that they belong to, and memory does not fill with dirty pages.
 
@@ -35,6 +39,7 @@ has the checksum of the store. (3) The caller's source is only read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -46,9 +51,9 @@ import xxhash
 from forebay.core.errors import Busy, Closed, Corrupt, Invalid
 from forebay.ports import clock
 from forebay.ports.clock import Clock
-from forebay.torch.offload.device_memory import DeviceBytes
+from forebay.torch.offload.device_memory import DeviceBytes, DeviceSum, weighted
 from forebay.torch.offload.extents import BLOCK_BYTES, Extents, blocks
-from forebay.torch.offload.gpudirect import gpudirect
+from forebay.torch.offload.gpudirect import Way, gpudirect, ways
 from forebay.torch.offload.pinned import Pages
 from forebay.torch.offload.queues import Array, Piece, Queue, Throttle, Ticket
 from forebay.torch.offload.swapfile import Mode, SwapFile, trouble
@@ -84,7 +89,7 @@ class DiskTier(Storage):
     """Directories on local disks, best one on each disk; `room` is for all of them together.
 
     `write_bytes_s` and `read_bytes_s` are what the disks are believed to do, for `check_speed`. `threads` are for each
-    directory and direction. `preadv` and `pwritev` are the system's; tests give others, that fail.
+    directory and direction. `preadv`, `pwritev` and `ways` are the system's; tests give others, that fail.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class DiskTier(Storage):
         piece_bytes: int = PIECE_BYTES,
         preadv: Vector = os.preadv,
         pwritev: Vector = os.pwritev,
+        ways: Callable[[Sequence[int], Sequence[str]], list[Way]] = ways,
         time_from: Clock = clock.system,
     ) -> None:
         self.directories = tuple(os.path.realpath(directory) for directory in directories)
@@ -124,6 +130,9 @@ class DiskTier(Storage):
         self._extents = Extents(self.room_bytes)
         self._files: list[SwapFile] = []
         self._bounces: list[list[Pages]] = []  # out and in, of each worker
+        self._open_ways = ways
+        self._ways: list[Way] = []  # of GPUDirect, by lane
+        self._goes_straight = self._went_straight = False
 
     @property
     def used_bytes(self) -> int:
@@ -138,11 +147,13 @@ class DiskTier(Storage):
 
     @property
     def path(self) -> str:
+        if self._went_straight:
+            return "GPUDirect Storage" if self._goes_straight else f"{self.mode}, after GPUDirect Storage failed"
         is_pinned = any(bounce.pinned for bounces in self._bounces for bounce in bounces)
         return f"{self.mode} through pinned memory" if is_pinned else self.mode
 
     def gpudirect(self) -> tuple[bool, str]:
-        """Whether GPUDirect Storage could be used for these directories, and what is used instead."""
+        """Whether GPUDirect Storage can be used for these directories; if not, why, and what is used instead."""
         return gpudirect(self.directories)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -154,6 +165,9 @@ class DiskTier(Storage):
             self._stop()
             raise
         self._extents = Extents(self.room_bytes)
+        if self.mode == "O_DIRECT" and self._throttles == _FREE:
+            self._ways = self._open_ways([file.fd for file in self._files], self.directories)
+        self._goes_straight, self._went_straight = bool(self._ways), False
         lanes = len(self._files)
         self._bounces = [[Pages(self._piece_bytes) for _ in range(lanes * self._threads)] for _ in range(2)]
         return (
@@ -162,6 +176,10 @@ class DiskTier(Storage):
         )
 
     def _stop(self) -> None:
+        for way in self._ways:
+            with contextlib.suppress(OSError, RuntimeError):
+                way.close()
+        self._ways, self._goes_straight = [], False
         for file in self._files:
             file.close()
         for bounces in self._bounces:
@@ -205,6 +223,8 @@ class DiskTier(Storage):
     def _write(self, ticket: Ticket, piece: Piece, worker: int) -> int:
         file, pages, throttle = self._files[piece.lane], self._bounces[0][worker], self._throttles[0]
         memory, bounce = ticket.memory, pages.bytes
+        if isinstance(memory, DeviceBytes) and self._write_straight(memory, ticket, piece):
+            return piece.end - piece.begin
         if isinstance(memory, DeviceBytes):
             pages.pin(memory.accelerator)
             source = bounce[: piece.end - piece.begin]
@@ -231,6 +251,8 @@ class DiskTier(Storage):
         file, pages, throttle = self._files[piece.lane], self._bounces[1][worker], self._throttles[1]
         memory, bounce, expected = ticket.memory, pages.bytes, ticket.slot.sums[piece.number]
         is_far = isinstance(memory, DeviceBytes)
+        if is_far and isinstance(expected, DeviceSum) and self._read_straight(memory, piece, expected):
+            return piece.end - piece.begin
         if is_far:
             pages.pin(memory.accelerator)
             into = bounce[: piece.end - piece.begin]
@@ -240,11 +262,11 @@ class DiskTier(Storage):
         until_s = throttle.book(len(into)) if throttle else 0.0
         moved = self._fetch(file, piece.at, views)
         np.copyto(into[straight:], bounce[: len(into) - straight])
-        is_whole = xxhash.xxh3_64_intdigest(into) == expected
+        is_whole = _sum_as(expected, into) == expected
         if straight and not is_whole and not is_far:
             moved += self._fetch(file, piece.at, [bounce[: _padded(len(into), file)]])
             np.copyto(into, bounce[: len(into)])
-            is_whole = xxhash.xxh3_64_intdigest(into) == expected
+            is_whole = _sum_as(expected, into) == expected
         if not is_whole:
             raise Corrupt(
                 f"offload directory {file.directory}: {len(into)} bytes at {piece.at} are not what was stored there "
@@ -256,6 +278,35 @@ class DiskTier(Storage):
         if throttle:
             throttle.wait(until_s)
         return moved
+
+    # --- without a stop in host memory -------------------------------------------------------------------------------
+    def _write_straight(self, memory: DeviceBytes, ticket: Ticket, piece: Piece) -> bool:
+        """From the device to the disk, if there is a way; False if it has to go by host memory."""
+        if not self._goes_straight or (piece.end - piece.begin) % BLOCK_BYTES:
+            return False
+        total = memory.checksum(piece.begin, piece.end)
+        if not self._goes(lambda way: way.write(memory.piece(piece.begin, piece.end), piece.at), piece.lane):
+            return False
+        ticket.slot.sums[piece.number] = total
+        return True
+
+    def _read_straight(self, memory: DeviceBytes, piece: Piece, expected: int) -> bool:
+        """The same back. False also if what came is not what was stored: the disk is asked once more, the usual way."""
+        if not self._goes_straight:
+            return False
+        memory.checksum(piece.begin, piece.end)  # for the wait: what is queued may use that memory still
+        if not self._goes(lambda way: way.read(memory.piece(piece.begin, piece.end), piece.at), piece.lane):
+            return False
+        return memory.checksum(piece.begin, piece.end) == expected
+
+    def _goes(self, work: Callable[[Way], None], lane: int) -> bool:
+        try:
+            work(self._ways[lane])
+        except (OSError, RuntimeError):
+            self._goes_straight = False
+            return False
+        self._went_straight = True
+        return True
 
     def _fetch(self, file: SwapFile, at: int, views: list[Array]) -> int:
         moved = sum(map(len, views))
@@ -305,6 +356,15 @@ class DiskTier(Storage):
                     f"{doing}_bytes_s={is_so:.3g}, or find out what holds the disk up"
                 )
         return found
+
+
+def _sum_as(expected: int, memory: Array) -> int:
+    """The checksum of what is in host memory, of the kind that was taken when it was stored."""
+    if isinstance(expected, DeviceSum):
+        import torch
+
+        return int(weighted(torch.from_numpy(memory)).item())
+    return xxhash.xxh3_64_intdigest(memory)
 
 
 def _padded(size_bytes: int, file: SwapFile) -> int:
