@@ -66,4 +66,4 @@ def main(place: str, state: str, workers: int = 2) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2]) if len(sys.argv) == 3 else sys.exit(__doc__)

@@ -52,4 +52,4 @@ def main(place: str, steps: int = 200) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1]) if len(sys.argv) == 2 else sys.exit(__doc__)
