@@ -25,7 +25,7 @@ test: venv system ## everything CI runs: format, lint, types, imports, tests, si
 
 check: test ## the same as test
 
-bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|cold|epoch|scale|write|client|loader|resume|offload] [ARGS=…]
+bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|write|loader|offload|…] [ARGS=--list]
 	@$(if $(filter loader resume all,$(or $(NAME),all)),scripts/setup peers)
 	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.torch.memory_source import MemorySource
 
-from forebay.torch import DataLoader, ObjectDataset
+from forebay.torch import DataLoader, ObjectDataset, fetching
 from forebay.torch.fetching import keep_memory
 
 PICTURE_BYTES, PICTURES = 2 << 20, 8
@@ -48,13 +48,16 @@ def test_memory_that_is_kept_is_not_asked_for_again() -> None:
 
 
 class Telling:
-    """A decoder that says how many faults its process had since the last sample."""
+    """A decoder that says whether its process keeps memory, and how many faults it has for a sample."""
 
-    def __call__(self, key: str, data: Any) -> int:
+    def __init__(self, called: list[int]) -> None:
+        self.called = called
+
+    def __call__(self, key: str, data: Any) -> tuple[bool, int]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         pictures = [bytearray(PICTURE_BYTES) for _ in range(PICTURES)]
         del pictures
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return os.getpid() in self.called, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.parametrize("setting", ["", "MALLOC_TRIM_THRESHOLD_"])
@@ -65,9 +68,13 @@ def test_workers_keep_memory_unless_the_user_has_set_it(
         pytest.skip("another allocator than glibc's")
     if setting:
         monkeypatch.setenv(setting, "131072")  # for what is started later; here it is only seen
-    dataset = ObjectDataset("b-1/numbers", source=numbers, decode=Telling())
+    called: list[int] = []  # in the worker, which is forked
+    monkeypatch.setattr(fetching, "keep_memory", lambda: called.append(os.getpid()) or keep_memory())
+    dataset = ObjectDataset("b-1/numbers", source=numbers, decode=Telling(called))
     with DataLoader(dataset, 10, workers=1, collate=list, start_method="fork") as loader:
-        found = [fault for batch in loader for fault in batch]
-    later = sorted(found[20:])
-    pages = PICTURES * PICTURE_BYTES // os.sysconf("SC_PAGE_SIZE")
-    assert (later[len(later) // 2] > pages / 2) is bool(setting)
+        found = [told for batch in loader for told in batch]
+    assert {kept for kept, _ in found} == {not setting}
+    if not setting:
+        later = sorted(fault for _, fault in found[20:])
+        assert later[len(later) // 2] < PICTURES * PICTURE_BYTES / os.sysconf("SC_PAGE_SIZE") / 2
+    assert not called, "the training process is the user's"

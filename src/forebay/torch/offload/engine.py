@@ -146,26 +146,35 @@ class Offload:
             seen=self._demand.saw,
             asked=self._demand.asked,
         )
+        self.hardware = self._opened(tiers)
+        self._handles = self._hooks()
+        self._regions: set[int] = set()  # by `id`: compiled modules that are watched
+        self._see_regions()
+
+    def _opened(self, tiers: Sequence[Storage]) -> Hardware:
+        """What there is to move to, measured; all tiers are open then, or none."""
         opened: list[Storage] = []
         try:
             for tier in tiers:
                 tier.open()
                 opened.append(tier)
-            self.hardware = self._measured()
-            check_separable(optimizer)
+            hardware = self._measured()
+            check_separable(self.optimizer)
+            return hardware
         except BaseException:
             for tier in opened:
                 tier.close()
             raise
-        self._handles = [
-            model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True),
-            model.register_forward_hook(Hook(self._after_forward), always_call=True),
-            model.register_state_dict_pre_hook(Hook(self._come_back_outside)),
-            optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
-            optimizer.register_step_post_hook(Hook(self._all_written)),
+
+    def _hooks(self) -> list[Any]:
+        """What stays at model and optimizer until the end."""
+        return [
+            self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self.model.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            self.optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            self.optimizer.register_step_post_hook(Hook(self._all_written)),
         ]
-        self._regions: set[int] = set()  # by `id`: compiled modules that are watched
-        self._see_regions()
 
     def __enter__(self) -> Offload:
         return self

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +94,8 @@ def gpudirect(directories: Sequence[str] = (), *, root: str = "/") -> tuple[bool
 
 def ways(fds: Sequence[int], directories: Sequence[str]) -> list[Way]:
     """A way for each open file; none at all if one of them would not truly be one."""
+    if "torch" not in sys.modules:
+        return []  # nobody has memory on a device, and tiers do without torch
     if not gpudirect(directories)[0]:
         return []
     opened: list[Way] = []
