@@ -58,6 +58,15 @@ def of_few_rows(model: Any, optimizer: Any, step: int) -> list[Any]:
     return plain(model, optimizer, step, FEW)
 
 
+def no_norms(model: Any, optimizer: Any, step: int) -> list[Any]:
+    """The same without a look at the gradients."""
+    loss = loss_of(model, step, FEW)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
 def of(*layers: Callable[[], Any], lr: float = 1e-2) -> Callable[[], tuple[Any, Any]]:
     """A model of these layers, each made anew, and a last one for the classes."""
 

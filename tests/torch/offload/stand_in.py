@@ -89,6 +89,9 @@ class StandIn:
         self.copies.append((len(into), self._is_pinned(into) or self._is_pinned(source)))
         into.copy_(source)
 
+    def wait(self, device: Any, after: threading.Event) -> None:
+        assert after.wait(PATIENCE_S), "somebody waits for what never happens"
+
     def checksum(self, source: Any, device: Any, after: threading.Event) -> DeviceSum:
         assert after.wait(PATIENCE_S), "a checksum waits for what never happens"
         return DeviceSum(weighted(source).item())

@@ -9,7 +9,18 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from tests.torch.offload.programs import FEW, STEPS, compare, evaluated, left, loss_of, of, plain, without_state
+from tests.torch.offload.programs import (
+    FEW,
+    STEPS,
+    compare,
+    evaluated,
+    left,
+    loss_of,
+    no_norms,
+    of,
+    plain,
+    without_state,
+)
 from tests.torch.offload.test_engine import CLASSES, SMALL, WATCHED, WIDTH, Block, batch, made
 from torch import nn
 from torch.nn import functional
@@ -106,14 +117,7 @@ def test_weights_clamped_through_data_between_steps(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-0.02, 0.02)
 
-    def take(model: Any, optimizer: Any, step: int) -> list[Any]:
-        loss = loss_of(model, step, FEW)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item()]
-
-    compare(without_state, take, tmp_path, share=0.6, after=after, moving="parameter")
+    compare(without_state, no_norms, tmp_path, share=0.6, after=after, moving="parameter")
 
 
 # --- steps that differ -----------------------------------------------------------------------------------------------

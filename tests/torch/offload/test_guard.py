@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import io
 import os
@@ -27,6 +28,7 @@ from tests.torch.offload.programs import (
     evaluated,
     left,
     loss_of,
+    no_norms,
     of,
     of_few_rows,
     plain,
@@ -247,20 +249,36 @@ def test_a_scaler_and_another_optimizer_between_steps(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_midst_of_whole_loses_no_write(tmp_path: Path) -> None:
-    offs: list[Offload] = []
+    """What writes there is seen by nobody: here it goes by address."""
 
-    def after(model: Any, optimizer: Any, step: int) -> None:
-        evaluated(model, optimizer, step)
-        weights = [np.asarray(parameter.detach()) for parameter in model[2].parameters()] if step == WATCHED else []
-        for weight in weights:
-            weight *= np.float32(0.9)
+    def scale(model: Any) -> None:
+        for weight in model[2].parameters():
+            memory = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
+            np.frombuffer(memory, np.float32)[:] *= np.float32(0.9)
 
-    compare(without_state, of_few_rows, tmp_path, share=0.5, after=after)
+    def failing(model: Any) -> None:
+        scale(model)
+        raise ZeroDivisionError
+
+    def after(model: Any, optimizer: Any, step: int) -> list[Any]:
+        scale(model)
+        return [evaluated(model, optimizer, step)]
+
+    expected, expected_left = run(without_state, of_few_rows, after, STEPS)
+    budget = budget_of(without_state, of_few_rows, 0.5)
+    torch.manual_seed(11)
     model, optimizer = without_state()
-    with Offload(model, optimizer, budget="1GiB", tiers=[DiskTier([tmp_path], "64MiB")]) as off:
-        offs.append(off)
-        with pytest.raises(ZeroDivisionError), off.whole():
-            raise ZeroDivisionError
+    found = []
+    with Offload(model, optimizer, budget=budget, tiers=[DiskTier([tmp_path], "64MiB")], **SMALL) as off:
+        for step in range(STEPS):
+            with off.step():
+                found.append(told(of_few_rows(model, optimizer, step)))
+            with pytest.raises(ZeroDivisionError), off.whole():
+                failing(model)
+            found.append(told([evaluated(model, optimizer, step)]))
+        assert off.report().read_bytes
+    assert found == expected
+    assert dict(left(model, optimizer)) == expected_left
 
 
 @pytest.mark.parametrize("kind", ["a weight", "what does not move", "what moves"])
@@ -349,14 +367,6 @@ def test_an_evaluation_that_is_interrupted(trained: Any) -> None:
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-def no_norms(model: Any, optimizer: Any, step: int) -> list[Any]:
-    loss = loss_of(model, step, FEW)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item()]
-
-
 @pytest.mark.parametrize("take", [of_few_rows, no_norms])
 @pytest.mark.parametrize("share", [0.5, 0.6])
 def test_weights_do_not_come_while_gradients_are_still_there(tmp_path: Path, take: Take, share: float) -> None:

@@ -79,7 +79,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def _nothing(*_: Any) -> None:
-    """What a hook of ours is in a copy of the model."""
+    """What a hook of ours is in a copy of the model, and what is done where there is nothing to do."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -121,7 +121,7 @@ class Around:
     removed; who came last is called first. Hooks will not do: `module.compile()` has them within what is compiled, and
     torch compiles other parts of a module that has some."""
 
-    def __init__(self, module: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def __init__(self, module: Any, before: Callable[..., None], after: Callable[..., None] = _nothing) -> None:
         self._module, self._entry = module, (before, after)
         self._hooks: list[Any] = []
         if module._compiled_call_impl is None:  # a wrapper around the module, and its hooks are outside

@@ -76,6 +76,10 @@ class Accelerator(Protocol):
         `after`; returns when that is over. `RuntimeError` if the device fails."""
         ...
 
+    def wait(self, device: Any, after: Any) -> None:
+        """Until the device is past the event `after`. `RuntimeError` if it fails."""
+        ...
+
     def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
         """Of a tensor's bytes, made by the device once it is past the event `after`. `RuntimeError` if it fails."""
         ...
@@ -118,6 +122,15 @@ class Cuda:
                 stream.wait_event(after)
                 into.copy_(source, non_blocking=True)
                 over.record(stream)
+            over.synchronize()
+
+    def wait(self, device: Any, after: Any) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            stream, over = self._side(device)
+            stream.wait_event(after)
+            over.record(stream)
             over.synchronize()
 
     def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
@@ -171,8 +184,16 @@ class DeviceBytes:
         """Bytes begin..end as they lie on the device."""
         return self._tensor[begin:end]
 
+    def wait(self) -> None:
+        """Until the device is past the place that was marked: from then on nobody else uses the memory."""
+        device = self._tensor.device
+        try:
+            self.accelerator.wait(device, self._event)
+        except RuntimeError as error:
+            raise _failed(f"waiting for {device}", error) from error
+
     def checksum(self, begin: int, end: int) -> DeviceSum:
-        """Of bytes begin..end as they are then. When it returns, the device is past the place that was marked."""
+        """Of bytes begin..end, once the device is past the place that was marked."""
         device = self._tensor.device
         try:
             return self.accelerator.checksum(self._tensor[begin:end], device, self._event)

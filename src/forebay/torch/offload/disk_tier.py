@@ -294,7 +294,7 @@ class DiskTier(Storage):
         """The same back. False also if what came is not what was stored: the disk is asked once more, the usual way."""
         if not self._goes_straight:
             return False
-        memory.checksum(piece.begin, piece.end)  # for the wait: what is queued may use that memory still
+        memory.wait()
         if not self._goes(lambda way: way.read(memory.piece(piece.begin, piece.end), piece.at), piece.lane):
             return False
         return memory.checksum(piece.begin, piece.end) == expected

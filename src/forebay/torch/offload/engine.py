@@ -401,7 +401,7 @@ class Offload:
         for module in compiled_modules(self.model):
             if id(module) not in self._regions:
                 self._regions.add(id(module))
-                self._handles.append(Around(module, self._before_region, _nothing))
+                self._handles.append(Around(module, self._before_region))
 
     def _before_region(self, module: Any, _: Any) -> None:
         """What is compiled reads memory by itself."""
@@ -589,10 +589,6 @@ class Offload:
             with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
                 self.hardware = self._measured()
         self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _unmoved(trace: Trace, kind: str) -> Trace:

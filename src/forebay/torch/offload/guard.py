@@ -33,7 +33,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from forebay.torch.offload.movables import Books, Lasting
-from forebay.torch.offload.storages import storage_of
+from forebay.torch.offload.storages import storage_of, tensors
 
 # What looks at a tensor and not at its bytes. `__get__` and `__set__` are every attribute: `.grad`, which `zero_grad`
 # sets, and `.data`, but what is done with that alias comes by here again.
@@ -114,9 +114,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
         name = func.__name__
         attribute = getattr(func, "__self__", None) if name == "__get__" else None
         if self._books.absent and (name not in _WITHOUT_BYTES or attribute in _VIEWS):
-            self._look_at(args)
-            if kwargs:
-                self._look_at(kwargs.values())
+            for tensor in tensors((*args, *(kwargs or {}).values())):
+                self.look(tensor)
         if self._books.lasting:
             if writes := _writes(name):
                 self._each(args[:writes], _written)
@@ -136,21 +135,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed b
 
     def _each(self, values: Any, work: Callable[[Lasting], object]) -> None:
         """Do something with what lasts, of these arguments."""
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                storage = _storage(value)
-                movable = None if storage is None else self._books.lasting.get(storage._cdata)
-                if movable is not None and movable.is_at(storage):
-                    work(movable)
-            elif isinstance(value, list | tuple):
-                self._each(value, work)
-
-    def _look_at(self, values: Any) -> None:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                self.look(value)
-            elif isinstance(value, list | tuple):
-                self._look_at(value)
+        for tensor in tensors(values):
+            storage = _storage(tensor)
+            movable = None if storage is None else self._books.lasting.get(storage._cdata)
+            if movable is not None and movable.is_at(storage):
+                work(movable)
 
 
 def _written(movable: Lasting) -> None:
@@ -182,5 +171,5 @@ def _taken_off() -> list[Any]:
     return modes
 
 
-for _function in (Guard.__torch_function__, Guard._look_at, Guard.look, Guard._each, _storage):
+for _function in (Guard.__torch_function__, Guard.look, Guard._each, _storage, tensors):
     skip_code(_function.__code__)  # what a compiled module does not compile itself calls them: torch would compile them
