@@ -19,30 +19,42 @@ from forebay.backends.seam import Backend, Fetch
 from forebay.backends.stack import open_backend
 from forebay.bench import servers
 from forebay.core.types import Bucket, RangeSpec
+from forebay.ports import clock as system_clock
+from forebay.ports.clock import Clock
 
 numbers = itertools.count()
 REAL = [pytest.param(kind, marks=pytest.mark.real) for kind in ("s3", "s3-keys", "azure", "gcs", "http")]
 KINDS = ["memory", "file", *REAL]
 LISTED = [kind for kind in KINDS if kind != REAL[-1]]  # all but plain HTTP
+BUCKETED = [kind for kind in LISTED if kind != "memory"]  # which can be there or not
 WRITTEN = [kind for kind in LISTED if kind != REAL[0]]  # those that take writes; S3 with keys, which all requests need
 UPLOADED = ["memory", *REAL[1:3]]  # with uploads that can be tested: fake-gcs-server has no XML API
 PAGES_MAX = 1000  # more than any listing in these tests has
 
 
 class Place:
-    """A bucket under test: `put` and `remove` go around the seam; `open` is the stack under test."""
+    """A bucket under test: `put` and `vanish` (which takes the whole bucket away) go around the seam; `open` is the
+    stack under test."""
 
-    def __init__(self, kind: str, url: str, options: dict[str, str], put: Callable[[str, bytes], None]) -> None:
-        self.kind, self.url, self.options, self.put = kind, url, options, put
+    def __init__(
+        self,
+        kind: str,
+        url: str,
+        options: dict[str, str],
+        put: Callable[[str, bytes], None],
+        vanish: Callable[[], object] | None = None,
+    ) -> None:
+        self.kind, self.url, self.options, self.put, self.vanish = kind, url, options, put, vanish
         self.counters = BackendCounters()
 
     def bare(self) -> Backend:
         """The backend alone: nothing is counted, nothing tried again."""
         return locate(Bucket("corpus", self.url, options=self.options))
 
-    def open(self, prefix: str = "", faults: FaultPlan | None = None) -> Backend:
+    def open(self, prefix: str = "", faults: FaultPlan | None = None, clock: Clock = system_clock.system) -> Backend:
         url = f"{self.url}/{prefix}" if prefix else self.url
-        return open_backend(Bucket("corpus", url, options=self.options), counters=self.counters, faults=faults)
+        bucket = Bucket("corpus", url, options=self.options)
+        return open_backend(bucket, counters=self.counters, faults=faults, clock=clock)
 
 
 def s3_client(server: servers.SeaweedFS) -> object:
@@ -67,7 +79,12 @@ def s3_place(server: servers.SeaweedFS, kind: str) -> Place:
         metadata = {"Metadata": {"color": "red"}, "ContentType": "text/plain", "CacheControl": "max-age=5"}
         client.put_object(Bucket=bucket, Key=key, Body=data, **metadata)  # type: ignore[attr-defined]
 
-    return Place(kind, f"s3://{bucket}", server.options(), put)
+    def vanish() -> None:
+        for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):  # type: ignore[attr-defined]
+            client.delete_object(Bucket=bucket, Key=entry["Key"])  # type: ignore[attr-defined]
+        client.delete_bucket(Bucket=bucket)  # type: ignore[attr-defined]
+
+    return Place(kind, f"s3://{bucket}", server.options(), put, vanish)
 
 
 def write_file(path: Path, data: bytes) -> None:

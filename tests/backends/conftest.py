@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         headers = (("content-type", "text/plain"), ("cache-control", "max-age=5"), ("x-amz-meta-color", "red"))
         yield Place(kind, f"memory://{name}", {}, lambda key, data: memory.named(name).place(key, data, headers))
     elif kind == "file":
-        yield Place(kind, tmp_path.as_uri(), {}, lambda key, data: write_file(tmp_path / key, data))
+        yield Place(
+            kind,
+            tmp_path.as_uri(),
+            {},
+            lambda key, data: write_file(tmp_path / key, data),
+            lambda: shutil.rmtree(tmp_path),
+        )
     elif kind == "s3":
         yield s3_place(request.getfixturevalue("seaweed"), kind)
     elif kind == "s3-keys":
@@ -39,12 +46,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             f"az://{container}",
             azurite.options(),
             lambda key, data: obstore.put(store, key, data, attributes=attributes) and None,
+            lambda: azurite.delete_container(container),
         )
     elif kind == "gcs":
         gcs: servers.FakeGCS = request.getfixturevalue("gcs")
         bucket = f"bucket-{next(numbers)}"
         gcs.create_bucket(bucket)
-        yield Place(kind, f"gs://{bucket}", gcs.options(), lambda key, data: gcs.put(bucket, key, data, "text/plain"))
+        yield Place(
+            kind,
+            f"gs://{bucket}",
+            gcs.options(),
+            lambda key, data: gcs.put(bucket, key, data, "text/plain"),
+            lambda: gcs.delete_bucket(bucket),
+        )
     else:
         web: servers.Nginx = request.getfixturevalue("http_server")
         folder = f"folder-{next(numbers)}"

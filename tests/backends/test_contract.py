@@ -6,11 +6,22 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.backends.backend_places import KINDS, LISTED, Place, list_all, read, run
+from tests.backends.backend_places import BUCKETED, KINDS, LISTED, Place, list_all, read, run
 
+from forebay.backends.cloud import SEEN_KEPT_S
 from forebay.backends.faulty import FaultPlan
-from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import (
+    ForebayError,
+    Invalid,
+    NoBackendBucket,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
+from forebay.core.retry import RetryPolicy
 from forebay.core.types import RangeSpec
+from forebay.ports import clock as system_clock
 
 on_every_backend = pytest.mark.parametrize("place", KINDS, indirect=True)
 on_every_listing_backend = pytest.mark.parametrize("place", LISTED, indirect=True)
@@ -135,6 +146,48 @@ def test_what_is_not_there_is_not_found(place: Place) -> None:
                     await ask
                 assert missing.value.code == "NoSuchKey"
                 assert key in missing.value.message
+        await backend.aclose()
+
+    run(story())
+
+
+class _HandClock:
+    """Clocks that a test moves on."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def wall_s(self) -> float:
+        return system_clock.wall_s() + self.ahead_s
+
+    def monotonic_s(self) -> float:
+        return system_clock.monotonic_s() + self.ahead_s
+
+
+@pytest.mark.parametrize("place", BUCKETED, indirect=True)
+def test_a_bucket_that_is_gone_is_no_missing_object(place: Place) -> None:
+    """A HEAD's 404 does not say of what, and a cached copy of the object must outlive its bucket's absence."""
+    place.put("data", b"x")
+    assert place.vanish is not None
+    clock = _HandClock()
+
+    async def story() -> None:
+        backend = place.open(clock=clock)
+        backend._policy = RetryPolicy(attempts_max=1)  # type: ignore[attr-defined]
+        old = await backend.head("data")
+        with pytest.raises(NotFound):
+            await backend.head("nothing")
+        place.vanish()
+        # fake-gcs-server answers 500 about a bucket that it does not have
+        kind = Unavailable if place.kind == "gcs" else NoBackendBucket
+        with pytest.raises(kind):
+            await backend.check("data", old.version)
+        clock.ahead_s += SEEN_KEPT_S
+        for ask in (backend.fetch("data"), backend.head("data"), backend.head("nothing"), backend.probe()):
+            with pytest.raises(kind):
+                await ask
+        with pytest.raises(kind):
+            await backend.list_page("", "", "", 10)
         await backend.aclose()
 
     run(story())

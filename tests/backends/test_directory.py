@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from tests.backends.backend_places import list_all, read, run
 from forebay.backends import errors
 from forebay.backends.directory import DirectoryBackend
 from forebay.backends.memory import MemoryBackend
-from forebay.core.errors import Denied, NotFound, Precondition, Unavailable
+from forebay.backends.seam import Body
+from forebay.core.errors import Denied, NoBackendBucket, NotFound, Precondition, Unavailable
 
 
 def test_control_characters_are_fine_and_what_is_not_utf8_is_not_an_object(tmp_path: Path) -> None:
@@ -92,12 +95,47 @@ def test_a_file_replaced_while_it_is_read_stays_itself_and_one_written_in_place_
 def test_a_root_that_is_gone_is_no_such_bucket(tmp_path: Path) -> None:
     async def story() -> None:
         backend = DirectoryBackend(str(tmp_path / "gone"))
-        for ask in (backend.probe(), backend.fetch("x"), backend.list_page("", "", "", 10)):
-            with pytest.raises(NotFound) as missing:
+        for ask in (backend.probe(), backend.fetch("x"), backend.head("x"), backend.list_page("", "", "", 10)):
+            with pytest.raises(NoBackendBucket):
                 await ask
-            assert missing.value.code == "NoSuchBucket"
 
     run(story())
+
+
+def test_an_empty_root_on_another_disk_than_before_is_no_bucket(tmp_path: Path) -> None:
+    """What an unmounted disk leaves: the mount point. A root that somebody emptied is a bucket without objects."""
+    shared = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    if shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("the temporary directory is on tmpfs as well")
+
+    async def story() -> None:
+        root = tmp_path / "mount"
+        root.symlink_to(shared)
+        (shared / "key").write_bytes(b"x")
+        backend = DirectoryBackend(str(root))
+        info = await backend.head("key")
+        root.unlink()
+        root.mkdir()
+        for ask in (backend.fetch("key"), backend.head("key"), backend.check("key", info.version), backend.probe()):
+            with pytest.raises(NoBackendBucket, match="another disk"):
+                await ask
+        with pytest.raises(NoBackendBucket):
+            await backend.put("other", Body(1, b"x"))
+        root.rmdir()
+        root.symlink_to(shared)
+        assert await backend.check("key", info.version) is None
+        (shared / "key").unlink()
+        with pytest.raises(NotFound):
+            await backend.check("key", info.version)
+        root.unlink()
+        root.mkdir()
+        (root / "other").write_bytes(b"y")
+        assert await read(backend, "other") == b"y", "a directory that was moved has something in it"
+
+    try:
+        run(story())
+    finally:
+        shutil.rmtree(shared)
 
 
 def test_what_the_disk_says_becomes_the_kind_that_says_what_to_do() -> None:

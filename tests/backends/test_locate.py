@@ -17,7 +17,7 @@ from tests.backends.scripted_http import Asked, ScriptedServer, answer
 from forebay.backends import aws, azure, google, locate
 from forebay.backends.stack import open_backend
 from forebay.bench import servers
-from forebay.core.errors import Denied, Invalid, NotFound, NotSupported, Unavailable
+from forebay.core.errors import Denied, Invalid, NoBackendBucket, NotFound, NotSupported, Unavailable
 from forebay.core.types import Bucket
 from forebay.ports.clock import SystemClock
 
@@ -186,15 +186,15 @@ def test_a_bad_backend_is_named_by_its_probe(seaweed_keys: servers.SeaweedFS, az
     nobody = {"endpoint": good["endpoint"], "skip_signature": "true"}
     seaweed_keys.create_bucket("there")
     cases = [
-        (Bucket("c", "s3://not-there", options=good), NotFound),
+        (Bucket("c", "s3://not-there", options=good), NoBackendBucket),
         (Bucket("c", "s3://there", options=wrong_keys), Denied),
         (Bucket("c", "s3://there", options=nobody), Denied),
         (Bucket("c", "s3://there", options={**good, "endpoint": "http://127.0.0.1:1"}), Unavailable),
         (Bucket("c", "s3://there", options={**good, "endpoint": "http://no.such.host.invalid"}), Unavailable),
-        (Bucket("c", "az://not-there", options=azurite.options()), NotFound),
+        (Bucket("c", "az://not-there", options=azurite.options()), NoBackendBucket),
         (Bucket("c", "az://there", options={**azurite.options(), "account_key": "d3Jvbmc="}), Denied),
         (Bucket("c", "http://127.0.0.1:1/"), Unavailable),
-        (Bucket("c", "file:///not/there"), NotFound),
+        (Bucket("c", "file:///not/there"), NoBackendBucket),
     ]
 
     async def story() -> None:

@@ -26,6 +26,7 @@ from forebay.core.errors import (
     Denied,
     ForebayError,
     Invalid,
+    NoBackendBucket,
     NotFound,
     NotSupported,
     Precondition,
@@ -181,7 +182,7 @@ def test_what_no_request_may_carry_is_not_begun() -> None:
     ("said", "kind"),
     [
         (answer("404 Not Found", b"<Code>NoSuchKey</Code>"), Precondition),
-        (answer("404 Not Found", b"<Code>NoSuchBucket</Code>"), NotFound),
+        (answer("404 Not Found", b"<Code>NoSuchBucket</Code>"), NoBackendBucket),
         (answer("412 Precondition Failed"), Precondition),
         (answer("409 Conflict", b"<Code>ConditionalRequestConflict</Code>"), Unavailable),
         (answer("400 Bad Request", b"<Code>BadDigest</Code>"), Corrupt),

@@ -15,11 +15,30 @@ from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
 from forebay.backends.pages import HIGHEST
 from forebay.backends.stack import open_backend
-from forebay.core.errors import Busy, Denied, Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import (
+    Busy,
+    Denied,
+    Invalid,
+    NoBackendBucket,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
 from forebay.core.retry import RetryPolicy
 from forebay.core.types import Bucket, RangeSpec
 
 ETAG = '"e1"'
+
+
+class _Standing:
+    """Clocks that stand still."""
+
+    def wall_s(self) -> float:
+        return 1_767_323_045.0
+
+    def monotonic_s(self) -> float:
+        return 1000.0
 
 
 def bucket(server: ScriptedServer, path: str = "") -> Bucket:
@@ -260,7 +279,7 @@ def test_a_server_without_order_is_not_listed() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "kind", "code"),
     [
-        ("404 Not Found", "<Code>NoSuchBucket</Code>", NotFound, "NoSuchBucket"),
+        ("404 Not Found", "<Code>NoSuchBucket</Code>", NoBackendBucket, None),
         ("403 Forbidden", "<Code>AccessDenied</Code>", Denied, "AccessDenied"),
         ("403 Forbidden", "<Code>SignatureDoesNotMatch</Code>", Denied, "AccessDenied"),
         ("400 Bad Request", "<Code>ExpiredToken</Code>", Denied, "AccessDenied"),
@@ -289,6 +308,51 @@ def test_each_refusal_becomes_the_kind_that_says_what_to_do(status: str, body: s
                 with pytest.raises(kind) as refused:
                     await backend.fetch("key")
                 assert not code or refused.value.code == code
+            await backend.aclose()
+
+    run(story())
+
+
+def test_asking_for_many_keys_that_are_not_there_asks_for_the_bucket_once() -> None:
+    async def story() -> None:
+        said = b"<Error><Code>NoSuchKey</Code></Error>"
+        found = {"HEAD": answer("404 Not Found"), "GET": answer("404 Not Found", said)}
+        with ScriptedServer(
+            lambda asked: listing([]) if "list-type" in asked.target else found[asked.method]
+        ) as server:
+            backend = open_backend(bucket(server), clock=_Standing())
+            for number in range(20):
+                with pytest.raises(NotFound):
+                    await backend.head(f"key-{number}")
+            assert sum("list-type" in asked.target for asked in server.asked) == 1
+            for _ in range(2):
+                with pytest.raises(NotFound):
+                    await backend.fetch("key", version=ETAG)
+                with pytest.raises(NotFound):
+                    await backend.check("key", ETAG)
+            assert sum("list-type" in asked.target for asked in server.asked) == 1, "in the same moment it was there"
+            await backend.aclose()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [("403 Forbidden", NotFound), ("404 Not Found", NoBackendBucket), ("500 Internal Server Error", Unavailable)],
+)
+def test_what_the_bucket_answers_decides_what_a_bare_404_means(status: str, kind: type) -> None:
+    """Who may not list has only the 404; what cannot be known now is not said."""
+
+    async def story() -> None:
+        code = b"<Error><Code>NoSuchBucket</Code></Error>" if status.startswith("404") else b""
+        bare = answer("404 Not Found")
+        with ScriptedServer(lambda asked: answer(status, code) if "list-type" in asked.target else bare) as server:
+            backend = open_backend(bucket(server))
+            backend._policy = RetryPolicy(attempts_max=1)  # type: ignore[attr-defined]
+            for ask in (backend.head("key"), backend.check("key", ETAG), backend.fetch("key")):
+                with pytest.raises(kind) as failed:
+                    await ask
+                assert type(failed.value) is kind
             await backend.aclose()
 
     run(story())

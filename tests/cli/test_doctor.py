@@ -123,6 +123,7 @@ def test_clocks(skew_s: float | None, level: str, words: str) -> None:
         ("", "ok", ""),
         ("Denied", "bad", "credentials"),
         ("NotFound", "bad", "forebay bucket rm corpus"),
+        ("NoBackendBucket", "bad", "mount it"),
         ("Unavailable", "bad", "network"),
         ("NotSupported", "warn", "read an object"),
         ("Corrupt", "bad", "log"),

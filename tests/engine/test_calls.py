@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core import calls
-from forebay.core.errors import Invalid, NotFound, Unavailable
+from forebay.core.errors import Invalid, NoBackendBucket, NotFound, Unavailable
 from forebay.core.types import Bucket
 from forebay.node.buckets import environment_has_credentials
 from forebay.node.verbs import HIDDEN
@@ -267,7 +267,7 @@ def test_an_unknown_bucket_is_looked_for_where_the_environment_says(
                 "s3://found-by-name",
                 "memory://remote",
             ]
-            made.remote.down = NotFound("no such bucket", code="NoSuchBucket")
+            made.remote.down = NoBackendBucket("no such bucket")
             for _ in range(2):
                 with pytest.raises(NotFound):
                     await made.front.get("object", bucket="not-there")

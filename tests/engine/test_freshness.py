@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay.core.errors import NotFound, Precondition, Unavailable
+from forebay.core.errors import NoBackendBucket, NotFound, Precondition, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
 
 from .conftest import MIB, Rig, pattern
@@ -186,6 +186,53 @@ def test_always_fails_while_the_backend_is_away(rigged: Rigged) -> None:
         assert await rig.front.get("object") == b"one"
 
     rigged(story, freshness_s=0.0)
+
+
+def test_a_bucket_that_is_gone_takes_no_cached_copy_with_it(rigged: Rigged) -> None:
+    """Nothing was said of the object: what is stale may be served as while nobody answers, and what is here stays."""
+
+    async def story(rig: Rig) -> None:
+        small, large = b"one", pattern(5 * MIB)
+        rig.remote.place("small", small)
+        rig.remote.place("large", large)
+        await rig.front.get("small")
+        await rig.front.get("large")
+        rig.remote.down = NoBackendBucket("the bucket is not there: bring it back")
+        rig.clock.ahead_s = 100
+        fetched = rig.remote.count("fetch")
+        for _ in range(2):
+            assert await rig.front.get("small") == small
+            assert await rig.front.get("large") == large
+        for revalidate in (False, True):
+            with pytest.raises(NoBackendBucket):
+                await rig.front.get("never-seen", revalidate=revalidate)
+        for key in ("small", "large"):
+            with pytest.raises(NoBackendBucket):
+                await rig.front.get(key, revalidate=True)
+        assert (await rig.front.call("buckets"))[0].name == "remote"
+        assert "NoBackendBucket" in rig.engine.buckets.served()[0].error
+        rig.remote.down = None
+        rig.clock.ahead_s = 200
+        assert await rig.front.get("small") == small
+        assert await rig.front.get("large") == large
+        assert rig.remote.count("fetch") == fetched, "confirmed, not fetched anew"
+
+    rigged(story, freshness_s=60.0)
+
+
+def test_a_bucket_that_goes_in_the_middle_of_a_read_is_no_change_of_the_object(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        data = pattern(12 * MIB)
+        rig.remote.place("object", data)
+        assert await rig.front.get("object", range=RangeSpec(0, 10)) == data[:11]
+        rig.remote.down = NoBackendBucket("the bucket is not there: bring it back")
+        with pytest.raises(NoBackendBucket):
+            await rig.front.get("object", range=RangeSpec(9 * MIB, 9 * MIB + 10))
+        assert await rig.front.get("object", range=RangeSpec(0, 10)) == data[:11], "what is here stays"
+        rig.remote.down = None
+        assert await rig.front.get("object") == data
+
+    rigged(story, freshness_s=60.0)
 
 
 def test_a_flight_of_a_version_that_is_gone_leaves_no_record_behind(rigged: Rigged) -> None:

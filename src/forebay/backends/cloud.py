@@ -12,20 +12,27 @@ absent, which plain HTTP allows, the version is made of it, the date and the siz
 weaker, but a change is still seen. Every answer's version is compared, whether or not a condition was sent; some
 servers ignore conditions.
 
-Rejected: keys with `.` or `..` segments. Clouds allow them, but every proxy on the way may resolve them (RFC 3986,
-5.2.4) into another object, or another bucket's, read with this bucket's credentials.
+A missing object and a missing bucket are both a 404, and what follows differs: the one drops a cached copy, the other
+must not. The body's code tells them apart, but the answer to a HEAD has no body. So after a 404 without a code the
+bucket is asked for too (a listing of one key), unless it answered something else meanwhile: for a `check`, whose answer
+drops a copy, since the request began; for what drops nothing, up to SEEN_KEPT_S before. A web server has no buckets.
 
-Invariants. (1) One request per `fetch`, but for a suffix range on Azure (which has none) and a first range on an HTTP
-server without ranges. (2) A body never ends early without raising, and never exceeds its range. (3) Nothing is returned
-for a key but the object of exactly that key.
+Rejected: HEAD of the bucket (Azure and GCS have other requests for that, and each service other rights); keys with `.`
+or `..` segments. Clouds allow them, but every proxy on the way may resolve them (RFC 3986, 5.2.4) into another object,
+or another bucket's, read with this bucket's credentials.
+
+Invariants. (1) One request per `fetch`, but for a suffix range on Azure (which has none), a first range on an HTTP
+server without ranges, and a 404 that does not say of what. (2) A body never ends early without raising, and never
+exceeds its range. (3) Nothing is returned for a key but the object of exactly that key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import obstore
@@ -35,8 +42,9 @@ from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wire import Wire, WireFetch, bare_etag, is_condition, version_of
 from forebay.core import limits
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition
+from forebay.core.errors import Corrupt, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
+from forebay.ports.clock import Clock
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -45,6 +53,10 @@ if TYPE_CHECKING:
 # The least that a chunk holds. A larger one delays a reader's first byte (128 KiB take 0.7 ms at 200 MB/s), a smaller
 # one costs CPU for each; obstore hands over up to 400 KiB at once when the network is faster than we are.
 CHUNK_BYTES_MIN = 128 * limits.KIB
+
+ResultT = TypeVar("ResultT")
+
+SEEN_KEPT_S = 2.0  # who asks key after key whether it exists pays for one more request in two seconds
 
 _PLAIN = re.compile(r"(?!/)(?:(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f\x7f]+(?:/(?=[^/])|\Z))+")
 _DOTS = re.compile(r"(?:\A|/)\.{1,2}(?:/|\Z)")
@@ -149,9 +161,16 @@ class CloudReads:
     """The reading half of `Cloud`."""
 
     def __init__(
-        self, scheme: str, store: ObjectStore, wire: Wire, prefix: str, list_page: ListPageBlocking | None
+        self,
+        scheme: str,
+        store: ObjectStore,
+        wire: Wire,
+        prefix: str,
+        list_page: ListPageBlocking | None,
+        clock: Clock,
     ) -> None:
         self.scheme = scheme
+        self._clock, self._seen_s = clock, float("-inf")  # monotonic: when a request began that the bucket answered
         self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
@@ -160,6 +179,9 @@ class CloudReads:
         full, what = self._full(key)
         if range is not None:
             _check_range(range, what)
+        return await self._answered(self._fetch_any(full, key, what, range, version), SEEN_KEPT_S)
+
+    async def _fetch_any(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> Fetch:
         if self.by_wire or not is_plain(full):
             return await self._fetch_by_wire(full, key, range, version)
         if range is not None and range.first is None and self.scheme == "az":
@@ -216,9 +238,29 @@ class CloudReads:
             raise Corrupt(f"{what}: bytes {start}-{end} were asked for and {got_start}-{got_end} came: try again")
         return CloudFetch(result, info, start, end, what, 0)
 
+    async def _answered(self, answer: Awaitable[ResultT], kept_s: float) -> ResultT:
+        """What `answer` is. A `NotFound` that does not say of what is one only if the bucket is there, or answered
+        something else `kept_s` before it was asked or later; else it is `NoBackendBucket`, or why that is not known."""
+        asked_s = self._clock.monotonic_s()
+        try:
+            result = await answer
+        except NotFound as missing:
+            if not errors.says_what_is_missing(missing.__cause__) and self._seen_s < asked_s - kept_s:
+                await self._look_for_bucket()
+            self._seen_s = max(self._seen_s, asked_s)
+            raise
+        self._seen_s = max(self._seen_s, asked_s)
+        return result
+
+    async def _look_for_bucket(self) -> None:
+        if self._list_page is not None:
+            # Where the bucket may not be listed, its 404 must do.
+            with contextlib.suppress(Denied, Invalid, NotSupported):
+                await self._wire.run(functools.partial(self._list_page, self._prefix, "", "", 1))
+
     async def head(self, key: str) -> ObjectInfo:
         full, what = self._full(key)
-        return await self._head(full, key, what)
+        return await self._answered(self._head(full, key, what), SEEN_KEPT_S)
 
     async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
         if self.by_wire or not is_plain(full):
@@ -237,6 +279,9 @@ class CloudReads:
         return msgspec.structs.replace(opened.info, key=key)
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
+        return await self._answered(self._check(key, version), 0.0)
+
+    async def _check(self, key: str, version: str) -> ObjectInfo | None:
         full, what = self._full(key)
         if self.by_wire or not is_plain(full) or not is_condition(version):
             info = await self._head(full, key, what)
@@ -269,7 +314,8 @@ class CloudReads:
             )
         own = self._prefix
         after = own + start_after  # after the prefix itself too: a folder marker of that name is outside the bucket
-        page = await self._wire.run(functools.partial(self._list_page, own + prefix, delimiter, after, limit))
+        listed = self._wire.run(functools.partial(self._list_page, own + prefix, delimiter, after, limit))
+        page = await self._answered(listed, 0.0)
         if not own:
             return page
         cut = len(own)
@@ -319,9 +365,16 @@ class Cloud(CloudReads):
     read_only = False
 
     def __init__(
-        self, scheme: str, store: ObjectStore, wire: Wire, prefix: str, list_page: ListPageBlocking, writes: Writes
+        self,
+        scheme: str,
+        store: ObjectStore,
+        wire: Wire,
+        prefix: str,
+        list_page: ListPageBlocking,
+        writes: Writes,
+        clock: Clock,
     ) -> None:
-        super().__init__(scheme, store, wire, prefix, list_page)
+        super().__init__(scheme, store, wire, prefix, list_page, clock)
         self._writes = writes
         self.part_bytes_min = writes.part_bytes_min
 

@@ -15,7 +15,7 @@ reads the whole tree); following the tree with os.walk (memory of all levels, wr
 Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Symbolic links
 are followed: whoever may write into the directory decides what is served. (2) Names that are not UTF-8 and what is not
 a regular file are not objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or not at all
-(`newfile.py`).
+(`newfile.py`). (5) A root that is gone, or that stands empty where a file system was mounted, is no empty bucket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body
 from forebay.backends.unfinished import Unfinished
 from forebay.core import limits
-from forebay.core.errors import Invalid, NotFound, NotSupported, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Unavailable
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock, SystemClock
 
@@ -115,6 +115,7 @@ class DirectoryBackend(Refusing):
         self._clock = clock or SystemClock()
         self._kept: OrderedDict[str, _Names] = OrderedDict()
         self._unfinished = Unfinished(self.root.rstrip("/"))
+        self._device = 0  # that the root was last seen on; 0: never seen
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> DirectoryFetch:
         check_key(key)
@@ -252,6 +253,7 @@ class DirectoryBackend(Refusing):
         except OSError as error:
             raise self._failed(error, key) from error
         try:
+            self._device = os.stat(self.root).st_dev
             return fd, self._describe(key, os.fstat(fd), newfile.kept_headers(fd))
         except BaseException:
             os.close(fd)
@@ -261,6 +263,7 @@ class DirectoryBackend(Refusing):
         path = self._path(key)
         try:
             status = os.stat(path)
+            self._device = os.stat(self.root).st_dev
         except OSError as error:
             raise self._failed(error, key) from error
         return self._describe(key, status, newfile.kept_headers(path))
@@ -274,17 +277,25 @@ class DirectoryBackend(Refusing):
     def _failed(self, error: OSError, key: str) -> Exception:
         if error.errno in (36, 40):  # ENAMETOOLONG, ELOOP: the file system has no such name
             return errors.no_such_key(self._what(key))
-        if isinstance(error, FileNotFoundError) and not os.path.isdir(self.root):
-            return errors.no_such_bucket(f"file://{self.root}")
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            try:
+                self._probe()
+            except ForebayError as failed:
+                return failed
         return errors.from_os(error, self._what(key))
 
     def _probe(self) -> None:
         try:
-            os.scandir(self.root).close()
+            device = os.stat(self.root).st_dev
+            with os.scandir(self.root) as names:
+                is_empty = device != self._device and next(names, None) is None
         except (FileNotFoundError, NotADirectoryError):
             raise errors.no_such_bucket(f"file://{self.root}") from None
         except OSError as error:
             raise errors.from_os(error, f"file://{self.root}") from error
+        if is_empty and self._device:
+            raise errors.no_such_bucket(f"file://{self.root} (empty, and on another disk than before)")
+        self._device = device
 
     # --- listing -----------------------------------------------------------------------------------------------------
     def entries(self, prefix: str, after: str, from_key: str) -> Iterator[ListEntry]:

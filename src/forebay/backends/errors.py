@@ -8,8 +8,8 @@ expression is anchored on obstore's own words, and an unknown text becomes `Unav
 request costs a retry, a wrong "not found" would be a lie.
 
 Invariants. (1) Nothing but `core.errors` kinds leaves this room. (2) A 404 is `NotFound` only with the backend's word
-for it. (3) No credential is in a message: only the first `BODY_CHARS_MAX` characters of an answer are quoted, and
-request headers never.
+for it, and only of an object or upload: a bucket that is missing is `NoBackendBucket`. (3) No credential is in a
+message: only the first `BODY_CHARS_MAX` characters of an answer are quoted, and request headers never.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from forebay.core.errors import (
     Denied,
     ForebayError,
     Invalid,
+    NoBackendBucket,
     NotFound,
     NotSupported,
     Precondition,
@@ -157,9 +158,17 @@ def no_such_key(what: str) -> NotFound:
     return NotFound(f"{what} does not exist: check the key", code="NoSuchKey")
 
 
-def no_such_bucket(what: str) -> NotFound:
+def no_such_bucket(what: str) -> NoBackendBucket:
     """The bucket itself does not exist at the backend."""
-    return NotFound(f"{what}: there is no such bucket at the backend: check the bucket's URL", code="NoSuchBucket")
+    return NoBackendBucket(
+        f"{what}: there is no such bucket at the backend: bring it back (is it mounted?), or correct the bucket's URL"
+    )
+
+
+def says_what_is_missing(error: BaseException | None) -> bool:
+    """Whether the answer behind an exception of obstore's has a service's own code: a bare 404 does not tell whether
+    the object is missing or its bucket."""
+    return _CODE.search(str(error)) is not None
 
 
 def no_such_upload(what: str) -> NotFound:
@@ -202,7 +211,7 @@ def ended_early(what: str, got_bytes: int, wanted_bytes: int) -> Unavailable:
     return Unavailable(f"{what}: the body ended after {got_bytes} of {wanted_bytes} bytes: read the rest again")
 
 
-def _not_found(body: str, what: str) -> NotFound:
+def _not_found(body: str, what: str) -> ForebayError:
     code = _CODE.search(body)
     if code and code[1] in _NO_BUCKET:
         return no_such_bucket(what)

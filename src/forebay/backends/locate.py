@@ -88,7 +88,7 @@ def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
         return _azure(name, prefix, bucket.options, client, clock)
     url = f"{scheme}://{name}"
     store = HTTPStore(url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
-    return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None)
+    return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None, clock)
 
 
 def _parse(bucket: Bucket) -> tuple[str, str, str]:
@@ -168,7 +168,7 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
     )
     wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
     writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"))
-    return Cloud("s3", store, wire, prefix, _pages(wire), writes)
+    return Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)
 
 
 def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
@@ -186,7 +186,7 @@ def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, A
     authorize = tokens.authorize if tokens else anonymous
     wire = Wire(f"{base}/{name}", authorize, client, bucket=name, meta="x-goog-meta-")
     api = Wire(base, authorize, client)
-    return Cloud("gs", store, wire, prefix, _pages(wire), GoogleWrites(wire, api, chance.system))
+    return Cloud("gs", store, wire, prefix, _pages(wire), GoogleWrites(wire, api, chance.system), clock)
 
 
 def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
@@ -206,7 +206,7 @@ def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str,
     )
     wire = azure.make_wire(place, client)
     writes = AzureWrites(wire, place.sas, chance.system, clock)
-    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page, writes)
+    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page, writes, clock)
 
 
 def _pages(wire: Wire) -> Any:

@@ -83,8 +83,8 @@ class Backend(Protocol):
         """Open `key` (or a range of it) for streaming in one request.
 
         With `version`, only that version will do: `Precondition` if the backend has another now. `NotFound` (code
-        `NoSuchKey` or `NoSuchBucket`); `Invalid` code `InvalidRange` for a range outside the object; `Denied`;
-        `Unavailable`. A range on an empty object is `InvalidRange`.
+        `NoSuchKey`); `Invalid` code `InvalidRange` for a range outside the object; `Denied`; `Unavailable`. A range on
+        an empty object is `InvalidRange`. Every method raises `NoBackendBucket` where the bucket itself is not there.
         """
         ...
 
@@ -93,7 +93,8 @@ class Backend(Protocol):
         ...
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
-        """None if the backend still has `version`, else what it has now; `NotFound` if it has nothing. One request."""
+        """None if the backend still has `version`, else what it has now; `NotFound` if it has nothing. One request,
+        and one more where a `NotFound` must be told from `NoBackendBucket`."""
         ...
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:

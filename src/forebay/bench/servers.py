@@ -494,22 +494,29 @@ class Azurite(Server):
 
     def create_container(self, container: str) -> None:
         """Make `container` (it may exist already)."""
+        try:
+            self._ask_of_container("PUT", container)
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 409:
+                    raise
+
+    def delete_container(self, container: str) -> None:
+        """Take `container` away, with all that is in it."""
+        self._ask_of_container("DELETE", container)
+
+    def _ask_of_container(self, method: str, container: str) -> None:
         date, version = formatdate(usegmt=True), "2021-12-02"
         resource = f"/{self.account}/{self.account}/{container}\nrestype:container"
-        to_sign = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n{resource}"
+        to_sign = method + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n{resource}"
         signature = base64.b64encode(hmac.digest(base64.b64decode(self.key), to_sign.encode(), "sha256")).decode()
         headers = {
             "x-ms-date": date,
             "x-ms-version": version,
             "Authorization": f"SharedKey {self.account}:{signature}",
         }
-        try:
-            # A body of None leaves Content-Length out, which the signature counts as empty.
-            _ask(f"{self.endpoint}/{container}?restype=container", "PUT", None, headers)
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code != 409:
-                    raise
+        # A body of None leaves Content-Length out, which the signature counts as empty.
+        _ask(f"{self.endpoint}/{container}?restype=container", method, None, headers)
 
 
 class FakeGCS(Server):
@@ -546,6 +553,13 @@ class FakeGCS(Server):
             with error:
                 if error.code != 409:
                     raise
+
+    def delete_bucket(self, bucket: str) -> None:
+        """Take `bucket` away, with all that is in it."""
+        listed = json.loads(_ask(f"{self.endpoint}/storage/v1/b/{bucket}/o"))
+        for entry in listed.get("items", []):
+            _ask(f"{self.endpoint}/storage/v1/b/{bucket}/o/{urllib.parse.quote(entry['name'], safe='')}", "DELETE")
+        _ask(f"{self.endpoint}/storage/v1/b/{bucket}", "DELETE")
 
     def put(self, bucket: str, key: str, data: bytes, content_type: str = "application/octet-stream") -> None:
         """Store an object, replacing any that has this key."""

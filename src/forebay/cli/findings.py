@@ -327,6 +327,7 @@ def clock(facts: ClockFacts) -> Finding:
 
 _BUCKET_CHANGES = {
     "NotFound": "check the name in the backend URL, or remove the bucket with `forebay bucket rm {name}`",
+    "NoBackendBucket": "bring it back (mount it) or correct the URL; or remove the bucket: `forebay bucket rm {name}`",
     "Denied": "check the credentials the node was started with (environment, profile or --option) and their policy",
     "Unavailable": "check the network and the endpoint (--option endpoint=…); reads of what is cached go on",
     "Invalid": "check the backend URL and options: `forebay bucket show {name}`",

@@ -37,6 +37,7 @@ EXITS: dict[str, int] = {
     "Precondition": 5,
     "Busy": 6,
     "Unavailable": 6,
+    "NoBackendBucket": 6,
     "Closed": 6,
     "Corrupt": 7,
     "NotSupported": 8,

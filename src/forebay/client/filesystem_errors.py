@@ -24,6 +24,7 @@ ERRNO_OF_KIND = {
     "Invalid": errno.EINVAL,
     "Busy": errno.EBUSY,
     "Unavailable": errno.EHOSTUNREACH,
+    "NoBackendBucket": errno.EHOSTUNREACH,
     "Corrupt": errno.EIO,
     "Closed": errno.ESHUTDOWN,
     "NotSupported": errno.EOPNOTSUPP,

@@ -105,6 +105,11 @@ class Unavailable(ForebayError):
     status = 503
 
 
+class NoBackendBucket(Unavailable):
+    """What is behind a bucket (a cloud's bucket or container, a directory) is not there, so nothing is known of its
+    objects. Bring it back (mount it), or correct the bucket's URL. Asking once more at once does not help."""
+
+
 class Corrupt(ForebayError):
     """Bytes do not match their checksum or declared size, and no good copy was found. Nothing wrong was returned."""
 
@@ -141,6 +146,7 @@ KINDS: dict[str, type[ForebayError]] = {
         Invalid,
         Busy,
         Unavailable,
+        NoBackendBucket,
         Corrupt,
         Closed,
         NotSupported,

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forebay.core import limits
-from forebay.core.errors import Busy, Corrupt, ForebayError, Unavailable
+from forebay.core.errors import Busy, Corrupt, ForebayError, NoBackendBucket, Unavailable
 
 RETRYABLE: tuple[type[ForebayError], ...] = (Busy, Unavailable, Corrupt)
 TOKENS_MAX = 500  # the vendor's SDKs: 500 tokens, 5 per retry: a hundred retries in a row before the budget binds
@@ -71,7 +71,7 @@ class RetryBudget:
 
 def is_retryable(error: ForebayError) -> bool:
     """Whether trying the same backend again can help with this kind."""
-    return isinstance(error, RETRYABLE)
+    return isinstance(error, RETRYABLE) and not isinstance(error, NoBackendBucket)
 
 
 def delay_before_retry(

@@ -24,7 +24,15 @@ import msgspec
 
 from forebay.backends.counting import BackendCounters
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
-from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import (
+    Denied,
+    ForebayError,
+    Invalid,
+    NoBackendBucket,
+    NotFound,
+    NotSupported,
+    Precondition,
+)
 from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
 from forebay.meta.seam import MetaStore
 from forebay.ports.clock import Clock
@@ -225,8 +233,8 @@ class Buckets:
             await backend.probe()
         except ForebayError as error:
             await backend.aclose()
-            told = _no_bucket(name) if isinstance(error, NotFound) else error
-            if isinstance(error, NotFound | Denied | Invalid):
+            told = _no_bucket(name) if isinstance(error, NoBackendBucket) else error
+            if isinstance(error, NoBackendBucket | Denied | Invalid):
                 if len(self._unknown) >= UNKNOWN_MAX:
                     self._unknown.clear()
                 self._unknown[name] = (self._clock.monotonic_s(), told)

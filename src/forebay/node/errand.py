@@ -485,9 +485,7 @@ class Errand:
     async def _seen(self, key: str) -> ObjectInfo | None:
         try:
             return await self._backend.head(key)
-        except NotFound as error:
-            if error.code == "NoSuchBucket":
-                raise
+        except NotFound:
             return None
 
     async def _whose(self, seen: ObjectInfo | None) -> _Whose:

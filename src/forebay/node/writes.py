@@ -185,9 +185,7 @@ class Writes:
         """What a read would show now: owed, cached and fresh, or asked. None if there is no such object."""
         try:
             record = await self._cold.metadata(Ask(served.bucket.name, key, revalidate=revalidate), served)
-        except NotFound as error:
-            if error.code == "NoSuchBucket":
-                raise
+        except NotFound:
             return None
         return info_of(record, key)
 

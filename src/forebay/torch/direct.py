@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.core import limits
 from forebay.core.batch import Item
-from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
 from forebay.core.manifest import Manifest, build, pack
 from forebay.core.members import SNIFF_BYTES, MemberIndex, form_of
 from forebay.core.members import build as build_members
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PARALLEL = 32  # requests at once in a process: at 20 ms each, some 1,500 samples a second
 HIDDEN = "***"  # what the node shows in place of a secret
 _CLOSING_S = 2.0
-_REFUSALS = (Denied, Invalid, NotSupported)  # a backend that says this of one item says it of all
+_REFUSALS = (Denied, Invalid, NoBackendBucket, NotSupported)  # a backend that says this of one item says it of all
 _FORKED = threading.Event()  # this process was forked from one that had loaded obstore
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class DirectSource:
 
     def _check(self, error: ForebayError) -> None:
         """`Refused` for an error that says nothing of the object."""
-        if isinstance(error, _REFUSALS) or (isinstance(error, NotFound) and error.code == "NoSuchBucket"):
+        if isinstance(error, _REFUSALS):
             raise Refused(f"{error.message}; see docs/training.md for `direct=`") from error
         if isinstance(error, NotFound | Precondition):
             if self.bucket.write == "back":

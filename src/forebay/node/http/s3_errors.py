@@ -92,6 +92,7 @@ KIND_CODES: Final = {
     "Invalid": "InvalidRequest",
     "Busy": "SlowDown",
     "Unavailable": "ServiceUnavailable",
+    "NoBackendBucket": "ServiceUnavailable",
     "Corrupt": "InternalError",  # S3's word for "try again": SDKs do
     "Closed": "ServiceUnavailable",
     "NotSupported": "NotImplemented",
