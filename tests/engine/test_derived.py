@@ -109,7 +109,7 @@ def test_no_listing_no_read_and_no_bucket_shows_it(rigged: Rigged) -> None:
                 await rig.front.call("bucket_put", Bucket(reserved(kind), "memory://x"))
         state = await rig.front.call("status")
         assert state.derived_bytes == 3 * MIB
-        assert sum(volume.used_bytes for volume in state.volumes) == 3 * MIB + 3
+        assert 3 * MIB + 3 <= sum(volume.used_bytes for volume in state.volumes) < 3 * MIB + 1024
         assert [bucket.cached_bytes for bucket in state.buckets] == [3]
         front.store.close()
 

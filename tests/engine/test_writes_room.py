@@ -86,6 +86,42 @@ def test_a_local_bucket_that_is_full_says_so(rigged: Rigged) -> None:
     rigged(story, capacity_bytes=CAPACITY)
 
 
+@pytest.mark.parametrize("mode", ["back", "local"])
+def test_small_objects_that_are_deleted_leave_room_for_as_many(rigged: Rigged, mode: str) -> None:
+    """While the backend is away, too, and after a restart."""
+
+    async def fill(rig: Rig) -> list[str]:
+        kept: list[str] = []
+        while len(kept) < 2000:
+            keys = [f"k{len(kept) + number:05d}" for number in range(32)]
+            outcomes = await asyncio.gather(*(put(rig, key, pattern(9000)) for key in keys), return_exceptions=True)
+            kept += [key for key, one in zip(keys, outcomes, strict=True) if not isinstance(one, BaseException)]
+            refused = [one for one in outcomes if isinstance(one, BaseException)]
+            if refused:
+                assert {getattr(one, "code", repr(one)) for one in refused} == {"InsufficientStorage"}
+                return kept
+        raise AssertionError("it does not fill")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, mode, **({"dirty_bytes_max": 1 << 40} if mode == "back" else {}))
+        rig.remote.writable.clear()
+        first = await fill(rig)
+        for restarted in (False, True):
+            for key in first:
+                await delete(rig, key)
+            if restarted:
+                await rig.again(clean=False)
+            state = await rig.front.call("status")
+            assert state.volumes[0].used_bytes < state.volumes[0].capacity_bytes // 4
+            again = await fill(rig)
+            assert len(again) > 0.8 * len(first)
+            assert await rig.front.get(again[-1]) == pattern(9000)
+            first = again
+        rig.remote.writable.set()
+
+    rigged(story, capacity_bytes=8 * MIB)
+
+
 def test_through_goes_on_where_the_tier_has_no_room(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         await written(rig, "through")

@@ -14,6 +14,7 @@ from forebay.core import limits
 from forebay.core.errors import Exists, Invalid, Unavailable
 from forebay.core.record import State
 from forebay.node.store import Store
+from forebay.node.store.usage import small_bytes
 
 KIB = 1024
 ODD_KEYS = [
@@ -177,7 +178,7 @@ def test_eviction_takes_blocks_then_the_object(bench: Bench) -> None:
     assert [(unit.key, unit.block, unit.size_bytes) for unit in units] == [
         ("k", 0, 64 * KIB),
         ("k", 2, 64 * KIB),
-        ("small", 0, 500),
+        ("small", 0, small_bytes(inline)),
     ]
     gone = bench.store.drop_units([(object_id, 0), (object_id, 2), (inline.object_id, 0)])
     assert gone == [object_id, inline.object_id]

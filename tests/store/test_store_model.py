@@ -205,7 +205,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
             else:
                 total += sum(min(SIZE, (block + 1) * BLOCK) - block * BLOCK for block in blocks)
         usage = self.bench.store.usage()
-        assert sum(each.used_bytes for each in usage) == total
+        assert sum(sum(each.buckets.values()) for each in usage) == total
+        assert all(each.used_bytes >= sum(each.buckets.values()) for each in usage)
         assert sum(each.objects for each in usage) == len(self.now)
 
     @invariant()

@@ -73,7 +73,7 @@ def test_after_a_machine_stop_what_was_durable_is_there_and_the_rest_is_not(writ
     assert clean is not None
     assert clean.state == State.UNVERIFIED
     usage = bench.store.usage()[0]
-    assert (usage.owned_objects, usage.owned_bytes, usage.objects) == (1, size_bytes, 2)
+    assert (usage.owned_objects, usage.owed_bytes, usage.objects) == (1, size_bytes, 2)
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
@@ -92,7 +92,7 @@ def test_a_flushed_object_is_clean_and_may_go(writer: Writer, size_bytes: int, d
     assert clean is not None
     assert (clean.state, clean.version, clean.etag, clean.checked_s) == (0, "b1", record.etag, 9.0)
     assert owning.owed(store) == {}
-    assert store.usage()[0].owned_bytes == 0
+    assert (store.usage()[0].owned_bytes, store.usage()[0].owed_bytes) == (0, 0)
     bench.close(clean=False)
     bench.open()
     assert owning.owed(bench.store) == {}, "the mark in the visible index says that it is settled"

@@ -238,7 +238,8 @@ class OwnedAgainstDict(RuleBasedStateMachine):
         sizes = [record.size_bytes for key in owed if (record := self.bench.store.lookup(BUCKET, key)) is not None]
         usage = self.bench.store.usage()
         assert sum(each.owned_objects for each in usage) == len(owed) == len(sizes)
-        assert sum(each.owned_bytes for each in usage) == sum(sizes)
+        assert sum(each.owed_bytes for each in usage) == sum(sizes)
+        assert all(each.owned_bytes >= each.owed_bytes for each in usage)
         assert self.bench.store.owed_in(BUCKET) == sum(map(self._is_owed, KEYS))
 
     @invariant()

@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_revalidations_total", "counter", "Freshness checks at backends, by result.", ("result",)),
         Metric("forebay_scrubbed_bytes_total", "counter", "Bytes that the scrubber read and compared."),
         Metric("forebay_corrupt_blocks_total", "counter", "Blocks whose checksum did not match: dropped, refetched."),
-        Metric("forebay_volume_bytes", "gauge", "Bytes used on a volume.", ("volume",)),
+        Metric("forebay_volume_bytes", "gauge", "Bytes taken on a volume.", ("volume",)),
         Metric("forebay_volume_capacity_bytes", "gauge", "Bytes that a volume may use.", ("volume",)),
         Metric("forebay_volume_up", "gauge", "1 while a volume is in use, 0 when it was taken out.", ("volume",)),
         Metric("forebay_objects", "gauge", "Objects in the index."),

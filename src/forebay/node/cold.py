@@ -63,6 +63,7 @@ from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
 from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
 from forebay.node.store import Landing, Store
+from forebay.node.store.usage import taken_bytes
 from forebay.node.tally import Tally
 from forebay.ports.clock import Clock
 
@@ -480,7 +481,7 @@ class ColdReads:
             self._tally.passed_bytes += len(body)
             return make_record(info, asked_s, inline=body)
         volume_id = self.store.volume_of(bucket.name, info.key)
-        self.evictor.landed(volume_id, (record.object_id, 0), len(body), bucket.name, info.key, pinned)
+        self.evictor.landed(volume_id, (record.object_id, 0), taken_bytes(record), bucket.name, info.key, pinned)
         self._flush_soon()
         return record
 

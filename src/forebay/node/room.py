@@ -6,7 +6,8 @@ mark, its victims are dropped from the index at once, the index is flushed, fron
 space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
 
 Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block. A
-filesystem that others fill too gets SLACK_BYTES of distance: how much is free is looked at only now and then.
+filesystem that others fill too gets some distance (`store/usage.py`): how much is free is looked at only now and then.
+Units are weighed by what they take: a small object by its pages of the index.
 
 Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
 ghost must be found all the same, so it is filed under a number made from bucket, key and block.
@@ -35,13 +36,13 @@ from forebay.core.hints import Hints
 from forebay.core.record import OWNED, PINNED, Record
 from forebay.core.types import Bucket
 from forebay.node.records import present_blocks
-from forebay.node.store import Store, Unit, VolumeUsage
+from forebay.node.store import Store, Unit
+from forebay.node.store.usage import taken_bytes
 from forebay.node.tally import Tally
 
 log = logging.getLogger("forebay.room")
 
 _KEPT = PINNED | OWNED
-SLACK_BYTES = 2 * limits.BLOCK_BYTES
 RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
 BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks, or 4,096 small objects
 
@@ -111,7 +112,7 @@ class Room:
         for usage in self._store.usage():
             if usage.state == "out":
                 continue
-            machine = self._machines[usage.volume_id] = HintedEviction(_mark(usage), self._hints)
+            machine = self._machines[usage.volume_id] = HintedEviction(usage.keep_bytes, self._hints)
             machine.restore(_restorable(by_volume.pop(usage.volume_id, [])))
         self.set_quotas(())
         self.make_room()
@@ -135,7 +136,7 @@ class Room:
                     self.foresight.gone(unit)
         for volume_id, usage in usages.items():
             if volume_id in self._machines:
-                self._machines[volume_id].set_capacity(_mark(usage))
+                self._machines[volume_id].set_capacity(usage.keep_bytes)
         self.make_room()
 
     # --- what reads tell ---------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class Room:
         if machine is None:
             return
         keep = bool(record.state & _KEPT)
-        for block, size_bytes in ((0, record.size_bytes),) if record.inline is not None else _units_of(record):
+        for block, size_bytes in _units_of(record):
             unit = unit_of(record.object_id, block)
             machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
             if keep:
@@ -300,17 +301,14 @@ class Room:
             await asyncio.gather(self._reclaiming, return_exceptions=True)
 
 
-def _mark(usage: VolumeUsage) -> int:
-    """How much the machine may keep: below what the store takes, or the next object would pass through."""
-    by_disk = usage.capacity_bytes >= usage.used_bytes + usage.free_bytes
-    return max(limits.BLOCK_BYTES, usage.capacity_bytes - (SLACK_BYTES if by_disk else 1))
-
-
 def _units_of(record: Record) -> Iterator[tuple[int, int]]:
-    """(block, size) of every block that is here."""
-    size, block_bytes = record.size_bytes, record.block_bytes
+    """(block, what it takes) of every block that is here."""
+    if record.inline is not None:
+        yield 0, taken_bytes(record)
+        return
+    size_bytes, block_bytes = record.size_bytes, record.block_bytes
     for block in present_blocks(record):
-        yield block, size if record.inline is not None else min(block_bytes, size - block * block_bytes)
+        yield block, min(block_bytes, size_bytes - block * block_bytes)
 
 
 def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:

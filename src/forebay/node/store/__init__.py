@@ -43,7 +43,8 @@ from forebay.node.store.puts import Change, Delete, Prepared, Put
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.reclaim import Reclaimed
 from forebay.node.store.scrub import Scrubber, ScrubUnit
-from forebay.node.store.volume import StoreEvent, Unit, VolumeUsage
+from forebay.node.store.usage import VolumeUsage
+from forebay.node.store.volume import StoreEvent, Unit
 from forebay.node.store.writer import Store
 
 __all__ = [

@@ -22,6 +22,7 @@ Invariants. (1) What `commit` returned from is on the disk. (2) A commit that fa
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -33,9 +34,10 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Corrupt
 from forebay.core.record import Record
-from forebay.node.store import keys
+from forebay.node.store import keys, pages
 from forebay.node.store.index import as_error, check_size, open_env
 from forebay.node.store.notes import Note
+from forebay.node.store.pages import FreePages, Pages
 
 PROVIDED_BYTES_MIN = limits.MIB
 PROVIDED_BYTES_MAX = 32 * limits.MIB
@@ -79,25 +81,45 @@ class Durable:
         self._settled: deque[bytes] = deque()  # filled by whoever commits, emptied by the store's thread
         self._replaced: dict[bytes, Entry] = {}
         self._file_bytes = 0
+        self.free_pages = FreePages(self._pages)
         data = os.path.join(path, "data.mdb")
         fresh = not os.path.exists(data)
         if not fresh and os.path.getsize(data) < 8192:
             raise Corrupt(f"the durable index {path} is cut short: what it held is lost; move it away to go on without")
         os.makedirs(path, exist_ok=True)
+        self._env: Any
         try:
-            self._env: Any = open_env(path, map_bytes, write=True, sync=True, tables=1)
-            try:
-                check_size(self._env, data)
-                self._table = self._env.open_db(b"owed")
-            except BaseException:
-                self._env.close()
-                raise
+            self._open(map_bytes)
+            if self._compacted():
+                self._open(map_bytes)
         except lmdb.Error as error:
             raise as_error(error, path) from error
         if fresh:
             self._env.sync(True)
             for directory in (path, os.path.dirname(path)):
                 sync_path(directory)
+
+    def _open(self, map_bytes: int) -> None:
+        self._env = open_env(self.path, map_bytes, write=True, sync=True, tables=1)
+        try:
+            check_size(self._env, os.path.join(self.path, "data.mdb"))
+            self._table = self._env.open_db(b"owed")
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _compacted(self) -> bool:
+        """Put a smaller copy in the place of a file that is mostly free pages; closed if so."""
+        copy = self.path + ".new"
+        if not pages.compact(self._env, self._pages(), copy):
+            shutil.rmtree(copy, ignore_errors=True)
+            return False
+        self._env.close()
+        sync_path(os.path.join(copy, "data.mdb"))
+        os.replace(os.path.join(copy, "data.mdb"), os.path.join(self.path, "data.mdb"))
+        sync_path(self.path)
+        shutil.rmtree(copy, ignore_errors=True)
+        return True
 
     def get(self, entry: bytes) -> Entry | None:
         """What is owed of an index key. `OSError` or `Corrupt`."""
@@ -136,6 +158,13 @@ class Durable:
                 return
             start = found[-1][0] + b"\0"
 
+    def _pages(self) -> Pages:
+        try:
+            with self._gate:
+                return pages.count(self._env, [self._table])
+        except lmdb.Error as error:
+            raise as_error(error, self.path) from error
+
     def count(self) -> int:
         """How many entries there are."""
         with self._gate, self._env.begin() as txn:
@@ -161,8 +190,12 @@ class Durable:
                     with self._gate:
                         self._env.set_mapsize(self._env.info()["map_size"] * 2)
                 except lmdb.Error as error:
-                    raise as_error(error, self.path) from error
+                    refused = as_error(error, self.path)
+                    if isinstance(refused, OSError):
+                        self.free_pages.refused()
+                    raise refused from error
             self.commits += 1
+            self.free_pages.changed()
             for entry, seq in later:
                 if self._later.get(entry) == seq:
                     del self._later[entry]

@@ -30,7 +30,8 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Corrupt
 from forebay.core.record import Record, decode_record
 from forebay.core.types import ListEntry
-from forebay.node.store import keys
+from forebay.node.store import keys, pages
+from forebay.node.store.pages import Pages
 
 TABLES = ("records", "ids", "sums", "doubts", "used", "meta", "notes")
 
@@ -210,6 +211,13 @@ class Index:
         """How many entries are committed."""
         with self.begin() as txn:
             return int(txn.stat(self.tables[table])["entries"])
+
+    def pages(self) -> Pages:
+        """Pages in use, and free to be used again."""
+        try:
+            return pages.count(self.env, self.tables.values())
+        except lmdb.Error as error:
+            raise as_error(error, self.path) from error
 
     def sync(self) -> None:
         self.env.sync(True)

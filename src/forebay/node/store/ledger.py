@@ -24,11 +24,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import lmdb
 import msgspec
 
-from forebay.core.record import OWNED, Record, State, blocks_in, decode_record, encode_record
+from forebay.core.record import Record, State, blocks_in, decode_record, encode_record
 from forebay.node.store import files, keys, presence
 from forebay.node.store.durable import Entry, decode_entry, encode_entry
 from forebay.node.store.index import as_error
 from forebay.node.store.notes import Note
+from forebay.node.store.usage import small_bytes
 from forebay.node.store.volume import Unit, Volume
 
 GROUP_BLOCKS = 128
@@ -54,21 +55,14 @@ def enter(volume: Volume, bucket: str, entry: bytes, record: Record, old: Record
     index.put("records", entry, encode_record(record))
     if old is None or old.object_id != record.object_id:
         index.put("ids", id_key(record.object_id), inline_sum.to_bytes(8, "little") + entry)
-    size_bytes, old_bytes = presence.bytes_of(record), presence.bytes_of(old) if old is not None else 0
-    volume.change.add(bucket, int(old is None), size_bytes - old_bytes)
-    if record.state & OWNED:
-        volume.change.add_owned(1, size_bytes)
-    if old is not None and old.state & OWNED:
-        volume.change.add_owned(-1, -old_bytes)
+    volume.change.swap(bucket, old, record)
 
 
 def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None:
     """No record of the key any more."""
     volume.index.put("records", keys.index_key(bucket, key), None)
     remove_traces(volume, record)
-    volume.change.add(bucket, -1, -presence.bytes_of(record))
-    if record.state & OWNED:
-        volume.change.add_owned(-1, -presence.bytes_of(record))
+    volume.change.swap(bucket, record, None)
 
 
 def remove_traces(volume: Volume, record: Record) -> None:
@@ -186,7 +180,7 @@ def units(volume: Volume) -> Iterator[Unit]:
             used = volume.index.get("used", id_key(object_id))
             minute = max(minute, int.from_bytes(used or b"", "big"))
         if record.inline is not None:
-            yield Unit(bucket, key, object_id, 0, len(record.inline), minute, record.state)
+            yield Unit(bucket, key, object_id, 0, small_bytes(record), minute, record.state)
             continue
         for block in presence.iterate(presence.bits_of(record)):
             start, end = files.block_range(record.size_bytes, record.block_bytes, block)

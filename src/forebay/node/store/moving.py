@@ -154,8 +154,6 @@ def _remove(volume: Volume, gone: list[Kept]) -> None:
             ledger.remove_record(volume, each.bucket, each.key, record)
             if record.inline is None:
                 paths.append(volume.data_path(record.object_id))
-    volume.index.flush()
-    volume.usage.merge(volume.change)
-    volume.change = type(volume.change)()
+    volume.commit()
     for path in paths:
         files.remove(path)

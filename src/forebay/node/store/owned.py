@@ -49,14 +49,12 @@ def restore(volume: Volume) -> None:
     for entry, owed in volume.durable.walk():
         _restore_entry(volume, entry, owed)
         if volume.index.pending >= _BATCH:
-            volume.index.flush()
+            volume.commit()
     _check_notes(volume)
     for entry in volume.unbacked:
         _drop_unbacked(volume, entry)
     volume.unbacked.clear()
-    volume.index.flush()
-    volume.usage.merge(volume.change)
-    volume.change = type(volume.change)()
+    volume.commit()
 
 
 def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
@@ -153,7 +151,7 @@ def _check_notes(volume: Volume) -> None:
                     volume.index.put("notes", entry, None)
                     ledger.remove_record(volume, bucket, key, now)
         if volume.index.pending >= _BATCH:
-            volume.index.flush()
+            volume.commit()
 
 
 def _drop_unbacked(volume: Volume, entry: bytes) -> None:

@@ -41,6 +41,7 @@ from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, owned, presence
 from forebay.node.store.durable import Entry, sync_path
 from forebay.node.store.notes import Note, Owed
+from forebay.node.store.usage import Room, small_bytes
 from forebay.node.store.volume import Volume
 from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
@@ -139,6 +140,28 @@ class Prepared:
         return list(found.values())
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A volume's room, asked once for many changes: nothing is written before `make_durable`."""
+
+    room: Room
+    small_bytes: int = 0  # promised to small objects
+
+    def promise(self, step: _Step) -> None:
+        """Keep room for a put; `Unavailable` if there is none."""
+        record, volume = step.record, step.volume
+        assert record is not None
+        assert volume is not None
+        if record.inline is None:
+            remedy = self.room.refuses_file(record.size_bytes, here_bytes=record.size_bytes)
+        else:
+            taken_bytes = small_bytes(record)
+            remedy = self.room.refuses_small(self.small_bytes + taken_bytes, step.durable)
+            self.small_bytes += 0 if remedy else taken_bytes
+        if remedy:
+            raise no_room(volume, f"{record.size_bytes} bytes do not fit", remedy)
+
+
 class Puts:
     """For `Store`, whose methods of these names promise what is promised here.
 
@@ -177,7 +200,7 @@ class Puts:
     def prepare(self, changes: Sequence[Change]) -> Prepared:
         prepared = Prepared()
         names: set[tuple[str, str]] = set()
-        rooms: dict[str, int] = {}  # by volume, asked once: nothing is written before `make_durable`
+        rooms: dict[str, _Asked] = {}
         for change in changes:
             key = change.info.key if isinstance(change, Put) else change.key
             assert (change.bucket, key) not in names, f"two changes of {change.bucket}/{key} at once"
@@ -191,7 +214,7 @@ class Puts:
                 _discard(change.path if isinstance(change, Put) else "")
         return prepared
 
-    def _decide(self, step: _Step, rooms: dict[str, int]) -> None:
+    def _decide(self, step: _Step, rooms: dict[str, _Asked]) -> None:
         change, bucket, key = step.change, step.bucket, step.key
         volume = step.volume = self._volumes.home(bucket, key)
         if volume.state == "out":
@@ -209,12 +232,9 @@ class Puts:
             assert change.note is None or change.note.is_delete, change
             return
         self._decide_put(step, change, volume)
-        size_bytes = change.info.size_bytes
-        room_bytes = rooms.get(volume.path)
-        if room_bytes is None:
-            room_bytes = rooms[volume.path] = self._volumes.room_bytes(volume)
-        if size_bytes > room_bytes:
-            self._volumes.check_room(volume, size_bytes, here_bytes=size_bytes if step.source else 0)
+        if volume.path not in rooms:
+            rooms[volume.path] = _Asked(self._volumes.room(volume, fresh=True))
+        rooms[volume.path].promise(step)
         if step.source:
             self._arriving.add(change.object_id)
 

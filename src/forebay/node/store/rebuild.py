@@ -54,11 +54,9 @@ def rebuild(volume: Volume) -> str:
                     assert known is not None
                     ledger.remove_record(volume, bucket, key, known[2])
         if volume.index.pending >= _BATCH:
-            volume.index.flush()
+            volume.commit()
     volume.index.put("meta", b"next_id", next_id.to_bytes(8, "big"))
-    volume.index.flush()
-    volume.usage.merge(volume.change)
-    volume.change = type(volume.change)()
+    volume.commit()
     return f"{kept} objects with {blocks} blocks found, each block to be verified before its first use"
 
 

@@ -36,15 +36,18 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
 from forebay.core.record import Record, State, decode_record, encode_record
-from forebay.node.store import files, keys, presence
+from forebay.node.store import files, keys, pages
 from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
+from forebay.node.store.pages import FreePages
+from forebay.node.store.usage import Room, Usage, overhead
 from forebay.ports import chance, clock
 from forebay.ports.machine import alive, boot_id
 
 FORMAT = 1
 OWN_NAMES = frozenset(
     {"volume.json", "lock", "tmp", "data", "index", "durable", "parts", "ballast", "volume.json.new", "lost+found"}
+    | {"durable.new"}
 )
 INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -77,20 +80,6 @@ class Unit(NamedTuple):
     state: int  # core.record.State
 
 
-class VolumeUsage(NamedTuple):
-    volume_id: str
-    path: str
-    state: str  # ok | full | out
-    reason: str
-    used_bytes: int  # bytes of present blocks and inline objects
-    capacity_bytes: int  # what the store may fill
-    free_bytes: int  # what the filesystem still gives, less the reserve
-    objects: int
-    buckets: dict[str, int]  # bytes by bucket
-    owned_bytes: int = 0  # of used_bytes: those that only this node has, never evicted
-    owned_objects: int = 0
-
-
 class Mark(msgspec.Struct, omit_defaults=False):
     """`volume.json`. Unknown fields are ignored; a higher `format` is refused."""
 
@@ -121,37 +110,6 @@ def read_mark(path: str) -> Mark | None:
     return mark
 
 
-class Usage:
-    """Objects and bytes by bucket, and how many of them are owned. Small: one entry per bucket."""
-
-    def __init__(self) -> None:
-        self.bytes_by_bucket: dict[str, int] = {}
-        self.bytes = 0
-        self.objects = 0
-        self.owned_bytes = 0
-        self.owned_objects = 0
-
-    def add(self, bucket: str, objects: int, size_bytes: int) -> None:
-        self.objects += objects
-        self.bytes += size_bytes
-        total = self.bytes_by_bucket.get(bucket, 0) + size_bytes
-        if total or objects > 0:
-            self.bytes_by_bucket[bucket] = total
-        else:
-            self.bytes_by_bucket.pop(bucket, None)
-
-    def add_owned(self, objects: int, size_bytes: int) -> None:
-        """Of what `add` counted, so much became owned (or, negative, is no more)."""
-        self.owned_objects += objects
-        self.owned_bytes += size_bytes
-
-    def merge(self, other: Usage) -> None:
-        for bucket, size_bytes in other.bytes_by_bucket.items():
-            self.add(bucket, 0, size_bytes)
-        self.objects += other.objects
-        self.add_owned(other.owned_objects, other.owned_bytes)
-
-
 class Volume:
     """An open volume, held by this process. `state` is ok, full or out."""
 
@@ -172,6 +130,7 @@ class Volume:
         self.behind = False  # a flush was lost: what the durable index says may not be in view
         self.opened = False
         self._free: tuple[float, int] = (float("-inf"), 0)
+        self.free_pages = FreePages(lambda: self.index.pages())
         os.makedirs(self.path, exist_ok=True)
         self._refuse_foreign()
         self._lock_fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -238,8 +197,12 @@ class Volume:
         self.sweep_temp()
         self.durable = Durable(os.path.join(self.path, "durable"))
         reason = self._believe_index()
+        generation = self.mark.index + 1
+        if not reason and pages.compact(self.index.env, self.free_pages.now, self.index_path(generation)):
+            self.index.close()
+            self.index, self.mark.index = Index(self.index_path(generation), write=True), generation
+            self.free_pages.changed()
         if reason:
-            generation = self.mark.index + 1
             shutil.rmtree(self.index_path(generation), ignore_errors=True)
             os.makedirs(self.index_path(generation))
             self.index = Index(self.index_path(generation), write=True)
@@ -304,13 +267,11 @@ class Volume:
         entries = 0
         for entry, value in self.index.walk("records"):
             record = decode_record(value)
-            size_bytes = presence.bytes_of(record)
-            self.usage.add(keys.split(entry, record.key)[0], 1, size_bytes)
+            self.usage.swap(keys.split(entry, record.key)[0], None, record)
             entries += 1
-            if record.state & State.OWNED:
-                self.usage.add_owned(1, size_bytes)
-                if self.index.get("notes", entry) is None and self.durable.get(entry) is None:
-                    self.unbacked.append(entry)
+            owned = record.state & State.OWNED
+            if owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None:
+                self.unbacked.append(entry)
         if entries != self.index.count("records"):
             raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
 
@@ -423,6 +384,48 @@ class Volume:
                     self.tell(StoreEvent("volume-healed", self.id, "there is room again"))
         except OSError as error:
             self.trouble(error, "looking at the directory")
+
+    # --- changes ---
+
+    def commit(self) -> int:
+        """Commit what is pending, and count it; how many changes. `OSError` or `Corrupt`: nothing was changed."""
+        try:
+            done = self.index.flush()
+        except OSError as error:
+            if error.errno in _FULL:
+                self.free_pages.refused()
+            raise
+        self.usage.merge(self.change)
+        self.change = Usage()
+        if done:
+            self.free_pages.changed()
+        return done
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        self.index.discard()
+        self.change = Usage()
+
+    def room(self, share_bytes: int | None, *, fresh: bool = False) -> Room:
+        """What is taken and free, pending changes included; `share_bytes` is what the capacity leaves to this volume.
+        OSError or `Corrupt` of the disk."""
+        usage, change = self.usage, self.change
+        weighed_bytes = usage.taken_bytes + change.taken_bytes
+        small_bytes = usage.small_bytes + change.small_bytes
+        owned_small_bytes = usage.owned_small_bytes + change.owned_small_bytes
+        owned_file_bytes = usage.owned_file_bytes + change.owned_file_bytes
+        overhead_bytes = overhead(small_bytes, self.free_pages.now.used_bytes, self.durable.free_pages.now.used_bytes)
+        return Room(
+            weighed_bytes + overhead_bytes,
+            overhead_bytes,
+            owned_small_bytes + owned_file_bytes,
+            weighed_bytes - small_bytes - owned_file_bytes,
+            small_bytes - owned_small_bytes,
+            self.free_bytes(fresh=fresh),
+            self.free_pages.bytes,
+            self.durable.free_pages.bytes,
+            share_bytes,
+        )
 
     # --- records ---
 

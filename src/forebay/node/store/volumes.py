@@ -5,8 +5,8 @@ readers. When a volume goes out, its keys fall to the others; when volumes come 
 place is dropped (clean) or moved (owned) at the start.
 
 A write needs less than a read that lands: bytes that only this node has may push out what can be fetched again. So
-there are two questions: `_roomy`, whether a volume takes cached bytes now, and `room_bytes`, what it could take if
-everything that may be evicted were.
+there are two questions: `_roomy`, whether a volume takes cached bytes now, and `room`, what it could take if everything
+that may be evicted were.
 
 Invariants. (1) An object id is never used twice: ids are noted on every volume ahead of their use.
 """
@@ -14,7 +14,6 @@ Invariants. (1) An object id is never used twice: ids are noted on every volume 
 from __future__ import annotations
 
 import errno
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from forebay.core.errors import Corrupt, Invalid, Unavailable
 from forebay.core.placement import Members
 from forebay.core.wire import VolumeAt
 from forebay.node.store import owned, rebuild
-from forebay.node.store.volume import StoreEvent, Volume, VolumeUsage
+from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
+from forebay.node.store.volume import StoreEvent, Volume
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
@@ -94,7 +94,7 @@ class VolumeSet:
         """A volume went out: say what only it has."""
         if volume.usage.owned_objects:
             detail = (
-                f"{volume.usage.owned_objects} objects with {volume.usage.owned_bytes} bytes that the backend has not "
+                f"{volume.usage.owned_objects} objects with {volume.usage.owed_bytes} bytes that the backend has not "
                 f"got are on {volume.path}: they are flushed when it is back; do not erase it"
             )
             self.tell(StoreEvent("owed-out", volume.id, detail))
@@ -122,46 +122,30 @@ class VolumeSet:
         volume = self._by_id.get(self.volume_of(bucket, key))
         return None if volume is None or volume.state == "out" else volume
 
-    def _roomy(self, bucket: str, key: str) -> Volume:
-        """The key's volume if it takes more bytes; else `Unavailable`."""
+    def _roomy(self, bucket: str, key: str, small_bytes: int | None = None) -> Volume:
+        """The key's volume if it takes more bytes, or a small object of so many; else `Unavailable`."""
         volume = self.home(bucket, key)
-        if volume.state != "ok":
-            raise self.unusable(volume)
-        try:
-            free_bytes = volume.free_bytes()
-        except OSError as error:
-            raise volume.trouble(error, "asking for free space") from error
-        if free_bytes <= 0:
-            raise volume.trouble(OSError(errno.ENOSPC, "less than the reserve is free", volume.path), "making room")
-        if self._capacity_bytes is not None and volume.usage.bytes + volume.change.bytes >= self._share(volume):
+        room = self.room(volume)
+        if room.share_bytes is not None and room.taken_bytes >= room.share_bytes:
             raise Unavailable(
                 f"volume {volume.path} holds what it may: the bytes pass through until eviction made room"
             )
+        if small_bytes is not None and room.index_bytes > 2 * PAGE_BYTES + small_bytes:
+            return volume
+        if volume.state != "ok":
+            raise self.unusable(volume)
+        if room.free_bytes <= 0:
+            raise volume.trouble(OSError(errno.ENOSPC, "less than the reserve is free", volume.path), "making room")
         return volume
 
-    def room_bytes(self, volume: Volume) -> int:
-        """How long a write may be that surely has room, as the disk is now; `check_room` judges a longer one."""
-        free_bytes, evictable_bytes, capacity_bytes = self._rooms(volume)
-        return min(free_bytes + evictable_bytes, capacity_bytes)
-
-    def check_room(self, volume: Volume, size_bytes: int, *, here_bytes: int = 0) -> None:
-        """`Unavailable` (`InsufficientStorage`) if a write of that size has no room, even when all that can be evicted
-        were; `here_bytes` of it are on the disk already."""
-        free_bytes, evictable_bytes, capacity_bytes = self._rooms(volume)
-        if free_bytes + evictable_bytes < size_bytes - here_bytes:
-            raise no_room(volume, f"{size_bytes} bytes do not fit")
-        if capacity_bytes < size_bytes:
-            raise no_room(volume, f"{size_bytes} bytes are more than the capacity leaves")
-
-    def _rooms(self, volume: Volume) -> tuple[int, int, int]:
-        """What the disk has free, what could be evicted, and what the capacity leaves to owned bytes."""
-        owned_bytes = volume.usage.owned_bytes + volume.change.owned_bytes
+    def room(self, volume: Volume, *, fresh: bool = False) -> Room:
+        """What the volume has taken and free. `Unavailable` when its disk does not say."""
+        if volume.state == "out":
+            raise self.unusable(volume)
         try:
-            free_bytes = volume.free_bytes(fresh=True)
-        except OSError as error:
+            return volume.room(None if self._capacity_bytes is None else self._share(volume), fresh=fresh)
+        except (OSError, Corrupt) as error:
             raise volume.trouble(error, "asking for free space") from error
-        capacity_bytes = sys.maxsize if self._capacity_bytes is None else self._share(volume) - owned_bytes
-        return free_bytes, volume.usage.bytes + volume.change.bytes - owned_bytes, capacity_bytes
 
     def _share(self, volume: Volume) -> int:
         """The part of `capacity_bytes` that falls to this volume."""
@@ -185,37 +169,34 @@ class VolumeSet:
 
     def usage(self) -> list[VolumeUsage]:
         """Every volume, those that are out too. Pending changes count."""
-        found = []
-        for volume in self._all:
-            usage, change = volume.usage, volume.change
-            buckets = dict(usage.bytes_by_bucket)
-            for bucket, size_bytes in change.bytes_by_bucket.items():
-                buckets[bucket] = buckets.get(bucket, 0) + size_bytes
-            used_bytes = usage.bytes + change.bytes
-            try:
-                free_bytes = max(0, volume.free_bytes()) if volume.state != "out" else 0
-            except OSError as error:
-                volume.trouble(error, "asking for free space")
-                free_bytes = 0
-            capacity_bytes = used_bytes + free_bytes
-            if self._capacity_bytes is not None and volume.id in self._by_id:
-                capacity_bytes = min(capacity_bytes, self._share(volume))
-            found.append(
-                VolumeUsage(
-                    volume.id,
-                    volume.path,
-                    volume.state,
-                    volume.reason,
-                    used_bytes,
-                    capacity_bytes,
-                    free_bytes,
-                    usage.objects + change.objects,
-                    buckets,
-                    usage.owned_bytes + change.owned_bytes,
-                    usage.owned_objects + change.owned_objects,
-                )
-            )
-        return found
+        return [self._usage(volume) for volume in self._all]
+
+    def _usage(self, volume: Volume) -> VolumeUsage:
+        usage, change = volume.usage, volume.change
+        buckets = dict(usage.by_bucket)
+        for bucket, size_bytes in change.by_bucket.items():
+            buckets[bucket] = buckets.get(bucket, 0) + size_bytes
+        taken_bytes = capacity_bytes = usage.taken_bytes + change.taken_bytes
+        keep_bytes = 0
+        try:
+            room = self.room(volume)
+            taken_bytes, capacity_bytes, keep_bytes = room.taken_bytes, room.capacity_bytes, room.keep_bytes
+        except Unavailable:
+            pass  # its state says why
+        return VolumeUsage(
+            volume.id,
+            volume.path,
+            volume.state,
+            volume.reason,
+            taken_bytes,
+            capacity_bytes,
+            keep_bytes,
+            usage.objects + change.objects,
+            buckets,
+            usage.owned_file_bytes + change.owned_file_bytes + usage.owned_small_bytes + change.owned_small_bytes,
+            usage.owned_objects + change.owned_objects,
+            usage.owed_bytes + change.owed_bytes,
+        )
 
     # --- object ids ---
 
@@ -234,9 +215,9 @@ class VolumeSet:
         self._write_marks()
 
 
-def no_room(volume: Volume, detail: str) -> Unavailable:
+def no_room(volume: Volume, detail: str, remedy: str = "flush or delete objects, or add a volume") -> Unavailable:
     """What a write is told that a full volume cannot take."""
     return Unavailable(
-        f"{detail}: there is no room on {volume.path}; flush or delete objects, or add a volume, and write again",
+        f"{detail}: there is no room on {volume.path}; {remedy}, and write again",
         code=FULL,
     )

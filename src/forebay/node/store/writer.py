@@ -38,8 +38,8 @@ from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed, digest_of
 from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import StoreEvent, Unit, Usage, Volume
-from forebay.node.store.volumes import VolumeSet
+from forebay.node.store.volume import StoreEvent, Unit, Volume
+from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
 
 TOUCHES_HELD_MAX = 65_536
@@ -169,8 +169,7 @@ class Store(VolumeSet):
             self._write_epoch(epoch + 1)
 
     def _forsake(self, volume: Volume) -> None:
-        volume.index.discard()
-        volume.change = Usage()
+        volume.discard()
         self._reclaimer.cancel(volume)
         self.tell_owed_out(volume)
         for landing in [each for each in self._landings.values() if each.volume is volume]:
@@ -359,7 +358,7 @@ class Store(VolumeSet):
         """Store a small object (<= INLINE_BYTES_MAX) whole with the next flush. `Unavailable`: pass through."""
         assert len(data) == info.size_bytes <= limits.INLINE_BYTES_MAX, (len(data), info)
         key = info.key
-        volume = self._roomy(bucket, key)
+        volume = self._roomy(bucket, key, small_bytes=len(data))
         self._refuse_owned(volume, bucket, key)
         self._take_over(bucket, key)
         old = volume.record(keys.index_key(bucket, key), key)
@@ -491,9 +490,8 @@ class Store(VolumeSet):
         """`Unavailable` (code `InsufficientStorage`) when that much has no room even if all that can be were evicted;
         without the code when the volume is out."""
         volume = self.home(bucket, key)
-        if volume.state == "out":
-            raise self.unusable(volume)
-        self.check_room(volume, size_bytes)
+        if remedy := self.room(volume, fresh=True).refuses_file(size_bytes):
+            raise no_room(volume, f"{size_bytes} bytes do not fit", remedy)
 
     # --- changing records ---
 
@@ -674,22 +672,19 @@ class Store(VolumeSet):
             index.put("meta", b"next_id", self._next_id.to_bytes(8, "big"))
         try:
             try:
-                done = index.flush()
+                done = volume.commit()
             except OSError as error:
                 if error.errno != errno.ENOSPC or not volume.drop_ballast():
                     raise
-                done = index.flush()
+                done = volume.commit()
         except (OSError, Corrupt) as error:
             volume.trouble(error, "committing to the index")
             self.tell(StoreEvent("changes-lost", volume.id, f"{index.pending} changes were not kept"))
-            index.discard()
-            volume.change = Usage()
+            volume.discard()
             self._reclaimer.cancel(volume)
             volume.flushes_lost += 1
             volume.behind = True
             return 0
-        volume.usage.merge(volume.change)
-        volume.change = Usage()
         self._reclaimer.committed(volume)
         return done
 
