@@ -57,6 +57,7 @@ _DENIED_CODES = {
 }
 # A body that does not match the checksum that was sent with it.
 _DAMAGED_CODES = {"BadDigest", "Md5Mismatch", "XAmzContentSHA256Mismatch"}
+_DAMAGED_TEXT = "Provided contentMD5 doesn't match"  # Azurite says it with the code of any refused request
 # Answers below 500 that pass: a body that came too slowly, and two writes that met.
 _PASSING_CODES = {"RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "IncompleteBody"}
 # obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
@@ -131,7 +132,7 @@ def from_status(status: int, body: str, what: str, *, retry_after: str = "") -> 
         return Invalid(f"{what}: the bucket is at {where}: set the bucket's option region or endpoint", code=code)
     if status in (401, 403) or (status == 400 and code in _DENIED_CODES):
         return _denied(said, what)
-    if code in _DAMAGED_CODES:
+    if code in _DAMAGED_CODES or (status == 400 and _DAMAGED_TEXT in body):
         return Corrupt(f"{what}: the body was damaged on its way ({said}): send it again")
     if code in _PASSING_CODES:
         return Unavailable(f"{what}: the backend could not finish ({said}): try again")

@@ -11,8 +11,8 @@ server here is a context manager that runs one process with its own directory an
 
 No server outlives the process that started it: the kernel kills it when its parent dies (`setpriv --pdeathsig`), and
 an exit handler stops it in every gentler case. A program that is absent raises `MissingProgram`, which says how to get
-it; `python -m forebay.bench.servers install` gets all of them (Debian packages when root, Azurite from npm into a
-cache directory outside any checkout).
+it; `python -m forebay.bench.servers install` gets all of them (Debian packages when root, Azurite from npm into the
+checkout's `.tools`, at one version: what lies in a user's home may be of another one and hide or make a failure).
 
 Rejected: containers (need a daemon and root); moto and other in-process fakes of S3 (they agree with boto3, not with
 S3); fixed ports (two checkouts on one machine would fight).
@@ -74,9 +74,9 @@ class ServerFailed(RuntimeError):
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
-def cache_dir() -> Path:
-    """Where downloaded test programs are kept, outside any checkout: `$XDG_CACHE_HOME/forebay-tests`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay-tests"
+def tools_dir() -> Path:
+    """Where programs that no package of Debian has are kept: `.tools` of the checkout that this file lies in."""
+    return Path(__file__).resolve().parents[3] / ".tools"
 
 
 def find_program(name: str, how_to_get: str = "") -> str:
@@ -93,11 +93,17 @@ def find_program(name: str, how_to_get: str = "") -> str:
 
 
 def find_azurite() -> Path:
-    """Azurite's blob service as a script for node, or `MissingProgram`."""
-    script = cache_dir() / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-    if not script.is_file():
+    """Azurite's blob service as a script for node, at `AZURITE_VERSION`, or `MissingProgram`."""
+    package = tools_dir() / "azurite" / "node_modules" / "azurite"
+    try:
+        version = json.loads((package / "package.json").read_bytes())["version"]
+    except (OSError, ValueError, KeyError):
+        version = "none"
+    script = package / "dist" / "src" / "blob" / "main.js"
+    if version != AZURITE_VERSION or not script.is_file():
         raise MissingProgram(
-            f"Azurite is not in {cache_dir()}: run `python -m forebay.bench.servers install` (needs npm and a registry)"
+            f"Azurite {AZURITE_VERSION} is not in {tools_dir()} (found: {version}): "
+            "run `python -m forebay.bench.servers install` (needs npm and a registry)"
         )
     return script
 
@@ -118,7 +124,7 @@ def find_fake_gcs() -> Path:
 def ensure_installed() -> list[str]:
     """Install what is absent and can be installed here; returns one line per program that is still missing.
 
-    Debian packages need root (else the line names the command to type); Azurite comes from npm into `cache_dir()`.
+    Debian packages need root (else the line names the command to type); Azurite comes from npm into `tools_dir()`.
     May be called any number of times: when nothing is missing it does nothing and needs no network.
     """
     missing = []
@@ -137,7 +143,7 @@ def ensure_installed() -> list[str]:
         if npm is None:
             missing.append("npm is missing, so Azurite (Azure Blob) cannot be installed")
         else:
-            folder = cache_dir() / "azurite"
+            folder = tools_dir() / "azurite"
             folder.mkdir(parents=True, exist_ok=True)
             package = f"azurite@{AZURITE_VERSION}"
             command = [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(folder), package]
