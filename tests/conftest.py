@@ -18,8 +18,9 @@ from forebay.bench import servers
 
 # Taken out of the environment: where pytest sees it, bodies of megabytes that differ are compared line by line.
 RUNS_IN_CI = os.environ.pop("CI", "") == "true"
-if RUNS_IN_CI:
-    hypothesis.settings.load_profile("ci")  # which it would have found out by itself: no limits of time
+# No limits of time anywhere: how long an example takes to make says how busy the machine is.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("ci" if RUNS_IN_CI else "patient")  # "ci": examples that do not change
 
 ServerT = TypeVar("ServerT", bound=servers.Server)
 

@@ -66,7 +66,7 @@ def test_a_step_counts_when_every_rank_saved_it(tmp_path: Path):
 def test_processes_that_outlive_a_job_are_counted_and_ended():
     sleeper = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     with subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True) as leader:
-        leader.wait(30)
+        leader.wait(90)
         assert len(resume.members(leader.pid)) == 1
         assert resume._end_sessions([leader.pid], 0.2) == 1
         until(lambda: not resume.members(leader.pid), 10)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Program
 from tests.client.fake_node import FakeNode
+from tests.patience import PATIENCE_S
 
 from forebay.cli.cat import parse_range
 from forebay.cli.get import file_for, relative
@@ -287,11 +288,11 @@ def test_ctrl_c_leaves_what_can_be_resumed_and_says_so(
     def interrupt(key: str, done: int) -> None:
         """20 MB are on their way: press Ctrl-C, and hold the rest back until the program is gone."""
         part = next(iter(tmp_path.glob(".one.*.part")), None)
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + PATIENCE_S
         while (part is None or part.stat().st_size == 0) and time.monotonic() < give_up:
             part = next(iter(tmp_path.glob(".one.*.part")), None)
         get[0].send_signal(signal.SIGINT)
-        get[0].wait(30)
+        get[0].wait(90)
 
     node.on_body = interrupt
     args = ["-r", "corpus/big/", str(tmp_path)] if recursive else ["corpus/big/one", str(tmp_path)]

@@ -7,12 +7,12 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import COMMAND, Program
+from tests.patience import until
 
 from forebay.cli import local_node
 from forebay.client.sync import Client
@@ -125,8 +125,8 @@ def test_a_killed_node_is_noticed_and_started_again_with_its_cache(real: Program
     with Client(real.env["FOREBAY_URL"]) as client:
         assert client.get("data", "big") == objects["big"]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not local_node.is_locked(tmp_path / "node"))
-        wait_until(lambda: not local_node.is_ready(real.env["FOREBAY_URL"]))
+        until(lambda: not local_node.is_locked(tmp_path / "node"))
+        until(lambda: not local_node.is_ready(real.env["FOREBAY_URL"]))
         assert "no node answers" in real("status", code=6).stderr
         assert "was killed" in real("doctor", "--no-measure").stdout
         assert up(real)["started"] is True
@@ -140,18 +140,11 @@ def test_a_killed_node_is_noticed_and_started_again_with_its_cache(real: Program
 def test_up_right_after_the_end_of_a_node_starts_another(real: Program, tmp_path: Path, how: signal.Signals) -> None:
     first = int(str(up(real)["pid"]))
     os.kill(first, how)
-    wait_until(lambda: not local_node.said(tmp_path / "node").pid or not machine.alive(first))
+    until(lambda: not local_node.said(tmp_path / "node").pid or not machine.alive(first))
     second = up(real)
     assert second["started"] is True
     assert second["pid"] != first
     assert json.loads(real("status", "--json").stdout)["endpoint"] == real.env["FOREBAY_URL"]
-
-
-def wait_until(condition: object, timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_a_taken_port_is_explained_and_another_offered(real: Program, free_port: int) -> None:
@@ -186,7 +179,7 @@ def test_a_node_that_cannot_start_says_why(real: Program, tmp_path: Path) -> Non
 def test_a_node_that_is_slow_to_start_can_be_stopped_all_the_same(real: Program, tmp_path: Path) -> None:
     """Its pid is known from the lock it holds, before it has written where it listens."""
     starting = real.process("up", "--listen", real.env["FOREBAY_LISTEN"], "--fronts", "1")
-    wait_until(lambda: local_node.is_locked(tmp_path / "node"))
+    until(lambda: local_node.is_locked(tmp_path / "node"))
     starting.send_signal(signal.SIGINT)
     _, err = starting.communicate(timeout=60)
     if starting.returncode != 0:  # it was not ready yet, as far as can be helped

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.cli.conftest import COMMAND, Program
 from tests.client.fake_node import STARTED_S, FakeNode
+from tests.patience import PATIENCE_S
 
 from forebay.core import calls
 
@@ -29,7 +30,7 @@ class Terminal:
         self.shown = ""
 
     def until(self, pattern: str, on_wait: Callable[[], None] = lambda: None) -> None:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + PATIENCE_S
         while not re.search(pattern, self.shown):
             assert time.monotonic() < give_up, self.shown
             on_wait()
@@ -47,10 +48,10 @@ class Terminal:
         return bool(data)
 
     def end(self) -> int:
-        while self._read(60):
+        while self._read(PATIENCE_S):
             pass
         os.close(self.fd)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE_S)
 
 
 def test_a_job_draws_a_bar_and_ctrl_c_takes_it_away(program: Program, node: FakeNode) -> None:

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from tests.cli.conftest import Program
 from tests.client.fake_node import MODIFIED_S, FakeNode
+from tests.patience import PATIENCE_S
 
 from forebay.cli.put import key_for, same_bytes
 from forebay.cli.stat import facts
@@ -127,7 +128,7 @@ def test_ctrl_c_keeps_what_is_whole(program: Program, node: FakeNode, folder: Pa
         with open(folder / f"large{number:02d}", "wb") as file:
             file.truncate(20_000_000)
     running = program.process("put", "-r", "-j", "2", str(folder), "corpus/up")
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + PATIENCE_S
     while "up/large03" not in node.objects["corpus"]:
         assert time.monotonic() < until_s
         assert running.poll() is None, running.communicate()

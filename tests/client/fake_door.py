@@ -61,7 +61,7 @@ class FakeDoor:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(5)
+        self._thread.join(90)
         self.cut()
 
     @property

@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.client.conftest import in_child
 from tests.client.fake_door import FakeDoor
 from tests.client.fake_node import FakeNode
 from tests.core.archives import tar_of, zip_of
+from tests.patience import until
 
 from forebay.client import door as client_door
 from forebay.client.door import HostDoor
@@ -49,13 +50,6 @@ def door(front: FakeDoor) -> Iterator[HostDoor]:
     door = HostDoor(front.where, "token")
     yield door
     door.close()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, "not in time"
-        time.sleep(0.005)
 
 
 def descriptors() -> set[str]:
@@ -354,9 +348,7 @@ def test_out_of_descriptors(front: FakeDoor, tmp_path: Path) -> None:
         right = all(body in (None, DATA[number : number + 20_000]) for number, body in enumerate(got))
         assert None in got
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        deadline_s = time.monotonic() + 10
-        while door.pread("b", "k5", 0, 10) != DATA[5:15]:
-            assert time.monotonic() < deadline_s
+        until(lambda: door.pread("b", "k5", 0, 10) == DATA[5:15])
         return right
 
     assert in_child(run)
@@ -429,7 +421,7 @@ def test_a_fork_while_threads_read(front: FakeDoor, door: HostDoor, large: int) 
     finally:
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(90)
     assert large
 
 

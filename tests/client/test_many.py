@@ -93,7 +93,7 @@ class Canned:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
         self._listener.close()
-        self._thread.join(5)
+        self._thread.join(90)
         assert not self._thread.is_alive()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from demo import corpus
 from demo.picture import Run, draw
@@ -100,7 +101,7 @@ def test_ctrl_c_stops_everything_at_any_moment(marked: dict[str, str], tmp_path:
     assert job.returncode == 130, "".join(heard) + rest
     assert "everything that was started is gone" in rest
     assert "Traceback" not in rest
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while marked_processes(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not marked_processes(tmp_path)

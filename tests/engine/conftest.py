@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
+from tests.patience import until_async as until  # noqa: F401
 
 from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.memory import MemoryBackend
@@ -208,15 +210,6 @@ class _Body:
         self._remote.closed_bodies += 1
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait until `condition()` is true."""
-    for _ in range(int(timeout_s / 0.002)):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError(f"not within {timeout_s} s")
-
-
 def _read(landed: wire.Landed) -> bytes:
     fd = os.open(landed.path, os.O_RDONLY)
     try:
@@ -265,7 +258,7 @@ class ReadSeen:
             self.error = from_wire(message.error)
         self.changed.set()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.changed.clear()
@@ -307,7 +300,7 @@ class Front:
         self._reader, self._writer = await asyncio.open_unix_connection(str(settings.engine_socket))
         self.post(wire.Hello(number, os.getpid()))
         self.task = asyncio.create_task(self._listen())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self.welcomed.wait()
 
     async def _listen(self) -> None:
@@ -345,7 +338,7 @@ class Front:
         future = self.calls[self._number] = asyncio.get_running_loop().create_future()
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
         self.post(wire.Call(self._number, verb, body))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return calls.decode_answer(verb, await future)
 
     async def job(self, verb: str, arguments: calls.JobCall) -> calls.JobState:

@@ -40,7 +40,7 @@ class Disk:
     def make_durable(self, prepared: Prepared) -> None:
         assert threading.current_thread() is not threading.main_thread()
         self.steps.append(("sync", prepared.keys))
-        self.free.wait(10)
+        self.free.wait(90)
         if self.error is not None:
             raise self.error
 

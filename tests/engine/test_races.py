@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
+from tests.patience import until_async as until
 
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, RangeSpec
@@ -24,12 +26,6 @@ from forebay.node.store import files, rebuild
 from .conftest import MIB, Remote, Rig, pattern, rig
 
 Rigged = Callable[..., None]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 async def reclaimed(rig: Rig) -> None:
@@ -178,7 +174,7 @@ def test_a_clock_that_steps_back_does_not_keep_a_read_asking(rigged: Rigged) -> 
         rig.remote.asked.clear()
         read = asyncio.create_task(rig.front.get("object"))
         second = asyncio.create_task(rig.front.get("object"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert await read == await second == b"same"
         assert rig.remote.count("check") <= 4
 
@@ -193,7 +189,7 @@ def test_a_read_that_failed_leaves_no_file(rigged: Rigged, tmp_path: Path) -> No
             with pytest.raises(Unavailable):
                 await rig.front.get(f"object/{number}")
         await rig.idle()
-        await until(lambda: not data_files(tmp_path), timeout_s=8.0)
+        await until(lambda: not data_files(tmp_path))
 
     rigged(story)
 
@@ -214,7 +210,7 @@ def test_a_bucket_that_hangs_does_not_hold_up_another(rigged: Rigged) -> None:
         waiting = [rig.front.open(f"object/{number}") for number in range(100)]
         await asyncio.sleep(0.1)
         try:
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await rig.front.get("object", bucket="well") == b"well"
         finally:
             gate.set()
@@ -317,7 +313,7 @@ def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
         large, small = asyncio.create_task(budget.take(8)), asyncio.create_task(budget.take(4))
         await asyncio.sleep(0)
         large.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE_S):
             await small
         assert budget.used_bytes == 10
 

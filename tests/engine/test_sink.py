@@ -24,7 +24,7 @@ class SlowLanding:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < BLOCK_BYTES:
-            assert self.may_write.wait(20)
+            assert self.may_write.wait(90)
         with open(self.path, "r+b") as file:
             file.seek(offset)
             file.write(data)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from forebay.core import calls, limits
 from forebay.core.errors import Denied, NotFound, Precondition, Unavailable
@@ -200,7 +201,7 @@ def test_readers_that_ask_before_the_backend_changes_confirm_nothing_for_later(
         is_held = held_back(rig, "delete" if gone else "put")
         writing = asyncio.create_task(delete(rig, "key") if gone else put(rig, "key", SMALL))  # type: ignore[arg-type]
         await until(lambda: rig.remote.count("delete" if gone else "put") == 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert named(await rig.front.get("key")) == named(old)
             assert named(await rig.front.get("key", revalidate=True)) == named(old)
             assert named(await rig.front.get("key", RangeSpec(1, 2))) == named(old[1:3])
@@ -225,7 +226,7 @@ def test_readers_beside_a_slow_write_ask_no_more_than_without_it(rigged: Rigged)
             rig.remote.writable.clear()
             writing = asyncio.create_task(put(rig, "key", SMALL))
             await until(lambda: rig.remote.count("put") == 1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 for _ in range(10):
                     assert set(await asyncio.gather(*(rig.front.get("key") for _ in range(5)))) == {b"old"}
             assert rig.remote.count("check") <= asked_max
@@ -259,7 +260,7 @@ def test_what_is_fetched_beside_a_write_is_kept_unconfirmed(
         if not early:
             reading = asyncio.create_task(rig.front.get("key"))
         rig.remote.open.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert named(await reading) == named(old)
             assert named(await rig.front.get("key")) == named(old)
         await rig.idle()

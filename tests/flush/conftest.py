@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
+from tests.patience import until_async as until
 
 from forebay.backends.memory import MemoryBackend
 from forebay.backends.seam import Body
@@ -282,14 +283,6 @@ class Node:
         assert not self.shelf.notes
         await until(lambda: not self.flusher.totals("b").flushing)
         assert self.flusher.totals("b")[:4] == (0, 0, None, 0)
-
-
-async def until(true: Callable[[], Any], what: str = "what is waited for") -> None:
-    """Wait for a condition, for at most half a minute."""
-    give_up_s = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < give_up_s, f"{what} did not come about"
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture

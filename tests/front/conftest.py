@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.front.fake_engine import WAIT_S, Node, serve
+from tests.front.fake_engine import Node, serve
+from tests.patience import until
 
 
 @pytest.fixture
@@ -21,10 +21,4 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def eventually() -> Callable[[Callable[[], bool]], None]:
     """Wait for a condition."""
 
-    def wait(condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < until, "it did not happen in time"
-            time.sleep(0.005)
-
-    return wait
+    return until

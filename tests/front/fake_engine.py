@@ -17,6 +17,7 @@ from typing import Any
 
 import uvloop
 import xxhash
+from tests.patience import PATIENCE_S
 
 from forebay.core import calls, limits, wire
 from forebay.core.errors import ForebayError, NotFound, Precondition
@@ -30,7 +31,7 @@ from forebay.node.store.files import file_name
 from forebay.node.store.writer import Store
 from forebay.ports import clock
 
-WAIT_S = 10.0
+WAIT_S = PATIENCE_S
 
 
 def info(key: str, data_bytes: int, version: str = "v1", **headers: str) -> ObjectInfo:

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from tests.engine.conftest import FakeClock, Remote
+from tests.patience import PATIENCE_S, until  # noqa: F401
 
 from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.seam import Backend
@@ -23,16 +23,6 @@ from forebay.node.engine import Engine
 from forebay.node.front import Front
 from forebay.node.http.shards import Shards
 from forebay.node.settings import Settings
-
-WAIT_S = 30.0
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for a condition."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)  # between looks
 
 
 class Answer(NamedTuple):
@@ -60,7 +50,7 @@ class Place:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run on the place's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
     def start(self) -> None:
         self._thread.start()
@@ -107,7 +97,7 @@ class Place:
     def ask(
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, *, front: int = 0
     ) -> Answer:
-        made = http.client.HTTPConnection("127.0.0.1", self.fronts[front].port, timeout=WAIT_S)
+        made = http.client.HTTPConnection("127.0.0.1", self.fronts[front].port, timeout=PATIENCE_S)
         try:
             made.request(method, path, body or None, headers or {})
             got = made.getresponse()

@@ -197,7 +197,7 @@ def test_a_slow_client_holds_the_engine_up(node: Node, eventually: Eventually) -
     node.engine.cold["b", "o"] = Cold(data, piece_bytes=500_000)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
-        sock.settimeout(10)
+        sock.settimeout(90)
         sock.connect(("127.0.0.1", node.port))
         client = Client(sock)
         send(client, [("b", "o"), ("b", "o")])
@@ -557,7 +557,7 @@ def test_over_tls_and_http_1_0(tmp_path: Path) -> None:
         node.engine.cold["b", "cold"] = Cold(data)
         context = ssl.create_default_context(cafile=str(pair.cert))
         context.check_hostname = False
-        with socket.create_connection(("127.0.0.1", node.port), timeout=10) as plain:
+        with socket.create_connection(("127.0.0.1", node.port), timeout=90) as plain:
             client = Client(context.wrap_socket(plain, server_hostname="localhost"))
             for items in ([("b", "o"), ("b", "o", 5, 60_000)], [("b", "cold"), ("b", "o"), ("b", "o", 1, 2)]):
                 send(client, items)

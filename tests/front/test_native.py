@@ -258,7 +258,7 @@ def test_tokens_and_grants_hold(node: Node) -> None:
     node.engine.identities = encode_identities([reader, admin])
     node.run(node.engine.stop())
     node.run(node.engine.start())
-    node.run(node.front.link.wait(5))
+    node.run(node.front.link.wait(90))
     for route in ROUTES:
         target = target_for(route)
         statuses = []
@@ -283,7 +283,7 @@ def test_a_copy_takes_the_right_to_read_its_source_and_says_where_it_goes_once(n
     node.engine.identities = encode_identities([writer])
     node.run(node.engine.stop())
     node.run(node.engine.start())
-    node.run(node.front.link.wait(5))
+    node.run(node.front.link.wait(90))
     token = {"Authorization": "Bearer w"}
 
     def status(source: str, to: str = "b") -> int:

@@ -209,7 +209,7 @@ def test_many_who_ask_at_once_wait_for_one_build(tmp_path: Path, form: str) -> N
             each.start()
         here.here(here.remote.open.set)
         for each in asking:
-            each.join(30)
+            each.join(90)
         assert sorted(got) == sorted(SAMPLES[n][1] for n in range(20))
         assert here.builds() == 1
         assert here.remote.fetched_bytes() <= len(packed(form)) + 2 * 512
@@ -391,7 +391,7 @@ def test_appends_at_once_all_arrive_and_none_is_doubled(tmp_path: Path) -> None:
         for each in asking:
             each.start()
         for each in asking:
-            each.join(30)
+            each.join(90)
         assert statuses == [200] * 16
         found = files_of(here.get("local", "x.tar").body)
         assert len(found) == 16
@@ -403,7 +403,7 @@ def test_appends_at_once_all_arrive_and_none_is_doubled(tmp_path: Path) -> None:
 
 def test_a_body_that_ends_early_appends_nothing(here: Place) -> None:
     here.append("local", "x.tar", "a", b"1")
-    with socket.create_connection(("127.0.0.1", here.fronts[0].port), timeout=10) as made:
+    with socket.create_connection(("127.0.0.1", here.fronts[0].port), timeout=90) as made:
         made.sendall(b"POST /-/v1/members/local/x.tar?name=b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nhalf")
     until(lambda: here.temp_files() == [])
     assert files_of(here.get("local", "x.tar").body) == [("a", b"1")]
@@ -423,6 +423,6 @@ def test_a_front_that_stops_while_it_builds_leaves_nothing(tmp_path: Path) -> No
         until(lambda: here.shards(1)._building)
         here.run(here.fronts[1].stop(0.1))
         here.here(here.remote.open.set)
-        asking.join(30)
+        asking.join(90)
         assert here.get("remote", "x.tgz", SAMPLES[3][0]).body == SAMPLES[3][1], "who comes after builds it"
         assert here.temp_files() == []

@@ -255,7 +255,7 @@ def test_hits_are_answered_while_the_disk_is_stuck(
 
     def slowly(fd: int, data: memoryview, offset: int) -> int:
         waiting.set()
-        assert stuck.wait(10)
+        assert stuck.wait(90)
         return pwrite(fd, data, offset)
 
     node.put("hit", b"here")
@@ -264,7 +264,7 @@ def test_hits_are_answered_while_the_disk_is_stuck(
     with node.connect() as writer, node.connect() as reader:
         sending = threading.Thread(target=lambda: writer.send(head("/b/k", f"Content-Length: {len(data)}") + data))
         sending.start()
-        assert waiting.wait(10)
+        assert waiting.wait(90)
         for _ in range(20):
             assert reader.ask("/b/hit").body == b"here"
         stuck.set()
@@ -302,14 +302,14 @@ def test_a_client_that_vanishes_while_the_disk_is_stuck_leaves_nothing(
 
     def slowly(fd: int, data: memoryview, offset: int) -> int:
         waiting.set()
-        assert stuck.wait(10)
+        assert stuck.wait(90)
         return pwrite(fd, data, offset)
 
     before = descriptors()
     monkeypatch.setattr(bodies.os, "pwrite", slowly)
     with node.connect() as client:
         client.send(head("/b/k", f"Content-Length: {len(BIG)}") + BIG[:600_000])
-        assert waiting.wait(10)
+        assert waiting.wait(90)
     eventually(lambda: not node.front.server.connections)
     stuck.set()
     eventually(lambda: files(node) == [])

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+from tests.patience import PATIENCE_S, until
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = PATIENCE_S
 MIB = 1 << 20
 
 
@@ -26,15 +26,6 @@ def pattern(size: int, seed: int = 0) -> bytes:
     """Bytes that differ at every place that matters: a wrong offset or a mixed version shows."""
     unit = random.Random(seed).randbytes(65_521)
     return (unit * (size // len(unit) + 1))[:size]
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Wait until `condition()` is true, and return what it was."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
-        time.sleep(0.02)  # between looks
-    return found
 
 
 def alive(pid: int) -> bool:
@@ -90,7 +81,7 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(40)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"the node did not stop:\n{self.log[-3000:]}") from None

@@ -116,7 +116,7 @@ def test_a_front_that_dies_costs_one_retry(node: Make, bucket: Path) -> None:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(90)
     assert not failures, failures
 
 
@@ -144,4 +144,4 @@ def test_an_engine_that_dies_midway_fails_items_and_never_mixes_them(node: Make,
             for result, body in zip(many, data.values(), strict=True):
                 assert isinstance(result, Unavailable) or result == body
             whole = not many.errors
-        killer.join(30)
+        killer.join(90)

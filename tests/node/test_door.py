@@ -51,7 +51,7 @@ class Guest:
 
     def __init__(self, path: str, token: str | None = "") -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(20)
+        self.sock.settimeout(90)
         self.sock.connect(path)
         self.frames = doorwire.answer_frames()
         self.fds: list[int] = []

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from forebay.bench.servers import SeaweedFS
 from forebay.bench.shaper import Shaper
@@ -63,7 +64,7 @@ def test_two_nodes_on_one_directory(node: Make) -> None:
     other = node("--fronts", "1", start=False, dir=one.dir)
     other.start(wait=False)
     assert other.process is not None
-    assert other.process.wait(20) != 0
+    assert other.process.wait(PATIENCE_S) != 0
     assert "a node runs from" in one.log
     other.process = None
     assert one.ask("GET", "/-/readyz")[0] == 200, "the first is undisturbed"
@@ -76,7 +77,7 @@ def test_a_port_that_is_taken(node: Make) -> None:
         one = node("--listen", f"127.0.0.1:{stranger.getsockname()[1]}", start=False)
         one.start(wait=False)
         assert one.process is not None
-        assert one.process.wait(20) != 0
+        assert one.process.wait(PATIENCE_S) != 0
         assert "somebody listens there" in one.log
 
 
@@ -84,7 +85,7 @@ def test_beyond_loopback_only_with_identities(node: Make) -> None:
     one = node("--listen", "0.0.0.0:0", start=False)
     one.start(wait=False)
     assert one.process is not None
-    assert one.process.wait(20) != 0
+    assert one.process.wait(PATIENCE_S) != 0
     assert "identities" in one.log
 
 
@@ -95,7 +96,7 @@ def test_too_few_open_files(node: Make) -> None:
     one = node(start=False)
     one.start(wait=False, preexec_fn=few)
     assert one.process is not None
-    assert one.process.wait(20) != 0
+    assert one.process.wait(PATIENCE_S) != 0
     assert "ulimit -n" in one.log
 
 
@@ -104,14 +105,14 @@ def test_a_broken_configuration_ends_the_node_with_a_reason(node: Make, tmp_path
     one = node("--identities", str(tmp_path / "identities.json"), start=False)
     one.start(wait=False)
     assert one.process is not None
-    assert one.process.wait(20) != 0
+    assert one.process.wait(PATIENCE_S) != 0
     assert "identities file" in one.log
     config = tmp_path / "node.toml"
     config.write_text('capcity = "3GiB"\n')
     other = node("--config", str(config), start=False)
     other.start(wait=False)
     assert other.process is not None
-    assert other.process.wait(20) != 0
+    assert other.process.wait(PATIENCE_S) != 0
     assert "capcity" in other.log
 
 

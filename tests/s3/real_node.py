@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
-FLUSH_TIMEOUT_S = 60.0
+from tests.patience import PATIENCE_S
+
+START_TIMEOUT_S = PATIENCE_S
+STOP_TIMEOUT_S = PATIENCE_S
+FLUSH_TIMEOUT_S = PATIENCE_S
 
 
 class RealNode:

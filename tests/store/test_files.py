@@ -134,7 +134,7 @@ def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         receiving.connect(listener.getsockname())
-        receiving.settimeout(20)
+        receiving.settimeout(90)
         sending, _ = listener.accept()
         with sending:
             sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

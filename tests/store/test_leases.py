@@ -45,7 +45,7 @@ class Holder:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(90)
         self.process.stdout.close()
 
 
@@ -170,7 +170,7 @@ def test_readers_racing_with_eviction_see_right_bytes_or_none(bench: Bench) -> N
         landing.close()
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert wrong == []
     assert min(seen) >= 20, "both whole and holed records were met"
 

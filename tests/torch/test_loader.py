@@ -427,7 +427,7 @@ def test_one_thread_fetches_what_is_near_and_several_what_is_far(make: Make, num
         if len(fetching) > 1:
             together.set()
         elif numbers.cold and numbers.batches:  # all but the first wait for company
-            assert together.wait(20)
+            assert together.wait(90)
         fetching.pop()
 
     numbers.before = before
@@ -463,7 +463,7 @@ def test_closing_ends_a_wait(numbers: MemorySource, make: Make):
     while len(set(threading.enumerate()) - threads) < 2 or not numbers.batches:
         time.sleep(0.01)
     loader.close()
-    thread.join(20)
+    thread.join(90)
     assert not thread.is_alive()
     assert "closed while it waited" in str(raised[0])
 

@@ -62,7 +62,7 @@ def start() -> Iterator[Callable[[Job], list[Any]]]:
     for process in processes:
         if process.is_alive():
             process.kill()
-        process.join(20)
+        process.join(90)
 
 
 def read_log(folder: Path, job: Job, rank: int) -> list[dict[str, Any]]:
@@ -190,6 +190,6 @@ def test_an_interrupt_from_the_terminal_ends_everything(numbered: tuple[NodeProc
         os.killpg(process.pid, signal.SIGINT)
         process.stdout.read()
         said = process.stderr.read().decode()
-        assert process.wait(30) != 0
+        assert process.wait(90) != 0
     assert "KeyboardInterrupt" in said
     until(lambda: not any(alive(pid) for pid in pids), 30)

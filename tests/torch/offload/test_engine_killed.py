@@ -20,14 +20,18 @@ from tests.torch.offload.test_engine import SMALL, WATCHED, made, take
 from forebay.ports.machine import boot_id
 from forebay.torch.offload import DiskTier, Offload
 
-STEPS, SAVED_EVERY, KILLS = 30, 3, 3
+STEPS, SAVED_EVERY, KILLS = 33, 3, 3
 BLOCKS, BUDGET = 2, "7MiB"  # of 10 and a half
+MOVED_BYTES_MIN = 1 << 20
 DISK_BYTES_S = 100e6  # so that for much of a step something is under way to the disk or from there
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
 def train(folder: Path) -> None:
-    """Go on from the last checkpoint. Says when steps begin and end, and when a checkpoint is begun."""
+    """Go on from the last checkpoint, by as many steps as there are lines to read.
+
+    Says when steps begin and end, and when a checkpoint is begun.
+    """
     torch.set_num_threads(1)
     model, optimizer = made(BLOCKS)
     saved, begin = folder / "checkpoint", 0
@@ -39,6 +43,7 @@ def train(folder: Path) -> None:
     tier = DiskTier([folder / "disk"], "32MiB", limit_bytes_s=(DISK_BYTES_S, DISK_BYTES_S))
     with Offload(model, optimizer, budget=BUDGET, tiers=[tier], **SMALL) as off:
         for step in range(begin, STEPS):
+            input()
             print("begins", step, flush=True)
             began_s = time.perf_counter()
             moved = tier.bytes_written + tier.bytes_read
@@ -84,9 +89,10 @@ class Life:
         self.ended: dict[int, Said] = {}
         self.begun: list[int] = []
 
-    def begin(self) -> None:
+    def begin(self, steps: int) -> None:
+        """Train for at most so many steps: however late its killer runs, it waits within reach."""
         assert self.process.stdin is not None
-        self.process.stdin.write("go on\n")
+        self.process.stdin.write("go on\n" * (1 + steps))
         self.process.stdin.flush()
 
     def follow(self) -> Iterator[str]:
@@ -160,10 +166,11 @@ def test_killed_in_the_middle_of_steps_it_ends_with_the_weights_of_a_run_that_wa
     chance.shuffle(last_words)
     losses: dict[int, float] = {}
     for life, word in zip(lives, last_words, strict=False):
-        life.begin()
-        life.until(word, chance.randint(WATCHED + 2, WATCHED + 4))
+        steps = chance.randint(WATCHED + 2, WATCHED + 4)
+        life.begin(steps if word == "begins" else steps + SAVED_EVERY - 1)
+        life.until(word, steps)
         usual = life.ended[life.begun[-2]]
-        assert usual.moved_bytes / DISK_BYTES_S > usual.seconds / 5, "nearly nothing was under way"
+        assert usual.moved_bytes > MOVED_BYTES_MIN, "nearly nothing was under way"
         time.sleep(chance.uniform(0.05, 0.95) * (usual.seconds if word == "begins" else 0.02))
         assert [name.endswith("(deleted)") for name in holders(disk)] == [True]
         life.kill()
@@ -172,7 +179,7 @@ def test_killed_in_the_middle_of_steps_it_ends_with_the_weights_of_a_run_that_wa
         losses |= {step: said.loss for step, said in life.ended.items()}
         (disk / f"forebay-offload-{boot_id()}-{life.process.pid}-0.swap").touch()
     life = lives[-1]
-    life.begin()
+    life.begin(STEPS)
     assert life.finish() == (0, "")
     assert left_behind(life, disk) == []
     losses |= {step: said.loss for step, said in life.ended.items()}

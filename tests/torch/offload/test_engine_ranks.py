@@ -129,7 +129,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     for process in processes:
         if process.is_alive():
             process.kill()
-        process.join(20)
+        process.join(90)
 
 
 def check(found: list[dict[str, Any]]) -> None:
