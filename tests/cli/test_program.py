@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +65,11 @@ def test_reading_verbs_load_nothing_heavy(program: Program) -> None:
     assert not [name for name in HEAVY if name in loaded]
 
 
-def test_help_takes_little_longer_than_its_framework() -> None:
-    """Relative, since machines differ: importing typer is the floor, and 300 ms are four times that here."""
-
-    def best_s(*args: str) -> float:
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            subprocess.run([sys.executable, *args], stdout=subprocess.DEVNULL, check=True)
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    assert best_s("-m", "forebay.cli.main", "--help") < 3 * best_s("-c", "import typer.main, typer.core, msgspec")
+def test_help_imports_little_more_than_its_framework() -> None:
+    """Imports are what a short call waits for, and a count of them is the same on a busy machine."""
+    code = "import sys, typer.main, typer.core, msgspec; print(*sys.modules)"
+    floor = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(loaded_by("--help") - set(floor)) <= 20
 
 
 def test_the_list_of_verbs_says_what_the_verbs_say() -> None:

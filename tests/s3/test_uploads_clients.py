@@ -69,7 +69,7 @@ def test_a_large_file_goes_up_in_parts(place: Place, mode: str) -> None:
     assert (got["ContentType"], got["Metadata"]) == ("text/x", {"colour": "blue"})
     pieces = [DATA[at : at + 5 * MIB] for at in range(0, len(DATA), 5 * MIB)]
     assert got["ETag"].strip('"') == uploads.etag_of([hashlib.md5(piece).hexdigest() for piece in pieces])
-    assert place.parts_on_disk() == []
+    until(lambda: not place.parts_on_disk(), "parts are removed")
     for number, piece in enumerate(pieces, 1):
         part = place.s3.get_object(Bucket=f"up-{mode}", Key="large", PartNumber=number)
         assert part["Body"].read() == piece
@@ -129,7 +129,7 @@ def test_conditions_of_complete_are_judged(place: Place, mode: str) -> None:
     now = place.s3.head_object(Bucket=f"up-{mode}", Key="there")["ETag"]
     place.s3.complete_multipart_upload(**which, **done, IfMatch=now)
     assert place.s3.get_object(Bucket=f"up-{mode}", Key="there")["Body"].read() == b"new"
-    assert place.parts_on_disk() == []
+    until(lambda: not place.parts_on_disk(), "parts are removed")
 
 
 # --- killed in the middle --------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_nothing_acknowledged_is_lost_when_the_node_is_killed(seaweed: servers.S
         place = Place(node, seaweed)
         for mode in MODES:
             assert "Uploads" not in place.s3.list_multipart_uploads(Bucket=f"up-{mode}")
-        assert place.parts_on_disk() == []
+        until(lambda: not place.parts_on_disk(), "parts are removed")
         until(lambda: not place.temps(), 60)  # what a dying front was receiving goes when the node next keeps house
     finally:
         node.stop()
