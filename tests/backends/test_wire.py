@@ -3,6 +3,7 @@ they are, and an S3 listing is believed only as far as it keeps its promises."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ import pytest
 from tests.backends.backend_places import list_all, read, run
 from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
+from forebay.backends import errors
 from forebay.backends.pages import HIGHEST
 from forebay.backends.stack import open_backend
 from forebay.core.errors import (
@@ -25,6 +27,7 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
+from forebay.core.limits import RETRY_AFTER_MAX_S
 from forebay.core.retry import RetryPolicy
 from forebay.core.types import Bucket, RangeSpec
 
@@ -353,6 +356,102 @@ def test_what_the_bucket_answers_decides_what_a_bare_404_means(status: str, kind
                 with pytest.raises(kind) as failed:
                     await ask
                 assert type(failed.value) is kind
+            await backend.aclose()
+
+    run(story())
+
+
+class _Patient:
+    """The stack over a server, on a clock that sleeping moves."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self.now_s, self.slept = 1000.0, list[float]()
+        self.top = open_backend(bucket(server), clock=self)
+        self.top._sleep = self._sleep  # type: ignore[attr-defined]
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+BUSY = "503 Slow Down", b"<Error><Code>SlowDown</Code><Message>why</Message></Error>"
+ASKS = {
+    "fetch": lambda backend: read(backend, "key"),
+    "range": lambda backend: read(backend, "key", RangeSpec(0, 3)),
+    "head": lambda backend: backend.head("key"),
+    "check": lambda backend: backend.check("key", ETAG),
+    "list": lambda backend: backend.list_page("", "", "", 10),
+}
+
+
+def _answering(asked: Asked) -> bytes:
+    if "list-type" in asked.target:
+        return listing([])
+    if "range" in asked.headers:
+        return answer("206 Partial Content", b"data", etag=ETAG, content_range="bytes 0-3/9")
+    return answer("200 OK", b"" if asked.method == "HEAD" else b"data", etag=ETAG)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("said", ["20", "Sun, 22 Nov 2026 12:00:20 GMT"])
+def test_a_backend_that_says_when_to_come_back_is_obeyed_by_reads(ask: str, said: str) -> None:
+    """obstore does not tell that header: what comes after the first refusal is told by our own requests."""
+
+    async def story() -> None:
+        def script(asked: Asked) -> bytes:
+            if patient.now_s < 1020:
+                return answer(*BUSY, retry_after=said, date="Sun, 22 Nov 2026 12:00:00 GMT")
+            return _answering(asked)
+
+        with ScriptedServer(script) as server:
+            patient = _Patient(server)
+            await ASKS[ask](patient.top)
+            assert patient.slept[-1] == 20
+            assert len(server.asked) <= 3, "one more than were needed, to learn how long"
+            await patient.top.aclose()
+
+    run(story())
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])
+def test_who_would_have_to_wait_for_too_long_is_told_at_once_how_long(ask: str, status: str) -> None:
+    async def story() -> None:
+        with ScriptedServer(lambda asked: answer(status, b"", retry_after="3600")) as server:
+            patient = _Patient(server)
+            with pytest.raises(Busy) as refused:
+                await ASKS[ask](patient.top)
+            assert refused.value.retry_after_s == 3600
+            assert len(server.asked) <= 2
+            assert sum(patient.slept) < 1
+            await patient.top.aclose()
+
+    run(story())
+
+
+def test_a_header_that_says_nonsense_is_as_none() -> None:
+    noon, later = "Sun, 22 Nov 2026 12:00:00 GMT", "Sun, 22 Nov 2026 12:01:00 GMT"
+    for said, date, seconds in [
+        ("", "", 0), ("7", "", 7), ("-7", "", 0), ("\xb2", "", 0), ("soon", noon, 0), (later, "", 0), (later, noon, 60),
+        (noon, later, 0), ("9" * 30, "", RETRY_AFTER_MAX_S), ("Sun, 99 Nov 2026 12:00:00 GMT", noon, 0),
+    ]:  # fmt: skip
+        assert errors.wait_s(said, date) == seconds, said
+
+
+def test_a_server_without_ranges_is_read_while_it_is_busy_too() -> None:
+    async def story() -> None:
+        replies = [answer(*BUSY, retry_after="1")] * 2
+        whole = answer("200 OK", b"0123456789", last_modified="Fri, 02 Jan 2026 03:04:05 GMT")
+        with ScriptedServer(lambda _: replies.pop() if replies else whole) as server:
+            backend = open_backend(Bucket("corpus", server.url + "/data"))
+            backend._sleep = lambda seconds: asyncio.sleep(0)  # type: ignore[attr-defined]
+            assert await read(backend, "key", RangeSpec(2, 5)) == b"2345"
             await backend.aclose()
 
     run(story())

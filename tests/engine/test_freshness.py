@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay.core.errors import NoBackendBucket, NotFound, Precondition, Unavailable
+from forebay.core.errors import Busy, NoBackendBucket, NotFound, Precondition, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
 
 from .conftest import MIB, Rig, pattern
@@ -231,6 +231,25 @@ def test_a_bucket_that_goes_in_the_middle_of_a_read_is_no_change_of_the_object(r
         assert await rig.front.get("object", range=RangeSpec(0, 10)) == data[:11], "what is here stays"
         rig.remote.down = None
         assert await rig.front.get("object") == data
+
+    rigged(story, freshness_s=60.0)
+
+
+def test_how_long_a_backend_asks_to_be_left_alone_is_handed_on(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        data = pattern(12 * MIB)
+        rig.remote.place("object", data)
+        assert await rig.front.get("object", range=RangeSpec(0, 10)) == data[:11]
+        rig.remote.down = Busy("slow down", retry_after_s=3600.0)
+        for ask in (
+            rig.front.get("never-seen"),
+            rig.front.get("never-seen", head_only=True),
+            rig.front.get("object", revalidate=True),
+            rig.front.get("object", range=RangeSpec(9 * MIB, 9 * MIB + 10)),
+        ):
+            with pytest.raises(Busy) as refused:
+                await ask
+            assert refused.value.retry_after_s == 3600
 
     rigged(story, freshness_s=60.0)
 

@@ -244,7 +244,7 @@ class Lister:
                 if value:
                     query.append((name, value))
             answer = self._wire.ask(query)
-            root = parse(answer.status, answer.body, self._wire.url, "EnumerationResults")
+            root = parse(answer, self._wire.url, "EnumerationResults")
             page = _read_page(root, prefix, start_after)
             following = root.findtext("NextMarker") or ""
             if len(page.entries) + len(page.prefixes) > limit:

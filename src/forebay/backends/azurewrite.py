@@ -166,7 +166,7 @@ class AzureWrites:
         if answer.status == 404 and b"ContainerNotFound" not in answer.body:
             return []
         found = []
-        for block in parse(answer.status, answer.body, what, "BlockList").iterfind("UncommittedBlocks/Block"):
+        for block in parse(answer, what, "BlockList").iterfind("UncommittedBlocks/Block"):
             name, size = block.findtext("Name") or "", int(block.findtext("Size") or 0)
             number = _number_of(name, mark)
             if number:

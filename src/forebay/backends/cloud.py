@@ -12,6 +12,9 @@ absent, which plain HTTP allows, the version is made of it, the date and the siz
 weaker, but a change is still seen. Every answer's version is compared, whether or not a condition was sent; some
 servers ignore conditions.
 
+obstore does not tell Retry-After. So after an answer that asks to slow down everything takes the wire for WARY_S: the
+next attempt is told how long to wait, and `Retrying` obeys.
+
 A missing object and a missing bucket are both a 404, and what follows differs: the one drops a cached copy, the other
 must not. The body's code tells them apart, but the answer to a HEAD has no body. So after a 404 without a code the
 bucket is asked for too (a listing of one key), unless it answered something else meanwhile: for a `check`, whose answer
@@ -42,7 +45,7 @@ from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wire import Wire, WireFetch, bare_etag, is_condition, version_of
 from forebay.core import limits
-from forebay.core.errors import Corrupt, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock
 
@@ -56,6 +59,7 @@ CHUNK_BYTES_MIN = 128 * limits.KIB
 
 ResultT = TypeVar("ResultT")
 
+WARY_S = 10.0  # far more than `Retrying` waits before the attempt that follows
 SEEN_KEPT_S = 2.0  # who asks key after key whether it exists pays for one more request in two seconds
 
 _PLAIN = re.compile(r"(?!/)(?:(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f\x7f]+(?:/(?=[^/])|\Z))+")
@@ -174,6 +178,7 @@ class CloudReads:
         self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
+        self._wary_until_s = float("-inf")  # monotonic: nor before then
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         full, what = self._full(key)
@@ -182,8 +187,6 @@ class CloudReads:
         return await self._answered(self._fetch_any(full, key, what, range, version), SEEN_KEPT_S)
 
     async def _fetch_any(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> Fetch:
-        if self.by_wire or not is_plain(full):
-            return await self._fetch_by_wire(full, key, range, version)
         if range is not None and range.first is None and self.scheme == "az":
             # Azure has no suffix ranges: ask for the size, then for that version's end.
             info = await self._head(full, key, what)
@@ -199,6 +202,12 @@ class CloudReads:
         return opened
 
     async def _fetch(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> Fetch:
+        if not self._by_obstore(full):
+            try:
+                return await self._fetch_by_wire(full, key, range, version)
+            except NotSupported:
+                if self.by_wire or not is_plain(full):
+                    raise  # else it may be a server without ranges, which is dealt with here
         options = _options(range if self._has_ranges else None, version)
         try:
             result = await obstore.get_async(self._store, full, options=options)
@@ -238,6 +247,9 @@ class CloudReads:
             raise Corrupt(f"{what}: bytes {start}-{end} were asked for and {got_start}-{got_end} came: try again")
         return CloudFetch(result, info, start, end, what, 0)
 
+    def _by_obstore(self, full: str) -> bool:
+        return not self.by_wire and self._clock.monotonic_s() >= self._wary_until_s and is_plain(full)
+
     async def _answered(self, answer: Awaitable[ResultT], kept_s: float) -> ResultT:
         """What `answer` is. A `NotFound` that does not say of what is one only if the bucket is there, or answered
         something else `kept_s` before it was asked or later; else it is `NoBackendBucket`, or why that is not known."""
@@ -248,6 +260,9 @@ class CloudReads:
             if not errors.says_what_is_missing(missing.__cause__) and self._seen_s < asked_s - kept_s:
                 await self._look_for_bucket()
             self._seen_s = max(self._seen_s, asked_s)
+            raise
+        except Busy:
+            self._wary_until_s = self._clock.monotonic_s() + WARY_S
             raise
         self._seen_s = max(self._seen_s, asked_s)
         return result
@@ -263,7 +278,7 @@ class CloudReads:
         return await self._answered(self._head(full, key, what), SEEN_KEPT_S)
 
     async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
-        if self.by_wire or not is_plain(full):
+        if not self._by_obstore(full):
             return await self._head_by_wire(full, key)
         try:
             result = await obstore.get_async(self._store, full, options={"head": True})
@@ -283,7 +298,7 @@ class CloudReads:
 
     async def _check(self, key: str, version: str) -> ObjectInfo | None:
         full, what = self._full(key)
-        if self.by_wire or not is_plain(full) or not is_condition(version):
+        if not self._by_obstore(full) or not is_condition(version):
             info = await self._head(full, key, what)
             return None if info.version == version else info
         try:
@@ -330,7 +345,9 @@ class CloudReads:
         answer = await self._wire.run(functools.partial(self._wire.ask, [], method="HEAD", key=self._prefix))
         # 403 and 404 are what servers answer for a folder without an index.
         if answer.status in (401, 407, 429) or answer.status >= 500:
-            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), self._wire.url)
+            raise errors.from_status(
+                answer.status, answer.body.decode(errors="replace"), self._wire.url, answer.headers
+            )
 
     async def aclose(self) -> None:
         self._wire.close()

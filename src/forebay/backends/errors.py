@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 
 from obstore import exceptions as obstore_errors
 
@@ -111,15 +113,31 @@ def cannot_tell(error: BaseException) -> bool:
     return "contained non UTF-8 characters" in str(error)
 
 
-def from_status(status: int, body: str, what: str, *, retry_after: str = "") -> ForebayError:
-    """The kind that an HTTP answer stands for; `body` is its text, `retry_after` that header's value."""
+def wait_s(said: str, date: str) -> float:
+    """Seconds of a Retry-After header, which may be a time by the server's clock (`date`); 0 for what is neither."""
+    if said.isascii() and said.isdigit():
+        return min(float(said), limits.RETRY_AFTER_MAX_S)
+    try:
+        ahead_s = (parsedate_to_datetime(said) - parsedate_to_datetime(date)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
+    return min(max(ahead_s, 0.0), limits.RETRY_AFTER_MAX_S)
+
+
+def from_status(status: int, body: str, what: str, headers: Mapping[str, str] | None = None) -> ForebayError:
+    """The kind that an HTTP answer stands for; `body` is its text, `headers` have lower-case names where known."""
+    failed = _kind_of(status, body, what)
+    if headers and failed.retry != "never":
+        failed.retry_after_s = wait_s(headers.get("retry-after", ""), headers.get("date", ""))
+    return failed
+
+
+def _kind_of(status: int, body: str, what: str) -> ForebayError:
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
     if status in (429, 503) or code in _BUSY_CODES:
-        # obstore does not tell Retry-After; the retry policy's own delays apply then.
-        wait_s = float(retry_after) if retry_after.isdigit() else 0.0
-        return Busy(f"{what}: the backend asks to slow down ({said}): try again later", retry_after_s=wait_s)
+        return Busy(f"{what}: the backend asks to slow down ({said}): try again later")
     if status == 404:
         return _not_found(body, what)
     if status == 416:

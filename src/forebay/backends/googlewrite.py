@@ -175,7 +175,7 @@ class GoogleWrites(S3Writes):
 
     def _refused(self, answer: Answer, what: str, expect: str | None) -> Exception:
         text = answer.body.decode(errors="replace")
-        failed = errors.from_status(answer.status, text, what, retry_after=answer.headers.get("retry-after", ""))
+        failed = errors.from_status(answer.status, text, what, answer.headers)
         if isinstance(failed, NotFound):
             return errors.changed(what) if expect else errors.no_such_bucket(self._wire.url)
         if isinstance(failed, Precondition) and expect == "":

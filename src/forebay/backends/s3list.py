@@ -87,12 +87,12 @@ def _with_what_is_below(
     return ListPage(sorted([*below.entries, *page.entries]), page.prefixes, last), False
 
 
-def parse(status: int, body: bytes, url: str, wanted: str) -> ElementTree.Element:
+def parse(answer: Answer, url: str, wanted: str) -> ElementTree.Element:
     """The XML document named `wanted` in a successful answer, else the error that the answer stands for."""
-    if status != 200:
-        raise errors.from_status(status, body.decode(errors="replace"), url)
+    if answer.status != 200:
+        raise errors.from_status(answer.status, answer.body.decode(errors="replace"), url, answer.headers)
     try:
-        root = ElementTree.fromstring(body)
+        root = ElementTree.fromstring(answer.body)
     except ElementTree.ParseError as error:
         raise Unavailable(f"{url}: the listing is not XML ({error}): check the endpoint") from error
     name = root.tag.rpartition("}")[2]
@@ -103,7 +103,7 @@ def parse(status: int, body: bytes, url: str, wanted: str) -> ElementTree.Elemen
 
 def _contents(answer: Answer, url: str) -> Contents:
     found = quick(answer.body) if answer.status == 200 else None
-    return found or slow(parse(answer.status, answer.body, url, "ListBucketResult"))
+    return found or slow(parse(answer, url, "ListBucketResult"))
 
 
 def _read_page(said: Contents, order: Order | None, prefix: str, start_after: str, url: str) -> ListPage:

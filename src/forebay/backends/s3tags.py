@@ -40,7 +40,7 @@ async def ask_tags(wire: Wire, key: str, place: Place) -> Answer:
 
 def tags_in(answer: Answer, what: str, place: Place) -> str:
     """The tags in an answer that `ask_tags` got; `Unavailable` if there is no such document in it."""
-    root = parse(answer.status, answer.body, what, place.root)
+    root = parse(answer, what, place.root)
     return format_tags([(_text(tag, "Key"), _text(tag, "Value")) for tag in root.iterfind("{*}TagSet/{*}Tag")])
 
 

@@ -210,7 +210,7 @@ class S3Writes:
             ("encoding-type", "url"),
         ]
         answer = self._wire.ask(query)
-        root = parse(answer.status, answer.body, self._wire.url, "ListMultipartUploadsResult")
+        root = parse(answer, self._wire.url, "ListMultipartUploadsResult")
         decode = unquote_plus if root.findtext("{*}EncodingType") == "url" else str
         found = []
         for item in root.iterfind("{*}Upload"):
@@ -316,7 +316,7 @@ def stored_headers(headers: Headers, meta: str, what: str) -> dict[str, str]:
 def refused(answer: Answer, what: str, expect: str | None) -> Exception:
     """The error that an answer to a write stands for. With a condition, what is gone is another version too."""
     text = answer.body.decode(errors="replace")
-    failed = errors.from_status(answer.status, text, what, retry_after=answer.headers.get("retry-after", ""))
+    failed = errors.from_status(answer.status, text, what, answer.headers)
     if isinstance(failed, NotFound) and expect and failed.code == "NoSuchKey":
         return errors.changed(what)
     if isinstance(failed, Precondition) and expect == "":

@@ -157,7 +157,8 @@ class Wire:
         try:
             if answer.status not in (200, 206):
                 body = answer.read(ANSWER_BYTES_MAX).decode(errors="replace")
-                raise errors.from_status(answer.status, body, what)
+                said = {name.lower(): value for name, value in answer.getheaders()}
+                raise errors.from_status(answer.status, body, what, said)
             info, start, end = self._describe(key, answer, what)
             if version and info.version != version:
                 raise errors.changed(what)

@@ -76,6 +76,7 @@ TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the en
 # --- backend ---------------------------------------------------------------------------------------------------------
 BACKEND_ATTEMPTS_MAX = 5  # AWS SDK's default is 3 to 5 ("standard" retry mode: 3)
 BACKEND_CONNECT_TIMEOUT_S = 5.0
+RETRY_AFTER_MAX_S = 24 * 3600.0  # what a backend may ask for; more is a mistake of its clock
 BACKEND_STALL_TIMEOUT_S = 30.0  # no byte for this long: the request is retried from where it stopped
 
 # --- client ----------------------------------------------------------------------------------------------------------
