@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -18,8 +20,12 @@ from tests.patience import PATIENCE_S
 
 from forebay.bench.servers import SeaweedFS
 from forebay.bench.shaper import Shaper
+from forebay.core.errors import Busy
+from forebay.node.settings import Settings
+from forebay.node.supervisor import last_run_ended
+from forebay.ports import clock
 
-from .conftest import MIB, NodeProcess, alive, pattern, until
+from .conftest import MIB, START_TIMEOUT_S, NodeProcess, alive, pattern, until
 
 Make = Callable[..., NodeProcess]
 pytestmark = pytest.mark.real
@@ -120,12 +126,42 @@ def test_children_end_with_their_supervisor(node: Make) -> None:
     one = node("--fronts", "2")
     pids = one.children()
     assert len(pids) == 3
+    for name in ("engine", "front 1"):
+        os.kill(pids[name], signal.SIGSTOP)  # what cannot see its parent's end ends too
     assert one.process is not None
     one.process.kill()
     one.process.wait()
-    until(lambda: not any(alive(pid) for pid in pids.values()))
-    one.start()
+    one.start()  # at once
     assert one.ask("GET", "/-/readyz")[0] == 200
+    assert not any(alive(pid) for pid in pids.values()), "the next node serves when the last one has ended"
+
+
+def test_a_node_waits_for_what_its_last_run_left(node: Make) -> None:
+    one = node("--fronts", "1", start=False)
+    run = one.dir / "node" / "run"
+    run.mkdir(parents=True)
+    with (run / "children.lock").open("w") as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_SH)
+        one.start(wait=False)
+        until(lambda: f"waiting until the node's last run has ended: pid {os.getpid()}" in one.log)
+        assert one.stop() == 0, "a node that waits can be stopped"
+        one.start(wait=False)
+        until(lambda: one.log.count("waiting until") == 2)
+        assert one.children() == {}
+        assert one.process is not None
+        assert one.process.poll() is None
+    one.endpoint = until(one._ready, START_TIMEOUT_S)
+    assert one.ask("GET", "/-/readyz")[0] == 200
+
+
+def test_the_wait_for_the_last_run_has_an_end(tmp_path: Path) -> None:
+    settings = Settings(str(tmp_path))
+    asyncio.run(last_run_ended(settings, clock.system))
+    with settings.children_lock.open("w") as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_SH)
+        with pytest.raises(Busy, match="have not ended"):
+            asyncio.run(last_run_ended(settings, clock.system, patience_s=0.0))
+    asyncio.run(last_run_ended(settings, clock.system))
 
 
 def test_what_dies_is_started_again_and_hits_need_no_engine(node: Make, bucket: Path) -> None:

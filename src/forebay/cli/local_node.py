@@ -146,13 +146,5 @@ def _listening_pid(port: int) -> int:
 
 
 def _pid_with(*names: str) -> int:
-    """A process that has one of `names` open (as /proc/PID/fd names it); 0 if none is seen."""
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            if any(str(fd.readlink()) in names for fd in Path("/proc", entry, "fd").iterdir()):
-                return int(entry)
-        except OSError:  # another user's, or gone
-            continue
-    return 0
+    """A process that has one of `names` open; 0 if none is seen."""
+    return next(iter(machine.pids_with(*names)), 0)

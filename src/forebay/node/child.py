@@ -1,24 +1,50 @@
-"""How a process of the node is started, and how it learns that its parent is gone.
+"""How a process of the node is started, and how it ends with the supervisor that started it.
 
 Theory. The supervisor starts `python -m forebay.node.engine` and `python -m forebay.node.front NUMBER` as fresh
-interpreters (a fork would carry obstore's threads into a child that hangs). Standard input is a pipe: its first line
-is the settings as JSON, and its end means that the supervisor ended, however it ended. A child then stops as if it had
-been sent SIGTERM. Exit status 0 means "told to stop"; EXIT_REFUSED means that starting again cannot help.
+interpreters (a fork would carry obstore's threads into a child that hangs). Standard input comes from the supervisor:
+its first line is the settings as JSON. Exit status 0 means "told to stop"; EXIT_REFUSED means that starting again
+cannot help.
 
-Rejected: prctl(PR_SET_PDEATHSIG) (fires when the *thread* that forked ends); polling getppid (late, and wrong under a
-subreaper).
+A child must not outlive its supervisor: an orphan would hold the port and the volumes against the next one, and its
+clients would take it for a node. So the kernel kills it with the supervisor's main thread, the one that starts
+children (PR_SET_PDEATHSIG, SIGKILL: it reaches one that is stopped or hangs, too). Standard input ends then as well,
+which covers a supervisor that was gone before the kernel was asked, and a kernel that refuses. Nothing is flushed or
+finished: a kill is what every process of a node must survive anyhow.
+
+From before its first look at the node's data until its last instruction a child shares a lock on `run/children.lock`,
+so the next supervisor knows when the last of them is gone (`supervisor.last_run_ended`).
+
+Rejected: stopping in good order when standard input ends (seconds in which the next node cannot start, and a stopped
+process never reads); polling getppid (late, and wrong under a subreaper).
+
+Invariant. A child that looks at the node's data holds the lock, and its supervisor lived when it had taken it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import fcntl
 import os
-from collections.abc import Callable
+import select
+import signal
 
 from forebay.core.errors import Closed
 from forebay.node.settings import Settings, from_json
 
 EXIT_REFUSED = 78  # sysexits.h EX_CONFIG: the settings or the machine must change first
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def begin(fd: int = 0) -> Settings:
+    """The settings that the supervisor sends. From here on this process ends with it. `Closed` if it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings = receive(fd)
+    lock = os.open(settings.children_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # until the process ends
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if _ended(fd):
+        raise Closed("the supervisor has ended: start the node again with `forebay node`")
+    return settings
 
 
 def receive(fd: int = 0) -> Settings:
@@ -32,8 +58,8 @@ def receive(fd: int = 0) -> Settings:
     return from_json(bytes(line))
 
 
-def watch_parent(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None], fd: int = 0) -> None:
-    """Call `on_gone` once when the supervisor has ended."""
+def follow_parent(loop: asyncio.AbstractEventLoop, fd: int = 0) -> None:
+    """Die as soon as the supervisor has ended, should the kernel not have seen to it."""
 
     def readable() -> None:
         try:
@@ -43,8 +69,14 @@ def watch_parent(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None], f
         except OSError:
             data = b""
         if not data:
-            loop.remove_reader(fd)
-            on_gone()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     os.set_blocking(fd, False)
     loop.add_reader(fd, readable)
+
+
+def _ended(fd: int) -> bool:
+    """Whether nobody holds the other end of standard input any more."""
+    poll = select.poll()
+    poll.register(fd, 0)  # what is wrong with it is told unasked
+    return bool(poll.poll(0))

@@ -426,19 +426,12 @@ class Engine:
 async def run_until_stopped(
     settings: Settings, after_start: Callable[[], None] | None = None, *, single: bool = False
 ) -> int:
-    """Run an engine (with a front in the same process if `single`) until a signal, or until the supervisor ends."""
+    """Run an engine (with a front in the same process if `single`) until a signal."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    orphaned = False
-
-    def parent_gone() -> None:
-        nonlocal orphaned  # nobody keeps the next node out of the directory: end at once
-        orphaned = True
-        stopping.set()
-
-    child.watch_parent(loop, parent_gone)
+    child.follow_parent(loop)
     engine = Engine(settings)
     await engine.start()
     front = None
@@ -455,7 +448,7 @@ async def run_until_stopped(
     finally:
         if front is not None:
             await front.stop()
-        await engine.stop(flush=not orphaned)
+        await engine.stop(flush=True)
     return 0
 
 
@@ -470,7 +463,7 @@ def main() -> int:
         )
         return child.EXIT_REFUSED
     try:
-        settings = child.receive()
+        settings = child.begin()
         status: int = uvloop.run(run_until_stopped(settings, single=settings.fronts == 0))
         return status
     except (ForebayError, msgspec.MsgspecError) as error:

@@ -206,7 +206,7 @@ async def _serve(settings: Settings, number: int) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    child.watch_parent(loop, stopping.set)
+    child.follow_parent(loop)
     front = Front(settings, number)
     starting = asyncio.ensure_future(front.start(reuse_port=True))
     stopped = asyncio.ensure_future(stopping.wait())
@@ -232,7 +232,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     try:
-        settings = child.receive()
+        settings = child.begin()
         status: int = uvloop.run(_serve(settings, int(arguments[0])))
         return status
     except (ForebayError, msgspec.MsgspecError) as error:

@@ -144,6 +144,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.dir) / "node.lock"
 
     @property
+    def children_lock(self) -> Path:
+        """Every child of a supervisor shares a lock on it for as long as it lives (`node/child.py`)."""
+        return self.run_dir / "children.lock"
+
+    @property
     def meta_file(self) -> Path:
         return Path(self.dir) / "meta.sqlite"
 

@@ -11,7 +11,10 @@ may come back.
 
 `node.json` in DIR/run appears when the node is ready (engine up, every front listening) and goes when it stops.
 
-Invariants. (1) No child outlives the supervisor: its standard input ends. (2) While a node runs its lock is held, and
+A supervisor that is killed takes its children along (`node/child.py`), but not within the same instant: the next one
+waits for the last of them before it touches the port or a volume.
+
+Invariants. (1) No child outlives the supervisor. (2) While a node runs its lock is held, and
 the lock's holder is the process in `node.json`. (3) One node per directory, one listener group per address.
 """
 
@@ -32,9 +35,10 @@ from pathlib import Path
 import msgspec
 
 import forebay
-from forebay.core.errors import Exists, Invalid
+from forebay.core.errors import Busy, Exists, Invalid
 from forebay.node.child import EXIT_REFUSED
 from forebay.node.settings import Settings
+from forebay.ports import machine
 from forebay.ports.clock import Clock
 from forebay.ports.clock import system as system_clock
 
@@ -43,6 +47,7 @@ log = logging.getLogger("forebay.supervisor")
 RESTART_MIN_S = 0.1
 RESTART_MAX_S = 10.0
 STEADY_S = 30.0
+LAST_RUN_END_S = 60.0  # a killed process ends at once, but not before a disk has answered what it was asked
 STOP_TIMEOUT_S = 20.0  # for a child to finish what it is sending and sync; then it is killed
 READY_POLL_S = 0.02
 
@@ -69,6 +74,41 @@ class Lock:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+async def last_run_ended(settings: Settings, clock: Clock, patience_s: float = LAST_RUN_END_S) -> None:
+    """Return once no child of a supervisor that was killed lives. `Busy` if one does after `patience_s`.
+
+    For whoever holds the directory's `Lock`: only then are there no others.
+    """
+    path = settings.children_lock
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    give_up_s: float | None = None
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                pass
+            if give_up_s is None:
+                give_up_s = clock.monotonic_s() + patience_s
+                log.warning("waiting until the node's last run has ended: %s", _others_with(path))
+            if clock.monotonic_s() >= give_up_s:
+                raise Busy(
+                    f"processes of the node's last run from {settings.dir} have not ended ({_others_with(path)}): "
+                    "one may wait for a disk that does not answer; end them with `kill -9`, or see to the disk, and "
+                    "start the node again"
+                )
+            await asyncio.sleep(READY_POLL_S)
+    finally:
+        os.close(fd)
+
+
+def _others_with(path: Path) -> str:
+    pids = [str(pid) for pid in machine.pids_with(str(path.resolve())) if pid != os.getpid()]
+    return f"pid {', '.join(pids)}" if pids else "their pids cannot be seen"
 
 
 def hold_port(settings: Settings) -> tuple[socket.socket, Settings]:
@@ -178,12 +218,7 @@ class Supervisor:
     def __init__(self, settings: Settings, *, clock: Clock = system_clock, announce: Callable[[str], None]) -> None:
         self._clock = clock
         self._announce = announce
-        self._lock = Lock(settings.lock_file)
-        try:
-            self._holder, self.settings = hold_port(settings)
-        except BaseException:
-            self._lock.release()
-            raise
+        self._holder, self.settings = hold_port(settings)
         fronts = self.settings.fronts_resolved
         self.settings = msgspec.structs.replace(self.settings, fronts=fronts)
         python = [sys.executable, "-m"]
@@ -218,7 +253,6 @@ class Supervisor:
             await asyncio.gather(ready, stopped, *tasks, return_exceptions=True)
             self.settings.no_flush_file.unlink(missing_ok=True)
             self._holder.close()
-            self._lock.release()
 
     async def _tell_when_ready(self) -> None:
         """Write node.json and announce the endpoint once a client would be served."""
@@ -255,5 +289,17 @@ async def supervise(settings: Settings, announce: Callable[[str], None]) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(name, stopping.set)
-    supervisor = Supervisor(settings, announce=announce)
-    return await supervisor.run(stopping)
+    lock = Lock(settings.lock_file)
+    stopped = asyncio.create_task(stopping.wait())
+    waiting = asyncio.create_task(last_run_ended(settings, system_clock))
+    try:
+        await asyncio.wait([stopped, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            return 0
+        await waiting
+        return await Supervisor(settings, announce=announce).run(stopping)
+    finally:
+        for task in (stopped, waiting):
+            task.cancel()
+        await asyncio.gather(stopped, waiting, return_exceptions=True)
+        lock.release()

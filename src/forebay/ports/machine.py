@@ -5,6 +5,9 @@ Rejected: signal 0 to find out whether a process runs (a dead one, not yet looke
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 def boot_id() -> str:
     """What the kernel drew when the machine started. `OSError` where no kernel says so."""
@@ -19,3 +22,17 @@ def alive(pid: int) -> bool:
             return file.read().rpartition(") ")[2][:1] not in ("Z", "X")
     except OSError:
         return False
+
+
+def pids_with(*names: str) -> list[int]:
+    """The processes that have one of `names` open (as /proc/PID/fd names it), as far as this user may see."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if any(str(fd.readlink()) in names for fd in Path("/proc", entry, "fd").iterdir()):
+                found.append(int(entry))
+        except OSError:  # another user's, or gone
+            continue
+    return found
