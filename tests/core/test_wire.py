@@ -34,6 +34,7 @@ MESSAGES = [
     wire.Answer(1, b"\x80"),
     wire.Dropped([7, 8]),
     wire.Report(1),
+    wire.Beat(),
 ]
 
 

@@ -455,6 +455,7 @@ class Client:
 @contextmanager
 def serve(dir: Path, *, timeouts: Timeouts = Timeouts(), grace_s: float = 0.3, **settings: Any) -> Iterator[Node]:
     """A node on a directory, running while the block runs."""
-    chosen = Settings(dir=str(dir), listen="127.0.0.1:0", **settings)
+    # an engine of a test does not beat
+    chosen = Settings(dir=str(dir), listen="127.0.0.1:0", **{"hung_after_s": 0.0, **settings})
     with Node(dir, chosen, timeouts, grace_s) as node:
         yield node

@@ -96,6 +96,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_process_resident_bytes", "gauge", "Resident memory.", ("process",)),
         Metric("forebay_process_cpu_seconds_total", "counter", "Processor time, user and system.", ("process",)),
         Metric("forebay_process_open_files", "gauge", "File descriptors open.", ("process",)),
+        Metric("forebay_process_restarts_total", "counter", "Times it was started again.", ("process", "reason")),
         Metric("forebay_process_start_seconds", "gauge", "When the process started, Unix time.", ("process",)),
     )
 }

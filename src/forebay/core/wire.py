@@ -33,7 +33,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -128,6 +128,7 @@ class Welcome(_Message):
     volumes: list[VolumeAt]
     buckets: list[Bucket]
     identities: bytes = b""  # msgpack; see node/http/auth.py
+    pid: int = 0  # the engine's
     wire_version: int = WIRE_VERSION
 
 
@@ -177,8 +178,12 @@ class Report(_Message):
     report: int
 
 
+class Beat(_Message):
+    """The engine lives: said every `core/pulse.py` interval."""
+
+
 ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Grown | GaveUp | Reported
-ToFront = Welcome | Opened | Landed | Failed | Answer | Dropped | Report
+ToFront = Welcome | Opened | Landed | Failed | Answer | Dropped | Report | Beat
 Message = ToEngine | ToFront
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,6 +11,9 @@ children (PR_SET_PDEATHSIG, SIGKILL: it reaches one that is stopped or hangs, to
 which covers a supervisor that was gone before the kernel was asked, and a kernel that refuses. Nothing is flushed or
 finished: a kill is what every process of a node must survive anyhow.
 
+Standard input is a socket, and a child that serves beats on it (`core/pulse.py`), so that its supervisor notices one
+that hangs. What the supervisor has to say later comes the other way, a line each.
+
 From before its first look at the node's data until its last instruction a child shares a lock on `run/children.lock`,
 so the next supervisor knows when the last of them is gone (`supervisor.last_run_ended`).
 
@@ -28,6 +31,8 @@ import fcntl
 import os
 import select
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 
 from forebay.core.errors import Closed
 from forebay.node.settings import Settings, from_json
@@ -58,8 +63,10 @@ def receive(fd: int = 0) -> Settings:
     return from_json(bytes(line))
 
 
-def follow_parent(loop: asyncio.AbstractEventLoop, fd: int = 0) -> None:
-    """Die as soon as the supervisor has ended, should the kernel not have seen to it."""
+def follow_parent(loop: asyncio.AbstractEventLoop, told: Callable[[bytes], None], fd: int = 0) -> None:
+    """Call `told` with each line that the supervisor sends, and die as soon as it has ended, should the kernel not have
+    seen to that."""
+    kept = bytearray()
 
     def readable() -> None:
         try:
@@ -70,9 +77,21 @@ def follow_parent(loop: asyncio.AbstractEventLoop, fd: int = 0) -> None:
             data = b""
         if not data:
             os.kill(os.getpid(), signal.SIGKILL)
+        kept.extend(data)
+        while b"\n" in kept:
+            line, _, rest = bytes(kept).partition(b"\n")
+            kept[:] = rest
+            told(line)
 
     os.set_blocking(fd, False)
     loop.add_reader(fd, readable)
+
+
+def beat(loop: asyncio.AbstractEventLoop, interval_s: float, fd: int = 0) -> None:
+    """From now on tell the supervisor, again and again, that `loop` turns."""
+    with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
+        os.write(fd, b".")
+    loop.call_later(interval_s, beat, loop, interval_s, fd)
 
 
 def _ended(fd: int) -> bool:

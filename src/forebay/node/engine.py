@@ -33,6 +33,7 @@ from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.hints import Hints
+from forebay.core.pulse import interval_s
 from forebay.core.types import Bucket
 from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
@@ -100,6 +101,7 @@ class Engine:
         self.clock = clock
         self.node_id = ""
         self.started_s = clock.wall_s()
+        self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which, why, how often
         self._opener = opener
         self._chance = chance
         self._identities = IdentitiesFile(settings.identities, settings.identity_key)
@@ -138,6 +140,7 @@ class Engine:
         except BaseException:
             await self.stop(clean=False)
             raise
+        self.fronts.beat()
         await self.jobs.resume()
         work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.hinting.tend)
         self._background = [asyncio.create_task(each()) for each in work]
@@ -255,13 +258,14 @@ class Engine:
         )
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         self.verbs = Verbs(self)
-        self.fronts = Fronts(
+        self.fronts: Fronts = Fronts(
             self.cold,
             self.streams,
             welcome=self.welcome,
             answer=self.verbs.answer,
             begin=self.writes.begin,
             touched=self._touched,
+            beat_s=interval_s(self.settings.hung_after_s),
         )
 
     async def _know_myself(self) -> str:
@@ -320,7 +324,13 @@ class Engine:
     # --- what fronts are told ----------------------------------------------------------------------------------------
     def welcome(self) -> Welcome:
         """What a front needs before it serves."""
-        return Welcome(self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded)
+        return Welcome(
+            self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded, pid=os.getpid()
+        )
+
+    def told(self, line: bytes) -> None:
+        """What the supervisor has counted changed."""
+        self.restarts = msgspec.json.decode(line, type=list[tuple[str, str, int]])
 
     async def _ask(self, verb: str, arguments: Any) -> Any:
         return await self.verbs.answer(verb, arguments)
@@ -431,8 +441,8 @@ async def run_until_stopped(
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    child.follow_parent(loop)
     engine = Engine(settings)
+    child.follow_parent(loop, engine.told)
     await engine.start()
     front = None
     try:
@@ -442,6 +452,7 @@ async def run_until_stopped(
             front = Front(settings, 0)
             await front.start(reuse_port=True)
         log.info("engine of node %s is ready", engine.node_id)
+        child.beat(loop, interval_s(settings.hung_after_s))
         if after_start is not None:
             after_start()
         await stopping.wait()

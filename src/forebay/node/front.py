@@ -24,6 +24,7 @@ import msgspec
 
 from forebay.core.errors import ForebayError
 from forebay.core.metrics import Snapshot
+from forebay.core.pulse import interval_s
 from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.wire import Welcome
 from forebay.node import child
@@ -85,6 +86,8 @@ class Front:
             dropped=self._dropped,
             report=self.snapshot,
             grace_s=grace_s,
+            hung_after_s=settings.hung_after_s,
+            clock=clock,
         )
         self._reads = Reads(self._store, self.link, self.counts, clock=clock)
         self._lane = Lane(
@@ -195,7 +198,7 @@ class Front:
     def _missing(self) -> str:
         """What keeps this front from being ready; "" when nothing does."""
         if not self.link.connected:
-            return "the engine does not answer"
+            return self.link.trouble
         if self._welcomed is None or not self._welcomed.volumes:
             return "no volume is usable: reads pass through to the backend"
         return "stopping" if self.server is None or self.server.draining else ""
@@ -206,7 +209,7 @@ async def _serve(settings: Settings, number: int) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    child.follow_parent(loop)
+    child.follow_parent(loop, lambda line: None)
     front = Front(settings, number)
     starting = asyncio.ensure_future(front.start(reuse_port=True))
     stopped = asyncio.ensure_future(stopping.wait())
@@ -214,6 +217,7 @@ async def _serve(settings: Settings, number: int) -> int:
     try:
         if starting.done():
             await starting
+            child.beat(loop, interval_s(settings.hung_after_s))
             gc.freeze()  # what exists now stays: collecting it again and again would stop requests for milliseconds
             log.info("front %d serves port %d", number, front.port)
             await stopped

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
-from forebay.core import limits, wire
+from forebay.core import limits, pulse, wire
 from forebay.core.calls import PutCall, PutOpened, Written, decode_call, encode_answer
 from forebay.core.errors import Bug, ErrorOnWire, ForebayError
 from forebay.core.metrics import Snapshot, decode_snapshot
@@ -246,6 +246,7 @@ class Fronts:
         answer: Callable[[str, Any], Awaitable[Any]],
         begin: Callable[[PutCall, Callable[[Written | ForebayError], None]], bool],
         touched: Callable[[int, int, int], None],
+        beat_s: float = pulse.INTERVAL_MAX_S,
     ) -> None:
         self.connections: set[Connection] = set()
         self.reads = reads
@@ -254,6 +255,8 @@ class Fronts:
         self.answer = answer
         self.begin = begin
         self.touched = touched
+        self._beat_s = beat_s
+        self._beating: asyncio.TimerHandle | None = None
         self._report = 0
         self._reports: dict[int, tuple[asyncio.Event, list[Snapshot], int]] = {}
 
@@ -303,7 +306,16 @@ class Fronts:
             if len(answers) >= count:
                 done.set()
 
+    def beat(self) -> None:
+        """Tell them that the engine lives, from now until `close`."""
+        for connection in list(self.connections):
+            if connection.hello is not None:
+                connection.post(wire.Beat())
+        self._beating = asyncio.get_running_loop().call_later(self._beat_s, self.beat)
+
     def close(self) -> None:
         """Cut every connection."""
+        if self._beating is not None:
+            self._beating.cancel()
         for connection in list(self.connections):
             connection.cut()

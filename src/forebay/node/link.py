@@ -5,6 +5,9 @@ that waited for it fails at once with `Unavailable`, and a loop connects again, 
 Hits need no engine, so a front keeps serving; a miss waits up to `grace_s` for the engine to come back before it fails,
 which hides an ordinary restart from clients.
 
+An engine that hangs keeps its connection, so it beats, and one that is silent for too long (`core/pulse.py`) is treated
+as one that died: its connection is cut. Whether it is replaced is its supervisor's affair.
+
 Hits are gathered in a dictionary, so that an object read a thousand times in a fifth of a second is one entry: the
 engine needs to know that it was used, not how often within that time.
 
@@ -31,8 +34,12 @@ from typing import Any, cast
 from forebay.core import calls, limits, wire
 from forebay.core.errors import Bug, ForebayError, Unavailable, from_wire
 from forebay.core.metrics import Snapshot, encode_snapshot
+from forebay.core.pulse import Pulse, interval_s
 from forebay.core.types import RangeSpec
 from forebay.node.outcomes import resolve
+from forebay.ports import machine
+from forebay.ports.clock import Clock
+from forebay.ports.clock import system as system_clock
 
 log = logging.getLogger("forebay.link")
 
@@ -167,6 +174,8 @@ class Link:
         dropped: Callable[[list[int]], None],
         report: Callable[[], Snapshot],
         grace_s: float = GRACE_S,
+        hung_after_s: float = 0.0,
+        clock: Clock = system_clock,
     ) -> None:
         self.path = os.fspath(path)
         self.front = front
@@ -177,6 +186,11 @@ class Link:
         self._dropped = dropped
         self._report = report
         self._grace_s = grace_s
+        self._pulse = Pulse(hung_after_s)
+        self._beats = 0  # of this connection's engine
+        self._engine_pid = 0
+        self._hangs = False
+        self._clock = clock
         self._wire: _Wire | None = None  # set once welcomed
         self._number = 0
         self._reads: dict[int, Read] = {}
@@ -186,12 +200,22 @@ class Link:
         self._broken = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._stopped = False
 
     @property
     def connected(self) -> bool:
         """Whether the engine has welcomed us and is there."""
         return self._wire is not None
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the engine; "" when it is there."""
+        if self._wire is not None:
+            return ""
+        if self._hangs:
+            return f"the engine hangs: it gave no sign of life for {self._pulse.deadline_s:g} s"
+        return "the engine does not answer"
 
     @property
     def waiting(self) -> int:
@@ -203,6 +227,7 @@ class Link:
         self.loop = asyncio.get_running_loop()
         self._connecting = self.loop.create_task(self._keep_connected())
         self._flush_later()
+        self._look()
 
     async def stop(self) -> None:
         """Fail what waits, and disconnect. Twice is fine."""
@@ -210,6 +235,9 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         self.flush()
         if self._connecting is not None:
             self._connecting.cancel()
@@ -318,6 +346,8 @@ class Link:
             self._dropped(message.object_ids)
         elif isinstance(message, wire.Report):
             self.post(wire.Reported(message.report, self.front, encode_snapshot(self._report())))
+        elif isinstance(message, wire.Beat):
+            self._beats += 1
         elif isinstance(message, wire.Welcome):
             self._take_welcome(source, message)
         else:
@@ -341,6 +371,8 @@ class Link:
         if self._wire is None:
             self.connects += 1
             self._wire = source
+            self._pulse, self._beats, self._hangs = Pulse(self._pulse.deadline_s), 1, False  # it lives
+            self._engine_pid = message.pid
             self._ready.set()
 
     def lost(self, source: _Wire) -> None:
@@ -362,6 +394,16 @@ class Link:
 
     def forget(self, read: Read) -> None:
         self._reads.pop(read.number, None)
+
+    def _look(self) -> None:
+        """Cut the connection of an engine that hangs, so that nobody waits for it any longer."""
+        current = self._wire
+        active_s = machine.active_s(self._engine_pid)
+        if current is not None and self._pulse.look(self._clock.monotonic_s(), self._beats, active_s):
+            self._hangs = True
+            log.error("the engine hangs: it gave no sign of life for %g s", self._pulse.deadline_s)
+            current.transport.abort()
+        self._looking = self.loop.call_later(interval_s(self._pulse.deadline_s), self._look)
 
     async def _keep_connected(self) -> None:
         backoff_s = BACKOFF_MIN_S

@@ -26,6 +26,7 @@ from forebay.core.quantity import parse_size
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
+HUNG_AFTER_MAX_S = 3600.0
 FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
@@ -64,7 +65,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr. `identity_key` is the file that
     opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
     key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
-    only the node has; 0 leaves it for the next start.
+    only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
+    is replaced (`core/pulse.py`); 0 is never.
     """
 
     dir: str
@@ -81,6 +83,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert: str = ""
     tls_key: str = ""
     flush_timeout_s: float = 60.0
+    hung_after_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -95,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid("scrub_bytes_s is negative: 0 switches scrubbing off")
         if not 0 <= self.flush_timeout_s <= FLUSH_TIMEOUT_MAX_S:
             raise Invalid(f"--flush-timeout {self.flush_timeout_s:g} is outside 0 (do not flush) to a week, in seconds")
+        if self.hung_after_s and not 1 <= self.hung_after_s <= HUNG_AFTER_MAX_S:
+            raise Invalid(f"hung_after_s {self.hung_after_s:g} is neither 0 (never) nor from 1 to an hour, in seconds")
         host, _ = parse_listen(self.listen)
         if not self.identities and not is_loopback(host):
             raise Invalid(

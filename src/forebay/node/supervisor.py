@@ -7,7 +7,9 @@ come and go (the kernel hands connections only to listening sockets). Port 0 is 
 Each child is a fresh interpreter (`node/child.py`). One that ends is started again after a delay that doubles from
 RESTART_MIN_S to RESTART_MAX_S and is forgotten after STEADY_S of life. One that says EXIT_REFUSED on its first start
 ends the node with its message: nothing would change by trying again. Later it is tried again, since a disk or a file
-may come back.
+may come back. One that hangs (`core/pulse.py`: each beats on its standard input, a socket) is killed, and then as one
+that died; one that starts or stops is given the time that it takes. How often which was started again is told to the
+engine, a line of JSON each time, which counts it among its metrics.
 
 `node.json` in DIR/run appears when the node is ready (engine up, every front listening) and goes when it stops.
 
@@ -29,13 +31,16 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 import forebay
 from forebay.core.errors import Busy, Exists, Invalid
+from forebay.core.pulse import Pulse, interval_s
 from forebay.node.child import EXIT_REFUSED
 from forebay.node.settings import Settings
 from forebay.ports import machine
@@ -143,9 +148,19 @@ class Child:
     """One process of the node, started again when it dies."""
 
     def __init__(
-        self, name: str, command: list[str], settings: Settings, clock: Clock, stop_timeout_s: float = STOP_TIMEOUT_S
+        self,
+        name: str,
+        command: list[str],
+        settings: Settings,
+        clock: Clock,
+        *,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+        restarted: Callable[[str, str], None],
     ) -> None:
         self.name = name
+        self._restarted = restarted  # hears its name, and whether it had "ended" or "hung"
+        self._news = b""
+        self._socket: socket.socket | None = None
         self._stop_timeout_s = stop_timeout_s
         self.process: asyncio.subprocess.Process | None = None
         self.refused = False
@@ -154,6 +169,7 @@ class Child:
         self._settings = settings
         self._clock = clock
         self._stopping = False
+        self._hung = False
 
     async def run(self) -> None:
         """Keep it running until `stop`. Returns early only if its first start was refused."""
@@ -170,24 +186,50 @@ class Child:
                 delay_s = RESTART_MIN_S
             log.warning("%s ended with status %d; starting it again in %.1f s", self.name, status, delay_s)
             await asyncio.sleep(delay_s)
+            self._restarted(self.name, "hung" if self._hung else "ended")
             delay_s = min(delay_s * 2, RESTART_MAX_S)
 
     async def _live(self) -> int:
         self.starts += 1
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, env=_environment()
-            )
-        except OSError as error:
-            log.error("%s cannot be started: %s", self.name, error)
-            return 1
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(self._settings.to_json() + b"\n")
-            await self.process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it is dead already: its status says more
-        return await self.process.wait()
+        self._hung = False
+        self._socket, theirs = socket.socketpair()
+        with self._socket:
+            self._socket.setblocking(False)
+            self._socket.send(self._settings.to_json() + b"\n" + self._news)
+            with theirs:
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *self._command, stdin=theirs.fileno(), env=_environment()
+                    )
+                except OSError as error:
+                    log.error("%s cannot be started: %s", self.name, error)
+                    return 1
+            self.process = process
+            watching = asyncio.create_task(self._watch(self._socket, process))
+            try:
+                return await process.wait()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, beats: socket.socket, process: asyncio.subprocess.Process) -> None:
+        """Kill it when it hangs."""
+        pulse, count = Pulse(self._settings.hung_after_s), 0
+        while not self._hung:
+            await asyncio.sleep(interval_s(pulse.deadline_s))
+            with suppress(OSError):
+                count += len(beats.recv(65536))
+            if pulse.look(self._clock.monotonic_s(), count, machine.active_s(process.pid)) and not self._stopping:
+                log.error("%s hangs: it gave no sign of life for %g s; killing it", self.name, pulse.deadline_s)
+                self._hung = True
+                process.kill()
+
+    def tell(self, line: bytes) -> None:
+        """Send it a line now, and to whoever is started in its place."""
+        self._news = line
+        if self._socket is not None:
+            with suppress(OSError):  # it has ended, or it hangs
+                self._socket.send(line)
 
     async def stop(self) -> None:
         """Ask it to end, and kill it if it does not in time."""
@@ -223,10 +265,20 @@ class Supervisor:
         self.settings = msgspec.structs.replace(self.settings, fronts=fronts)
         python = [sys.executable, "-m"]
         patience_s = STOP_TIMEOUT_S + settings.flush_timeout_s
-        self.children = [Child("engine", [*python, "forebay.node.engine"], self.settings, clock, patience_s)]
+        self.restarts: Counter[tuple[str, str]] = Counter()  # by child and reason
+        self.children = [
+            Child(
+                "engine",
+                [*python, "forebay.node.engine"],
+                self.settings,
+                clock,
+                stop_timeout_s=patience_s,
+                restarted=self._restarted,
+            )
+        ]
         for number in range(fronts):
             command = [*python, "forebay.node.front", str(number)]
-            self.children.append(Child(f"front {number}", command, self.settings, clock))
+            self.children.append(Child(f"front {number}", command, self.settings, clock, restarted=self._restarted))
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Run the node until `stopping` is set; the exit status."""
@@ -253,6 +305,10 @@ class Supervisor:
             await asyncio.gather(ready, stopped, *tasks, return_exceptions=True)
             self.settings.no_flush_file.unlink(missing_ok=True)
             self._holder.close()
+
+    def _restarted(self, name: str, reason: str) -> None:
+        self.restarts[name.replace(" ", "-"), reason] += 1
+        self.children[0].tell(json.dumps([[*which, count] for which, count in self.restarts.items()]).encode() + b"\n")
 
     async def _tell_when_ready(self) -> None:
         """Write node.json and announce the endpoint once a client would be served."""

@@ -59,6 +59,7 @@ class Engine(Protocol):
     settings: Settings
     node_id: str
     started_s: float
+    restarts: list[tuple[str, str, int]]
     clock: Clock
     store: Store
     index: StoreReader
@@ -357,6 +358,8 @@ class Verbs:
             values[series("forebay_volume_up", volume=volume)] = float(usage.state != "out")
             objects += usage.objects
         values["forebay_objects"] = objects
+        for process, reason, count in engine.restarts:
+            values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
         values |= engine.flusher.metrics()
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()

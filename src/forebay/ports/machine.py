@@ -24,6 +24,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def active_s(pid: int) -> float:
+    """How long the main thread of a process has run or waited for a processor; 0.0 where no kernel says so."""
+    try:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+            ran_ns, waited_ns, _ = file.read().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(ran_ns) + int(waited_ns)) / 1e9
+
+
 def pids_with(*names: str) -> list[int]:
     """The processes that have one of `names` open (as /proc/PID/fd names it), as far as this user may see."""
     found = []
