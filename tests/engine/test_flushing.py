@@ -33,6 +33,7 @@ def test_the_flush_job_brings_what_was_dirty_to_the_backend(rigged: Rigged) -> N
         bodies = {"a/1": b"one", "a/2": pattern(2 * MIB), "b/3": b"three"}
         for key, body in bodies.items():
             await put(rig, key, body)
+        rig.remote.place("a/gone", b"theirs")
         await delete(rig, "a/gone")
         plan = await rig.front.job("flush", calls.JobCall("remote", dry_run=True))
         assert (plan.units_total, plan.bytes_total) == (4, 2 * MIB + 8)
@@ -95,6 +96,7 @@ def test_status_and_metrics_tell_what_is_dirty_and_how_old(rigged: Rigged) -> No
         rig.remote.writable.clear()
         began_s = rig.clock.wall_s()
         await put(rig, "a", pattern(MIB))
+        rig.remote.place("b", b"theirs")
         await delete(rig, "b")
         await until(lambda: rig.engine.flusher.totals("remote").flushing == 2)
         rig.clock.ahead_s += 90
@@ -123,6 +125,7 @@ def test_a_clean_stop_flushes_and_an_impatient_one_leaves_it_to_the_next_start(t
         rig.remote.writable.clear()
         await put(rig, "file", body)
         await put(rig, "small", b"small")
+        rig.remote.place("gone", b"theirs")
         await delete(rig, "gone")
         await rig.front.aclose()
         await rig.engine.stop(flush=True)  # the backend takes nothing: time is up

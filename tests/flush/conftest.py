@@ -19,7 +19,7 @@ from tests.patience import until_async as until
 from forebay.backends.memory import MemoryBackend
 from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import ForebayError, NotFound, NotSupported, Unavailable
+from forebay.core.errors import ForebayError, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, Headers, ObjectInfo
 from forebay.node.flusher import Flusher
@@ -51,6 +51,9 @@ class Remote(MemoryBackend):
         self.open.set()
         self.fail: deque[ForebayError] = deque()  # the next writes
         self.lose: set[str] = set()  # verbs: do it once, and say that it failed
+        self.hang = 0  # so many of the next writes: say that they failed, and do them when they `land`
+        self.hanging: list[Callable[[], Coroutine[Any, Any, Any]]] = []
+        self.away = False
         self.knows_conditions = True
         self.knows_tags = True
         self.busy = self.busiest = 0
@@ -65,6 +68,12 @@ class Remote(MemoryBackend):
         try:
             await self.open.wait()
             await asyncio.sleep(0)
+            if self.away:
+                raise Unavailable("the connection is refused: try again")
+            if self.hang:
+                self.hang -= 1
+                self.hanging.append(work)
+                raise Unavailable("no answer in time: try again")
             if self.fail:
                 raise self.fail.popleft()
             result = await work()
@@ -74,6 +83,22 @@ class Remote(MemoryBackend):
             return result
         finally:
             self.busy -= 1
+
+    async def land(self) -> list[bool]:
+        """What hung arrives now, in its order; which of it was taken."""
+        taken = []
+        while self.hanging:
+            try:
+                await self.hanging.pop(0)()
+                taken.append(True)
+            except Precondition:
+                taken.append(False)
+        return taken
+
+    async def head(self, key: str) -> ObjectInfo:
+        if self.away:
+            raise Unavailable("the connection is refused: try again")
+        return await MemoryBackend.head(self, key)
 
     def _refuse(self, expect: str | None, tags: str = "") -> None:
         if expect is not None and not self.knows_conditions:
@@ -249,9 +274,21 @@ class Node:
             self.shelf.records["b", key] = Record(
                 self.seq, len(data), f"own-{self.seq}", "etag", 0.0, 0.0, b"", True, State.DIRTY, inline=inline
             )
+            based_on = about.pop("based_on", based_on)
             note = Note(self.seq, self.clock.wall_s(), len(data), self.seq, based_on, headers, **about)
             note = msgspec.structs.replace(note, digest=digest_of(len(data), sums=sums))
             self._note(key, note, tell)
+
+    async def fail(self, key: str) -> None:
+        """The key's flush is begun at once, however long it should wait, and fails."""
+        before = self.flusher._of["b"].counts.failures.total()
+
+        def failed() -> bool:
+            self.clock.ahead_s += 60.0
+            self.flusher.ask("b", key)
+            return self.flusher._of["b"].counts.failures.total() > before
+
+        await until(failed, "a failure")
 
     async def delete(self, key: str, *, tell: bool = True) -> None:
         async with self.lock("b", key):
@@ -262,8 +299,12 @@ class Node:
             self._note(key, Note(self.seq, self.clock.wall_s(), 0, 0, based_on), tell)
 
     def _note(self, key: str, note: Note, tell: bool) -> None:
-        there = self.shelf.notes.get(("b", key))
-        owed = Owed("b", key, succeeding(note, there.note if there else None), True)
+        there = self.flusher.find("b", key)
+        if not tell and ("b", key) in self.shelf.notes:
+            there = self.shelf.notes["b", key].note
+        if there is None:  # as a writer begins a note
+            note = msgspec.structs.replace(note, **self.flusher.sent("b", key)._asdict())
+        owed = Owed("b", key, succeeding(note, there), True)
         self.shelf.notes["b", key] = owed
         if tell:
             self.flusher.add(owed)

@@ -40,6 +40,8 @@ MULTIPART_BYTES_MIN = (
 )  # a flush at least this long is a multipart upload: what a crash must send again is a part
 FLUSH_PART_BYTES = 32 * MIB  # a part of a flush, or more where PARTS_MAX would be exceeded
 FLUSHES_MAX = 16  # flushes at once per bucket
+UNANSWERED_MAX = 64  # bodies of a key whose puts were not answered: beyond, the backend is asked before one more leaves
+LATE_S = 960.0  # how long after its answer was lost a put may land: the longest a proxy holds one is 15 minutes
 DIRTY_WAIT_S = 10.0  # how long a write waits for dirty bytes to go down before it is refused
 METADATA_BYTES_MAX = 2 * KIB  # S3's limit on user metadata of an object, names and values
 TAGS_MAX = 10  # S3's limit on tags of an object

@@ -2,8 +2,10 @@
 
 Theory. An errand is conditional on the version that the first write of the dirty spell replaced. When the backend has
 another, that may still be ours: a put whose answer was lost, by this process or the one before it. So what is there is
-compared (by MD5, else by fetching and hashing it) with this body and those before it, and only a stranger is a
-conflict. The bucket's policy then decides, and the errand says what became of it; it never touches the index.
+compared (by MD5, else by fetching and hashing it) with this body and those before it that may have been sent, and only
+a stranger is a conflict. The bucket's policy then decides, and the errand says what became of it; it never touches the
+index. A write that was based on no version in particular is conditional as well, on what is found there, so that no
+body can land late on top of its successor.
 
 Bodies are compared with their checksums before they are sent, so that what rotted on a disk does not become the truth.
 Large ones go as uploads: the wish to begin one is noted, then its id, then parts are sent, several at once. After a
@@ -15,8 +17,9 @@ errand may not be cancelled then (`is_cancellable`): a put that arrives after it
 
 Rejected: marking objects with metadata of ours (users would see it); trusting the time of modification.
 
-Invariants. (1) Nothing is sent without a condition unless the note or the policy `ours` says so, or the backend knows
-no conditions; then it is asked first. (2) No part is sent to an upload whose id is not noted durably.
+Invariants. (1) Nothing is sent without a condition, unless the backend knows none or names no versions; then it is
+asked first. (2) No part is sent to an upload whose id is not noted durably. (3) Before a body or a delete may leave,
+the keeper of the note knows, and it is still what the key owes.
 """
 
 from __future__ import annotations
@@ -24,18 +27,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
 from forebay.backends.seam import Backend, Body
-from forebay.core import limits
-from forebay.core.errors import Busy, Corrupt, ForebayError, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core import limits, ours
+from forebay.core.errors import (
+    Busy,
+    Corrupt,
+    Denied,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
 from forebay.core.record import OWN_HEADERS, Record, blocks_in
 from forebay.core.types import Bucket, Headers, ObjectInfo
 from forebay.node.store.notes import Note, digest_of
@@ -71,6 +84,11 @@ class Keeping(Protocol):
 
     async def keep(self, note: Note) -> None:
         """Durably replace the note whose `seq` this one has; nothing if the key owes something else now."""
+        ...
+
+    def leaves(self, seq: int, left: bool = True) -> bool:
+        """A request with write `seq` may leave from now on, or (not `left`) none did; whether one may have before.
+        `Superseded` if the key owes something else now."""
         ...
 
 
@@ -130,6 +148,8 @@ class Errand:
         self._backend = place.backend
         self._plain: set[str] = set()  # what this backend turned out not to know: "expect", "tags"
         self._sent_bytes = 0
+        self.is_repeated = False  # an earlier request with this may have left unanswered, and still arrive
+        self._left = False  # it is known that this may have left: it is not asked again whether it may
         self._fd = -1  # of the data file: what is sent stays readable when a later write takes its name away
 
     @property
@@ -238,23 +258,29 @@ class Errand:
 
     # --- putting -----------------------------------------------------------------------------------------------------
     async def _put(self) -> Delivered | Yielded:
-        expect, policy = self.note.based_on, ""
+        based_on, policy = self.note.based_on, ""
+        expect: str | None = based_on or ""  # where any version will do there is mostly none
+        asks_first = ours.asks_first(self.note.sent, self.note.digest)
         for _ in range(ROUNDS_MAX):
-            try:
-                return Delivered((await self._send(self._key, expect)).version, policy)
-            except Precondition:
-                pass
+            if not asks_first:
+                try:
+                    return Delivered((await self._send(self._key, expect)).version, policy)
+                except Precondition:
+                    pass
+            asks_first = False
             seen = await self._seen(self._key)
-            whose = await self._whose(seen)
-            if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
-                return Delivered(seen.version, policy)
-            if whose is _Whose.STRANGER:
-                policy = self._place.bucket.conflict
-                if policy == "theirs":
-                    return Yielded(policy)
-                if policy == "keep-both":
-                    return await self._keep_aside()
-            expect = seen.version if seen is not None else ""
+            there = "" if seen is None else seen.version or None
+            if based_on is not None and there != expect:
+                whose = await self._whose(seen)
+                if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
+                    return Delivered(seen.version, policy)
+                if whose is _Whose.STRANGER:
+                    policy = self._place.bucket.conflict
+                    if policy == "theirs":
+                        return Yielded(policy)
+                    if policy == "keep-both":
+                        return await self._keep_aside()
+            expect = there
         raise Busy(f"{self._key} changes at the backend faster than it can be written: it is tried again")
 
     async def _keep_aside(self) -> Yielded:
@@ -288,7 +314,7 @@ class Errand:
             return info
 
     async def _conditionally(
-        self, key: str, expect: str | None, act: Callable[[str | None, str], Awaitable[ObjectInfo]]
+        self, key: str, expect: str | None, act: Callable[[str | None, str], Coroutine[Any, Any, ObjectInfo]]
     ) -> ObjectInfo:
         """Do what cannot be taken back, in the way that this backend knows: with the condition, or after asking."""
         plain = self._plain
@@ -303,7 +329,7 @@ class Errand:
                 given = None
             self.is_cancellable = False
             try:
-                return await act(given, tags)
+                return await self._leaving(key, act(given, tags))
             except NotSupported as error:
                 if given is not None:
                     plain.add("expect")
@@ -318,6 +344,24 @@ class Errand:
                 self._tell_once(error)
             finally:
                 self.is_cancellable = True
+
+    async def _leaving(self, key: str, request: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Make a request after which this write may be at the backend, unless a refusal is heard."""
+        if key != self._key or self._left:
+            return await request
+        try:
+            self.is_repeated = self._keeping.leaves(self.note.seq)
+        except Superseded:
+            request.close()
+            raise
+        self._left = True
+        try:
+            return await request
+        except (Denied, Invalid, NotSupported, Precondition):
+            self._left = self.is_repeated
+            if self._is_current():
+                self._keeping.leaves(self.note.seq, self.is_repeated)
+            raise
 
     # --- uploads -----------------------------------------------------------------------------------------------------
     async def _upload(self, key: str, expect: str | None) -> ObjectInfo:
@@ -441,32 +485,30 @@ class Errand:
 
     # --- deleting ----------------------------------------------------------------------------------------------------
     async def _delete(self) -> Delivered | Yielded:
-        expect, policy = self.note.based_on, ""
+        based_on, policy = self.note.based_on, ""
+        expect = based_on
         for _ in range(ROUNDS_MAX):
-            if expect == "" or (expect is not None and "expect" in self._plain):
-                changed = True  # there was nothing, or no way to say what: look first
-            else:
-                changed = not await self._delete_if(expect)
-            if not changed:
+            # Where there was nothing, or no way to say what: look first.
+            if expect and "expect" not in self._plain and await self._delete_if(expect):
                 return Delivered("", policy)
             seen = await self._seen(self._key)
             if seen is None:
                 return Delivered("", policy)
-            if seen.version == expect:
-                expect = None  # looked at, and as it was: all that a backend without conditions can do
-                continue
-            if await self._whose(seen) is _Whose.STRANGER:
+            if based_on is not None and seen.version != expect and await self._whose(seen) is _Whose.STRANGER:
                 policy = self._place.bucket.conflict
                 if policy != "ours":
                     return Yielded(policy)
             expect = seen.version
+            if "expect" in self._plain or not expect:  # looked at: all that a backend without conditions can do
+                await self._delete_if(None)
+                return Delivered("", policy)
         raise Busy(f"{self._key} changes at the backend faster than it can be deleted: it is tried again")
 
     async def _delete_if(self, expect: str | None) -> bool:
         """Delete that version; False if the backend has another, or must be asked first."""
         self.is_cancellable = False
         try:
-            await self._backend.delete(self._key, expect=expect)
+            await self._leaving(self._key, self._backend.delete(self._key, expect=expect))
         except Precondition:
             return False
         except NotFound:
@@ -492,16 +534,16 @@ class Errand:
         """Whether what the backend has is this body, one that this node may have sent before it, or a stranger's."""
         note = self.note
         if seen is None:
-            return _Whose.EARLIER if "" in note.tried else _Whose.STRANGER
+            return _Whose.EARLIER if ours.ABSENT in note.sent.digests else _Whose.STRANGER
         if not note.is_delete and note.md5 and note.md5 == seen.etag:
             return _Whose.THIS
         may_be_this = not note.is_delete and seen.size_bytes == note.size_bytes
-        if not may_be_this and not any(note.tried):
+        if not may_be_this and not any(note.sent.digests):
             return _Whose.STRANGER
         digest = await self._digest_there(seen)
         if not note.is_delete and digest == note.digest:
             return _Whose.THIS
-        return _Whose.EARLIER if digest in note.tried else _Whose.STRANGER
+        return _Whose.EARLIER if digest in note.sent.digests else _Whose.STRANGER
 
     async def _digest_there(self, seen: ObjectInfo) -> str:
         """The digest of what the backend has, fetched and thrown away."""

@@ -3,7 +3,8 @@
 Theory. All notes of what is owed are here, in memory, by bucket and key; the store keeps them too. A queue for each
 bucket says which key goes next, an errand takes it to the backend, and then, under the key's lock, the record becomes
 clean, if it still is the one that was sent. If it was written again meanwhile, the newer note is based on the version
-that was just made, and the key is queued anew.
+that was just made, and the key is queued anew. What else was sent of the key, and may still arrive, goes on being known
+as ours (`core/ours.py`): in the newer note, or here alone where the key owes nothing any more, until its time is over.
 
 A newer write stops an errand that sends the parts of an upload (its parts would be thrown away); a single put is let
 finish, since nobody can call it back. `stop_key` waits for exactly that, and not for the bookkeeping after it, which
@@ -32,11 +33,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from forebay.core import limits
+from forebay.core import limits, ours
 from forebay.core.errors import Bug, Busy, Closed, ForebayError
 from forebay.core.flush import Asked, Dropped, Ended, Event, Failed, Forgot, Held, Queue, Released, Start, Woke, Wrote
 from forebay.core.gate import Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 from forebay.core.metrics import series
+from forebay.core.ours import Sent
 from forebay.core.record import Record
 from forebay.core.types import Bucket
 from forebay.node.buckets import Buckets
@@ -92,12 +94,13 @@ class Counts:
 
 
 class _Debt:
-    """What one key owes. `rewritten_s`: when it was first written again since its errand began."""
+    """What one key owes. `left`: a request with this body or delete may have left. `rewritten_s`: when it was first
+    written again since its errand began."""
 
-    __slots__ = ("owed", "rewritten_s", "waiting")
+    __slots__ = ("left", "owed", "rewritten_s", "waiting")
 
-    def __init__(self, owed: Owed) -> None:
-        self.owed = owed
+    def __init__(self, owed: Owed, left: bool) -> None:
+        self.owed, self.left = owed, left
         self.rewritten_s: float | None = None
         self.waiting: list[_Waiting] = []
 
@@ -143,6 +146,7 @@ class _Bucket:
         self.flights: dict[str, _Flight] = {}
         self.writers: dict[int, asyncio.Future[None]] = {}
         self.sends = asyncio.Semaphore(SENDS_MAX)
+        self.late: dict[str, Sent] = {}  # of keys that owe nothing, the latest last
         self.told: set[str] = set()
         self.counts = Counts()
         self.error = ""
@@ -161,6 +165,9 @@ class _Keeping:
 
     async def keep(self, note: Note) -> None:
         await self._flusher.keep(self._bucket, self._key, note)
+
+    def leaves(self, seq: int, left: bool = True) -> bool:
+        return self._flusher.leaves(self._bucket, self._key, seq, left)
 
 
 class Flusher:
@@ -200,14 +207,15 @@ class Flusher:
         """Take up what was owed when the node stopped."""
         count = 0
         for owed in self._store.owed():
-            self.add(owed)
+            self.add(owed, left=True)
             count += 1
         if count:
             log.info("%d objects and deletes wait for their backends since before the start", count)
 
     # --- what is owed ------------------------------------------------------------------------------------------------
-    def add(self, owed: Owed) -> None:
-        """A write or delete was acknowledged (or found at start): it replaces what the key owed. Under the key's lock.
+    def add(self, owed: Owed, *, left: bool = False) -> None:
+        """A write or delete was acknowledged: it replaces what the key owed. Under the key's lock. Or (`left`) it was
+        found at the start, and may have been sent before.
 
         The note should come from `notes.succeeding`; what a note lacks of that is made up for, a moment later.
         """
@@ -216,14 +224,17 @@ class Flusher:
         of = self._bucket(owed.bucket)
         debt = of.debts.get(owed.key)
         if debt is None:
-            of.debts[owed.key] = _Debt(owed)
+            of.debts[owed.key] = _Debt(owed, left)
             insort(of.keys, owed.key)
             note = owed.note
         else:
             note = succeeding(owed.note, debt.note)
-            debt.owed = msgspec.structs.replace(owed, note=note)
             if note != owed.note:
                 self._background(self.keep(owed.bucket, owed.key, note))
+            elif not debt.left:  # on the disk the body before is one that may have left: it did not
+                note = succeeding(owed.note, debt.note, left=False)
+            debt.left = debt.left and debt.note.seq == note.seq
+            debt.owed = msgspec.structs.replace(owed, note=note)
             flight = of.flights.get(owed.key)
             if flight is not None and flight.seq != note.seq:
                 if debt.rewritten_s is None:
@@ -236,6 +247,21 @@ class Flusher:
         of = self._of.get(bucket)
         debt = of.debts.get(key) if of is not None else None
         return None if debt is None else debt.note
+
+    def leaves(self, bucket: str, key: str, seq: int, left: bool) -> bool:
+        """A request with write `seq` may leave from now on, or (not `left`) none did; whether one may have before.
+        `Superseded` if the key owes something else by now: a body that nothing here names must not leave."""
+        of = self._of.get(bucket)
+        debt = of.debts.get(key) if of is not None else None
+        if debt is None or debt.note.seq != seq:
+            raise Superseded
+        before, debt.left = debt.left, left
+        return before
+
+    def sent(self, bucket: str, key: str) -> Sent:
+        """What may still arrive at the backend of a key that owes nothing."""
+        of = self._of.get(bucket)
+        return of.late.get(key, Sent()) if of is not None else Sent()
 
     def forget(self, bucket: str, key: str) -> None:
         """The key owes nothing any more: it was written through, or its bucket went. Who waits for it is content."""
@@ -457,7 +483,7 @@ class Flusher:
 
     async def _settle(self, name: str, of: _Bucket, key: str, errand: Errand, outcome: Delivered | Yielded) -> Event:
         """Make it true here that the errand came to its end."""
-        note = errand.note
+        note, now_s = errand.note, self._clock.wall_s()
         async with self._lock(name, key):
             debt = of.debts.get(key)
             since_s = None
@@ -466,11 +492,14 @@ class Flusher:
                     self._clean(name, key, note, outcome.version)
                 else:
                     await self._commit(Delete(name, key))
+                sent = ours.left(note.sent, note.known_by) if errand.is_repeated else note.sent
+                self._remember_late(of, key, ours.answered(sent, now_s), now_s)
                 self._drop(of, key)
             elif debt is not None and isinstance(outcome, Delivered):
                 since_s = debt.rewritten_s if debt.rewritten_s is not None else debt.note.since_s
+                sent = ours.answered(debt.note.sent, now_s)
                 newer = msgspec.structs.replace(
-                    debt.note, based_on=outcome.version, tried=(), stale=(), since_s=since_s
+                    debt.note, based_on=outcome.version, stale=(), since_s=since_s, **sent._asdict()
                 )
                 await self.keep(name, key, newer)
         counts = of.counts
@@ -484,6 +513,14 @@ class Flusher:
             became = became or ("theirs was replaced" if isinstance(outcome, Delivered) else "ours was dropped")
             log.warning("conflict: %s/%s was changed at the backend by others; %s", name, key, became)
         return Ended(key, note.seq, since_s)
+
+    def _remember_late(self, of: _Bucket, key: str, sent: Sent, now_s: float) -> None:
+        """The key owes nothing, but what was sent of it before may still arrive."""
+        of.late.pop(key, None)
+        if sent.late:
+            of.late[key] = sent
+        while of.late and all(end_s <= now_s for _, end_s in next(iter(of.late.values())).late):
+            del of.late[next(iter(of.late))]
 
     def _clean(self, name: str, key: str, note: Note, version: str) -> None:
         record = self._store.mark_clean(name, key, note.object_id, version=version, checked_s=self._clock.wall_s())

@@ -43,10 +43,11 @@ import msgspec
 import xxhash
 
 from forebay.backends.seam import Body
-from forebay.core import limits
+from forebay.core import limits, ours
 from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.httpsem import Conditions
+from forebay.core.ours import Sent
 from forebay.core.record import PINNED, Record, State, blocks_in
 from forebay.core.tags import with_tags
 from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
@@ -76,6 +77,8 @@ class Owes(Protocol):
     def add(self, owed: Owed) -> None: ...
 
     def find(self, bucket: str, key: str) -> Note | None: ...
+
+    def sent(self, bucket: str, key: str) -> Sent: ...
 
     def forget(self, bucket: str, key: str) -> None: ...
 
@@ -405,15 +408,15 @@ class Writes:
             return succeeding(note, before)
         record = self._store.lookup(bucket.name, key)
         based_on: str | None = None
-        tried: tuple[str, ...] = ()
+        sent = self._owes.sent(bucket.name, key)
         if record is not None:
             based_on = record.version or None
             # Of a flush that is over a request may still be on its way, and make this the object again: it is ours.
             digest = self._store.digest(bucket.name, key, record)
-            tried = (digest,) if digest else ()
+            sent = ours.left(sent, digest or None)
         elif asked:
             based_on = "" if judged is None else judged.version or None
-        return msgspec.structs.replace(note, based_on=based_on, tried=tried)
+        return msgspec.structs.replace(note, based_on=based_on, **sent._asdict())
 
     # --- written through ---------------------------------------------------------------------------------------------
     async def _put_through(

@@ -16,6 +16,7 @@ from forebay.core.errors import Busy, ForebayError, NotFound, Precondition, Unav
 from forebay.sim.schedule import Schedule
 
 Name = tuple[str, str]  # bucket, key
+LATE_S = 0.4  # many writes and flushes long
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Weather:
     busy: float = 0.0
     break_off: float = 0.0
     lose: float = 0.0  # answers to changes, after they were made
+    hang: float = 0.0  # changes that time out, and land up to LATE_S later if their condition holds then
     latency_us: int = 2_000
     chunk_us: int = 300
 
@@ -70,6 +72,8 @@ class SimBackend:
     requests: int = 0
     succeeded: int = 0
     changing: dict[int, Callable[[], None]] = field(default_factory=dict)  # on their way, by number
+    may_land: Callable[[Name, int], bool] = lambda name, since_us: True  # what hangs since then
+    landed: int = 0
 
     # --- the world outside changes it --------------------------------------------------------------------------------
     def put(self, name: Name, version: str, data: bytes) -> None:
@@ -129,16 +133,15 @@ class SimBackend:
         def answer() -> None:
             if self.changing.pop(number, None) is None:
                 return  # the asker's machine or process died before
-            now = self._now(name)
-            if expect is not None and now.version != expect:
-                failed(Precondition("the object changed: look at it"))
+            if self.schedule.happens(self.weather.hang):
+                hangs_us = self.schedule.between(0, int(LATE_S * 1e6))
+                self.schedule.after(hangs_us, self._land, name, data, expect, self.schedule.now_us)
+                failed(Unavailable("no answer in time: try again"))
                 return
-            version = "" if data is None else f"b{len(self.history.get(name, ()))}-{self.schedule.now_us}"
-            if data is not None:
-                self.put(name, version, data)
-            elif now.version:
-                self.delete(name)
-            if self.schedule.happens(self.weather.lose):
+            version = self._make(name, data, expect)
+            if version is None:
+                failed(Precondition("the object changed: look at it"))
+            elif self.schedule.happens(self.weather.lose):
                 failed(Unavailable("the answer was lost: try again"))
             else:
                 done(version)
@@ -149,6 +152,25 @@ class SimBackend:
 
         self.changing[number] = answer
         self._request(answer, refused)
+
+    def _make(self, name: Name, data: bytes | None, expect: str | None) -> str | None:
+        """Put or delete; the version then, or None where the condition does not hold."""
+        now = self._now(name)
+        if expect is not None and now.version != expect:
+            return None
+        if data is not None:
+            version = f"b{len(self.history.get(name, ()))}-{self.schedule.now_us}"
+            self.put(name, version, data)
+            return version
+        if now.version:
+            self.delete(name)
+        return ""
+
+    def _land(self, name: Name, data: bytes | None, expect: str | None, since_us: int) -> None:
+        """What hung arrives, although who asked may be gone."""
+        if self.may_land(name, since_us) and self._make(name, data, expect) is not None:
+            self.landed += 1
+            self.schedule.log("backend", "late", f"{name[0]}/{name[1]}", "nothing" if data is None else data[:4].hex())
 
     def hang_up(self) -> None:
         """Who asked is gone: what was on its way was taken at the last moment, or never will be."""

@@ -6,8 +6,9 @@ their durable records in one transaction, then all they show. A pause stands bef
 which anything may happen, a stop of the process or the machine included.
 
 What is owed is flushed as `core.flush` says, conditional on what the backend had before. An answer may be lost after
-the backend acted; then what it has is recognised by its digest. A flush that finds somebody else's object puts ours
-beside it, and gives the key up to the other.
+the backend acted, or the request may land much later; then what the backend has is recognised by its digest, as
+`core.ours` says: what left is known in memory, and a note that is found at a start may have left. A flush that finds
+somebody else's object puts ours beside it, and gives the key up to the other.
 
 The visible index is a set of dicts that a process stop keeps and a machine stop loses; the durable one survives both.
 
@@ -21,22 +22,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from forebay.core import commit, flush, recover
+from forebay.core import commit, flush, ours, recover
 from forebay.core.errors import ForebayError, NotFound, Precondition
+from forebay.core.ours import Sent
 from forebay.core.recover import RecordSeen
-from forebay.sim.backend import Name, SimBackend
+from forebay.sim.backend import LATE_S, Name, SimBackend
 from forebay.sim.disk import DiskFull, SimDisk
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import INLINE_BYTES_MAX, blocks_of, decode_header, encode_header, sum_of
 
 BUCKETS = {"back": True, "hasty": False, "shared": True}  # bucket: whether its writes are durable
-
-
-ABSENT = 0  # stands for the digest of what is not there
+UNANSWERED_MAX = 3  # so few that it happens
 
 
 def show(name: Name) -> str:
     return f"{name[0]}/{name[1]}"
+
+
+def digest_of(data: bytes) -> str:
+    return f"{sum_of(data):016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,11 @@ class Owed:
     path: str
     data: bytes
     based_on: str | None  # the backend's version before the first of these writes; "" for none, None for any
-    digests: tuple[int, ...] = ()  # of this change and those before it that the backend may have; ABSENT for a delete
+    sent: Sent = Sent()  # of changes before it  # noqa: RUF009
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.data) if self.object_id else ours.ABSENT
 
 
 @dataclass(slots=True)
@@ -105,7 +113,9 @@ class OwingNode:
     def _forget(self) -> None:
         self.waiting: deque[Change] = deque()
         self.group: list[Change] = []
-        self.flushing: dict[Name, Owed] = {}
+        self.left: set[int] = set()  # of notes (by their `seq`): a request with it may have left
+        self.repeated: set[int] = set()  # more than one
+        self.late: dict[Name, Sent] = {}  # of what owes nothing
         self.queues = {bucket: flush.Queue(flushes_max=2) for bucket in BUCKETS}
 
     def _log(self, event: str, name: Name | None, detail: str = "") -> None:
@@ -157,18 +167,21 @@ class OwingNode:
         durable = BUCKETS[name[0]]
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         based_on = before.based_on if before else (old.version if old else self._base(name))
-        digests = before.digests if before else ()
-        if old and not before:  # a request of a flush that is over may still arrive, and bring this back
-            digests = (sum_of(old.data),)
+        if before:
+            sent = ours.left(before.sent, before.digest)
+        else:
+            sent = self.late.get(name, Sent())
+            if old:  # a request of a flush that is over may still arrive, and bring this back
+                sent = ours.left(sent, digest_of(old.data))
         since_us = before.since_us if before else self.schedule.now_us
         if data is None:
-            change.owed = Owed(seq, since_us, 0, "", b"", based_on, (*digests, ABSENT))
+            change.owed = Owed(seq, since_us, 0, "", b"", based_on, sent)
             place = place or commit.Place(*name, 0, "", name in self.durable)
             change.plan = commit.plan_delete(place, tombstone=True, durable=durable)
         else:
             object_id, self.next_id = self.next_id, self.next_id + 1
             path = f"data/{object_id}" if len(data) > INLINE_BYTES_MAX else ""
-            change.owed = Owed(seq, since_us, object_id, path, data, based_on, (*digests, sum_of(data)))
+            change.owed = Owed(seq, since_us, object_id, path, data, based_on, sent)
             new = commit.Place(*name, object_id, path, durable)
             half = len(data) // 2
             writes = [(0, half), (half, len(data) - half)]
@@ -253,10 +266,12 @@ class OwingNode:
                 self.notes.pop(name, None)
             elif owed.object_id:
                 self.visible[name] = Kept(owed.object_id, owed.path, "", owed.data, owned=True)
-                self.notes[name] = owed
             else:
                 self.visible.pop(name, None)
-                self.notes[name] = owed
+            if owed is not None:
+                before = self.notes.get(name)
+                never_left = before is not None and before.seq not in self.left
+                self.notes[name] = replace(owed, sent=before.sent) if before and never_left else owed
             self.settled.pop(name, None)
         for change in self.group:
             change.done(not change.failed)
@@ -290,11 +305,21 @@ class OwingNode:
             self._queue(name[0], flush.Dropped(name[1]))
             return
         self._log("flush", name, f"seq={owed.seq} {'delete' if not owed.object_id else ''}")
-        self._send(name, owed, owed.based_on)
+        expect = owed.based_on or ""
+        if ours.asks_first(owed.sent, owed.digest, UNANSWERED_MAX):
+            self._log("ask", name, f"seq={owed.seq}")
+            self._look(name, owed, expect)
+        else:
+            self._send(name, owed, expect)
 
-    def _send(self, name: Name, owed: Owed, expect: str | None) -> None:
-        data = owed.data if owed.object_id else None
-        incarnation = self.incarnation
+    def _send(self, name: Name, owed: Owed, expect: str) -> None:
+        now, before = self.notes.get(name), owed.seq in self.left
+        if not before and (now is None or now.seq != owed.seq):  # nothing names it any more: it must not leave
+            self._queue(name[0], flush.Dropped(name[1]))
+            return
+        data, incarnation = owed.data if owed.object_id else None, self.incarnation
+        self.left.add(owed.seq)
+        self.repeated |= {owed.seq} if before else set()
 
         def done(version: str) -> None:
             if incarnation == self.incarnation:
@@ -304,7 +329,9 @@ class OwingNode:
             if incarnation != self.incarnation:
                 return
             if isinstance(error, Precondition):
-                self._look(name, owed)
+                if not before:
+                    self.left.discard(owed.seq)  # it was heard that it did not
+                self._look(name, owed, expect)
             else:
                 self._flush_failed(name, error)
 
@@ -314,17 +341,19 @@ class OwingNode:
         draw = self.schedule.dice.random()
         self._queue(name[0], flush.Failed(name[1], draw, error.retry_after_s))
 
-    def _look(self, name: Name, owed: Owed) -> None:
-        """The backend has something else than we took it to have: perhaps our own, whose answer was lost."""
+    def _look(self, name: Name, owed: Owed, expect: str) -> None:
+        """The backend may have something else than we took it to have: perhaps our own, whose answer was lost."""
         incarnation = self.incarnation
 
         def known(version: str, data: bytes) -> None:
             if incarnation != self.incarnation:
                 return
-            digest = sum_of(data)
-            if owed.object_id and digest == owed.digests[-1]:
+            digest = digest_of(data)
+            if owed.based_on is None or version == expect:
+                self._send(name, owed, version)
+            elif owed.object_id and digest == owed.digest:
                 self._flushed(name, owed, version)
-            elif digest in owed.digests:
+            elif digest in owed.sent.digests:
                 self._send(name, owed, version)
             else:
                 self._conflict(name, owed)
@@ -336,20 +365,31 @@ class OwingNode:
                 self._flush_failed(name, error)
             elif not owed.object_id:
                 self._flushed(name, owed, "")
-            elif ABSENT in owed.digests:
+            elif owed.based_on is None or expect == "" or ours.ABSENT in owed.sent.digests:
                 self._send(name, owed, "")
             else:
                 self._conflict(name, owed)
 
         self.backend.look(name, known, failed)
 
+    def _under_lock(self, name: Name, then: Callable[[], None]) -> None:
+        """Do it when no change of the key is on its way through its plan."""
+        if any(change.name == name for change in self.group):
+            self._later(self.pause_us, lambda: self._under_lock(name, then))
+        else:
+            then()
+
     def _flushed(self, name: Name, owed: Owed, version: str) -> None:
+        self._under_lock(name, lambda: self._settle(name, owed, version))
+
+    def _settle(self, name: Name, owed: Owed, version: str) -> None:
         """The backend has this write. If it is still the last one, nothing is owed any more."""
         now = self.notes.get(name)
         if now is None or now.seq != owed.seq:
             since_s = None
             if now is not None:
-                self.notes[name] = replace(now, based_on=version, digests=(*owed.digests[-1:], *now.digests[-1:]))
+                sent = ours.answered(now.sent, self.schedule.now_s, LATE_S)
+                self.notes[name] = replace(now, based_on=version, sent=sent)
                 if name in self.durable and self.durable[name].seq == now.seq:
                     self.durable[name] = self.notes[name]
                 since_s = now.since_us / 1e6
@@ -358,6 +398,8 @@ class OwingNode:
         self._log("flushed", name, f"seq={owed.seq} {version}")
         kept_record = self.visible.get(name)
         del self.notes[name]
+        sent = ours.left(owed.sent, owed.digest) if owed.seq in self.repeated else owed.sent
+        self.late[name] = ours.answered(sent, self.schedule.now_s, LATE_S)
         self.settled[name] = owed.seq
         if kept_record is not None:
             kept_record.owned, kept_record.version = False, version
@@ -379,14 +421,14 @@ class OwingNode:
         self.conflicts += 1
         self._log("conflict", name, f"seq={owed.seq}")
         if not owed.object_id:
-            self._give_up(name, owed)
+            self._under_lock(name, lambda: self._give_up(name, owed))
             return
         beside = (name[0], f"{name[1]}.conflict-{owed.seq}-{self.conflicts}")
         incarnation = self.incarnation
 
         def done(_: str) -> None:
             if incarnation == self.incarnation:
-                self._give_up(name, owed)
+                self._under_lock(name, lambda: self._give_up(name, owed))
 
         def failed(error: ForebayError) -> None:
             if incarnation == self.incarnation:
@@ -437,6 +479,7 @@ class OwingNode:
         for name in [name for name, owed in self.notes.items() if owed.object_id and name not in self.visible]:
             del self.notes[name]
         self.next_seq = max([self.next_seq, *(owed.seq + 1 for owed in self.notes.values())])
+        self.left = {owed.seq for owed in self.notes.values()}
         self.up = True
         self._log("start", None, f"trusted={trusted} owed={len(self.notes)} kept={len(self.visible)}")
         for name, owed in sorted(self.notes.items()):

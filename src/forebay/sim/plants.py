@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.core import commit, eviction, flight, flush, freshness, placement, recover, retry
+from forebay.core import commit, eviction, flight, flush, freshness, ours, placement, recover, retry
 
 _Patch = tuple[Any, str, Any]
 
@@ -138,6 +138,21 @@ def _flush() -> list[_Patch]:
     return [(flush.Queue, "_ended", ended)]
 
 
+def _sent(bound: int = 2) -> list[_Patch]:
+    """Of what was sent only the last few are known."""
+    real = ours.left
+
+    def left(sent: ours.Sent, digest: str) -> ours.Sent:
+        return ours.Sent(real(sent, digest).tried[-bound:], sent.late)
+
+    return [(ours, "left", left)]
+
+
+def _late() -> list[_Patch]:
+    """An answered flush is taken for the end of all that was sent before it."""
+    return [(ours, "answered", lambda sent, now_s, late_s=0.0: ours.Sent())]
+
+
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "commit": _commit,
     "delete": _delete,
@@ -145,14 +160,16 @@ PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "flight": _flight,
     "flush": _flush,
     "freshness": _freshness,
+    "late": _late,
     "owed": _owed,
     "placement": _placement,
     "ranges": _ranges,
     "recover": _recover,
     "retry": _retry,
+    "sent": _sent,
     "write": _write,
 }
-WRITING = {"delete", "flush", "owed", "write"}  # those of the writers' world
+WRITING = {"delete", "flush", "late", "owed", "sent", "write"}  # those of the writers' world
 
 
 @contextmanager

@@ -2,8 +2,12 @@
 
 Theory. Writers put and delete keys of three buckets: one whose writes are durable, one whose writes ask for memory
 only, and one into which somebody else writes too. Misfortune: bad weather (with answers that are lost after the backend
-has acted), a full disk, slow disks, stops of the process and of the machine at any event. After `ticks` events
-misfortune and work end; then all that is owed must arrive, and the backend must hold what the writers were told.
+has acted, and changes that land long after they were given up), a full disk, slow disks, stops of the process and of
+the machine at any event. After `ticks` events misfortune and work end; then all that is owed must arrive, and the
+backend must hold what the writers were told.
+
+What lands late does so while its key owes something, and the node still knows that it was sent: after that nobody can
+keep it from landing or know whose it is (docs/semantics.md).
 
 What a key may hold. A writer owns its keys and changes one at a time, so it is what was acknowledged last or any change
 tried since. A machine stop takes a `memory` bucket back to something that was written before, whole; where somebody
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from forebay.core.ours import Sent
 from forebay.sim.backend import Name, SimBackend, Weather
 from forebay.sim.checks import Finding
 from forebay.sim.disk import SimDisk
@@ -24,6 +29,7 @@ from forebay.sim.owing import BUCKETS, OwingNode, show
 from forebay.sim.schedule import Schedule
 
 KEYS = 4
+NOTHING = Sent()
 DRAIN_EVENTS_MAX = 60_000
 
 
@@ -49,6 +55,8 @@ class WritingWorld:
         self.backend = SimBackend(self.schedule)
         self.disk = SimDisk(self.schedule)
         self.node = OwingNode(self.schedule, self.disk, self.backend)
+        self.backend.may_land = self._may_land
+        self.forgot_us: dict[Name, int] = {}  # when the node lost what it knew of changes on their way
         self.ledgers = {(bucket, f"k{n}"): Ledger() for bucket in BUCKETS for n in range(KEYS)}
         self.outcomes: dict[str, int] = {}
         self.stranger: set[Name] = set()
@@ -137,7 +145,7 @@ class WritingWorld:
             self._again(self._writer, 1000)
             return
         self.written += 1
-        data = None if self.schedule.happens(0.2) else self.schedule.dice.randbytes(self._size())
+        data = None if self.schedule.happens(0.4) else self.schedule.dice.randbytes(self._size())
         ledger.tried.append(data)
         ledger.busy = True
         at = len(ledger.tried) - 1
@@ -175,6 +183,9 @@ class WritingWorld:
             self.schedule.log("owner", "write", show(name))
         self._again(self._stranger, 30_000)
 
+    def _may_land(self, name: Name, since_us: int) -> bool:
+        return name in self.node.notes and since_us > self.forgot_us.get(name, -1)
+
     # --- misfortune --------------------------------------------------------------------------------------------------
     def _misfortune(self) -> None:
         if not self.working:
@@ -182,13 +193,14 @@ class WritingWorld:
         schedule, next_us = self.schedule, 12_000
         draw = schedule.dice.random()
         if draw < 0.35:
-            kind = schedule.dice.choice(("fair", "showers", "outage", "forgetful", "throttled"))
+            kind = schedule.dice.choice(("fair", "showers", "outage", "forgetful", "throttled", "haze", "haze"))
             self.backend.weather = {
                 "fair": Weather(),
                 "showers": Weather(refuse=0.2, lose=0.1),
                 "outage": Weather(refuse=1.0),
                 "forgetful": Weather(lose=0.5),
                 "throttled": Weather(busy=0.4),
+                "haze": Weather(refuse=0.1, lose=0.1, hang=0.6),
             }[kind]
             schedule.log("misery", "weather", "-", kind)
         elif draw < 0.5:
@@ -206,6 +218,9 @@ class WritingWorld:
         schedule.after(schedule.delay_us(next_us), self._misfortune)
 
     def _stop(self, machine: bool) -> None:
+        for name in self.ledgers:
+            if self.node.late.get(name, NOTHING).late or (machine and not BUCKETS[name[0]]):
+                self.forgot_us[name] = self.schedule.now_us
         self.node.stop(machine)
         for name, ledger in self.ledgers.items():
             ledger.busy = False

@@ -7,8 +7,10 @@ unsynced one (docs/design/0003-writing.md).
 
 An answer of the backend may be lost (the process is killed while a put is under way), and the next write of the key may
 come before anybody noticed. The backend then has a version that nobody noted, and it is ours. So a note names the
-*digest* of its body, and `succeeding` hands on those of the bodies before it: what the backend has is compared with
-them before it is called a conflict.
+*digest* of its body, and `succeeding` hands on those of the bodies before it that may have been sent (`core/ours.py`):
+what the backend has is compared with them before it is called a conflict. That a body leaves is not written down: a
+note that is found at a start may have been sent, and whoever replaces one says so of it durably; the flusher, which
+knows what it sent, forgets in memory what never left.
 
 Invariant. `seq` grows with every write of a node, so of two notes of one key the higher one is the later write.
 """
@@ -21,11 +23,11 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from forebay.core import limits
+from forebay.core import limits, ours
+from forebay.core.ours import Sent
 from forebay.core.types import Headers
 
 _ONE = struct.Struct("<QQ")
-TRIED_MAX = 64  # bodies of one dirty spell that may have reached the backend unnoticed: more than that is no spell
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
@@ -34,8 +36,8 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     `since_s`: when the key became dirty (Unix time). `based_on`: the backend's version before the first dirty write: ""
     for none, None for any. `object_id` is the record's; 0 for a delete. `upload_id` and `part_bytes`: a multipart flush
     that was begun, of the key `upload_key` ("": the object's own). `digest`: `digest_of` the body ("" where it is not
-    known). `tried`: digests of earlier bodies that may have reached the backend, "" for a delete. `stale`: (key, id) of
-    uploads to abort. Whoever writes the note of a key that owes one already makes it with `succeeding`.
+    known). `tried` and `late`: of earlier bodies, what `core/ours.py` calls so. `stale`: (key, id) of uploads to abort.
+    Whoever writes the note of a key that owes one already makes it with `succeeding`.
     """
 
     seq: int
@@ -53,6 +55,17 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     tried: tuple[str, ...] = ()
     stale: tuple[tuple[str, str], ...] = ()
     upload_key: str = ""
+    late: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def sent(self) -> Sent:
+        """What may have been sent of earlier bodies."""
+        return Sent(self.tried, self.late)
+
+    @property
+    def known_by(self) -> str | None:
+        """What tells this body or delete, once it was sent; None where nothing does."""
+        return ours.ABSENT if self.is_delete else self.digest or None
 
     @property
     def is_delete(self) -> bool:
@@ -70,14 +83,13 @@ def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None =
     return str(xxhash.xxh3_128_hexdigest(packed))
 
 
-def succeeding(note: Note, before: Note | None) -> Note:
+def succeeding(note: Note, before: Note | None, *, left: bool = True) -> Note:
     """`note`, of a write to a key that owed `before`: it goes on waiting since then, is based on the same version, and
-    knows what may have been sent of the bodies before it. Without `before`, or with a local one, `note` as it is."""
+    knows what may have been sent before it, the body of `before` included unless that never `left`. Without `before`,
+    or with a local one, `note` as it is."""
     if before is None or before.local or note.local or before.seq == note.seq:
         return note
-    tried = (*before.tried, "" if before.is_delete else before.digest)
-    if not before.is_delete and not before.digest:
-        tried = before.tried  # nothing to know it by
+    sent = ours.left(before.sent, before.known_by) if left else before.sent
     stale = before.stale
     if before.upload_id:
         stale = (*stale, (before.upload_key, before.upload_id))
@@ -85,8 +97,8 @@ def succeeding(note: Note, before: Note | None) -> Note:
         note,
         since_s=min(note.since_s, before.since_s),
         based_on=before.based_on,
-        tried=tuple(dict.fromkeys((*note.tried, *tried)))[-TRIED_MAX:],
         stale=tuple(dict.fromkeys((*note.stale, *stale))),
+        **sent._asdict(),
     )
 
 
