@@ -140,6 +140,7 @@ class FakeReads:
         self.buckets = buckets
         self.found_later: set[str] = set()
         self.asked: list[tuple[str, str, RangeSpec | None]] = []
+        self.prestaged: list[tuple[str, str]] = []
         self.calls: list[tuple[str, Any]] = []
         self.answers: dict[str, Any] = {}
         self.write: WriteMode = "back"
@@ -176,6 +177,10 @@ class FakeReads:
         record = found.record(key)
         plan = decide(record) if decide else plan_plain(record, range, extra)
         exchange.respond(plan.status, plan.head, found.data[plan.start : plan.end])
+
+    def prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
+        self.prestaged.append((bucket.name, key))
+        self.serve(exchange, bucket, key, range, decide)
 
     async def call(self, verb: str, arguments: Any) -> Any:
         """The engine's calls that S3 needs."""

@@ -11,11 +11,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import botocore
 import pytest
 from botocore.exceptions import ClientError
-from tests.s3.conftest import BUCKET, KEY_ID, MANY, OTHER_KEY_ID, OTHER_SECRET, SECRET, Lake, client
+from tests.patience import until
+from tests.s3.conftest import BUCKET, KEY_ID, MANY, OTHER_KEY_ID, OTHER_SECRET, SECRET, TOKEN, Lake, client
 from tests.s3.real_node import RealNode
 
 from forebay.bench import servers
@@ -35,6 +37,46 @@ def _code(call: Any, **arguments: Any) -> tuple[int, str]:
         call(**arguments)
     response = caught.value.response
     return response["ResponseMetadata"]["HTTPStatusCode"], response["Error"]["Code"]
+
+
+# --- warming --------------------------------------------------------------------------------------------------------
+def _metric(node: RealNode, series: str) -> float:
+    token = {"authorization": f"Bearer {TOKEN}"}
+    lines = node.ask("GET", "/-/metrics", token)[2].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series + " "))
+
+
+def test_a_head_of_the_first_byte_brings_the_whole_object(node: RealNode, lake: Lake) -> None:
+    """As CoreWeave's clients warm their cache; only who may read the object can."""
+    key, data = f"dir/warm-{urlsplit(node.endpoint).port}", os.urandom(5 << 20)
+    behind = client(lake.server.endpoint)
+    behind.put_object(Bucket=BUCKET, Key=key, Body=data)
+    try:
+        _warm_and_read(node, key, data)
+    finally:
+        behind.delete_object(Bucket=BUCKET, Key=key)
+
+
+def _warm_and_read(node: RealNode, key: str, data: bytes) -> None:
+    fetched = 'forebay_prestaged_total{result="fetched"}'
+    before = _metric(node, fetched)
+    if node._token:
+        other = client(node.endpoint, OTHER_KEY_ID, OTHER_SECRET)
+        assert _code(other.head_object, Bucket=BUCKET, Key=key, Range="bytes=0-0")[0] == 403
+    s3 = client(node.endpoint, KEY_ID, SECRET)
+    for asked in ("bytes=0-1", "bytes=1-1", "bytes=0-"):
+        s3.head_object(Bucket=BUCKET, Key=key, Range=asked)
+    assert _metric(node, "forebay_prestaging") == 0
+    answer = s3.head_object(Bucket=BUCKET, Key=key, Range="bytes=0-0")
+    assert (answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]) == (206, 1)
+    assert answer["ResponseMetadata"]["HTTPHeaders"]["content-range"] == f"bytes 0-0/{len(data)}"
+    until(lambda: _metric(node, fetched) == before + 1)
+    read = 'forebay_backend_read_bytes_total{bucket="clients"}'
+    taken = _metric(node, read)
+    assert s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() == data
+    assert s3.head_object(Bucket=BUCKET, Key=key, Range="bytes=0-0")["ContentLength"] == 1
+    assert _metric(node, read) == taken
+    assert _code(s3.head_object, Bucket=BUCKET, Key="dir/nothing", Range="bytes=0-0")[0] == 404
 
 
 # --- boto3 ------------------------------------------------------------------------------------------------------------

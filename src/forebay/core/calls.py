@@ -433,6 +433,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "evict": (JobCall, JobState),
     "refresh": (JobCall, JobState),
     "flush": (JobCall, JobState),  # done when all that was dirty when it began is in the backend
+    "prestage": (ObjectNamed, Nothing),  # fetch it in the background
     "put": (PutCall, Written),
     "put_open": (PutOpenCall, PutOpened),
     "append": (AppendCall, Written),  # one more member of a tar

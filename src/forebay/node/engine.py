@@ -51,6 +51,7 @@ from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.listing import Listings
 from forebay.node.manifests import Manifests
+from forebay.node.prestaging import Prestaging
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
@@ -256,6 +257,7 @@ class Engine:
             flush=self.flush,
             flush_soon=self.flush_soon,
         )
+        self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         self.verbs = Verbs(self)
         self.fronts: Fronts = Fronts(
@@ -298,6 +300,7 @@ class Engine:
         if self._server is not None:
             self._server.close()
         await self.jobs.aclose()
+        await self.prestaging.aclose()
         await self.hinting.aclose()
         await self.manifests.aclose()
         await self.streams.aclose()

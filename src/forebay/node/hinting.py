@@ -43,7 +43,7 @@ from forebay.core.hints import (
 from forebay.core.manifest import Manifest
 from forebay.core.types import RangeSpec
 from forebay.node.cold import ColdReads
-from forebay.node.jobs.work import Prefetch
+from forebay.node.jobs.work import prefetched
 from forebay.node.manifests import Manifests
 from forebay.node.read import Ask
 from forebay.node.records import present_blocks
@@ -294,19 +294,15 @@ class Hinting:
         size_bytes = plan.source.dataset.sizes[wanted.object]
         start, stop = wanted.first * limits.BLOCK_BYTES, min(wanted.end * limits.BLOCK_BYTES, size_bytes)
         whole = stop - start == size_bytes
-        out = Prefetch()
         asked = None if whole else RangeSpec(start, stop - 1)
-        out.read = self._cold.open(Ask(plan.source.manifest.bucket, key, asked), out)
         try:
-            await out.done
+            await prefetched(self._cold, Ask(plan.source.manifest.bucket, key, asked))
             for _ in range(LISTED_LOOKS):  # bytes are told before their blocks are listed, and only then take room
                 if plan.source.dataset.is_here(wanted.object, wanted.first, wanted.end):
                     break
                 await asyncio.sleep(LISTED_S)
         except ForebayError as error:
             log.info("%s/%s is not fetched ahead: %s", plan.source.manifest.bucket, key, error)
-        finally:
-            out.read.close()
 
     # --- in the background -------------------------------------------------------------------------------------------
     async def tend(self) -> None:

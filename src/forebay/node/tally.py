@@ -24,6 +24,8 @@ class Tally:
         self.passed_bytes = 0
         self.revalidations: Counter[str] = Counter()  # by result: unchanged, changed, gone, unreachable
         self.corrupt_blocks = 0
+        self.prestaged: Counter[str] = Counter()  # by result: fetched, present, refused, failed
+        self.prestaged_bytes = 0
         self.hinted_bytes = 0  # fetched ahead because of hints
         self.hinted_hits = 0  # blocks of them that somebody read
 
@@ -33,11 +35,14 @@ class Tally:
             "forebay_evicted_bytes_total": self.evicted_bytes,
             "forebay_passed_bytes_total": self.passed_bytes,
             "forebay_corrupt_blocks_total": self.corrupt_blocks,
+            "forebay_prestaged_bytes_total": self.prestaged_bytes,
             "forebay_hint_fetched_bytes_total": self.hinted_bytes,
             "forebay_hint_hits_total": self.hinted_hits,
         }
         for reason, count in self.evictions.items():
             values[series("forebay_evictions_total", reason=reason)] = count
+        for result, count in self.prestaged.items():
+            values[series("forebay_prestaged_total", result=result)] = count
         for result, count in self.revalidations.items():
             values[series("forebay_revalidations_total", result=result)] = count
         first_bytes = [0] * BUCKETS

@@ -36,6 +36,7 @@ from forebay.node.jobs.runner import Jobs
 from forebay.node.jobs.work import JobWork
 from forebay.node.listing import Listings
 from forebay.node.manifests import Manifests
+from forebay.node.prestaging import Prestaging
 from forebay.node.read import Ask
 from forebay.node.records import cached_bytes, headers_of, present_blocks
 from forebay.node.room import Room
@@ -79,6 +80,7 @@ class Engine(Protocol):
     listings: Listings
     manifests: Manifests
     hinting: Hinting
+    prestaging: Prestaging
     flusher: Flusher
     uploads: UploadBook
     tags: Tags
@@ -124,6 +126,7 @@ class Verbs:
             "status": self._status,
             "map": self._map,
             "metrics": self._metrics,
+            "prestage": engine.prestaging.ask,
             "put": self._put,
             "put_open": engine.streams.open,
             "append": engine.appends.append,
@@ -348,6 +351,7 @@ class Verbs:
         values["forebay_flights"] = len(engine.cold.all_flights)
         values["forebay_pass_bytes"] = engine.cold.budget.used_bytes
         values["forebay_jobs_running"] = engine.jobs.running
+        values["forebay_prestaging"] = engine.prestaging.waiting
         values["forebay_hint_jobs"] = len(engine.hinting.hints.jobs)
         values["forebay_scrubbed_bytes_total"] = engine.scrubber.bytes_checked
         objects = 0

@@ -15,10 +15,12 @@ record that was read *after* the lease was taken has them. (3) A read given to t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from forebay.core.calls import ObjectNamed
 from forebay.core.errors import Bug, ForebayError, Unavailable
 from forebay.core.freshness import is_fresh
 from forebay.core.record import Record, State, split_head
@@ -122,6 +124,20 @@ class Reads:
             if self.hit(exchange, name, key, record, plan):
                 return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
+
+    def prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
+        """Answer a HEAD as `serve` does, but first ask the engine to fetch the whole object in the background. That
+        takes as long as the engine takes to put it in line, and nothing that goes wrong with it is told."""
+        exchange.spawn(self._prestage(exchange, bucket, key, range, decide))
+
+    async def _prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
+        name = bucket.name
+        with contextlib.suppress(ForebayError):
+            await self._link.call("prestage", ObjectNamed(name, key))
+        record = self._store.lookup(name, key)
+        here = record is not None and may_serve(record, bucket, self._clock.wall_s())
+        if record is None or not here or not self.hit(exchange, name, key, record, decide(record)):
+            await self._miss(exchange, name, key, range, decide, b"")
 
     # --- hits --------------------------------------------------------------------------------------------------------
     def hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:

@@ -31,7 +31,7 @@ from forebay.core.access import ANONYMOUS, Identity
 from forebay.core.calls import BucketNamed, Nothing, StatCall
 from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.s3names import Addressing
-from forebay.core.types import Bucket, check_key
+from forebay.core.types import Bucket, RangeSpec, check_key
 from forebay.node.http import s3_attributes, s3_errors, s3_listing
 from forebay.node.http.auth import Auth
 from forebay.node.http.bodies import Incoming
@@ -74,6 +74,7 @@ _OVERRIDES: Final = {
     "response-content-disposition": b"Content-Disposition",
     "response-content-encoding": b"Content-Encoding",
 }
+_WHOLE_BEFOREHAND: Final = RangeSpec(0, 0)  # of a HEAD: have the whole object here before it is read
 _UNSERVED_OF_OBJECTS: Final = OBJECT_SUBRESOURCES - {"attributes"}
 _UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning", "versions"}
 
@@ -239,7 +240,10 @@ class S3:
                 raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
         extra = overrides + self._lines(request)
         decide = decide_by(request, wanted, part=int(part) if part else None, replaced=tuple(replaced), extra=extra)
-        self._reads.serve(exchange, bucket, key, wanted, decide)
+        if request.method == b"HEAD" and wanted == _WHOLE_BEFOREHAND:
+            self._reads.prestage(exchange, bucket, key, wanted, decide)
+        else:
+            self._reads.serve(exchange, bucket, key, wanted, decide)
 
     async def _attributes(self, exchange: Exchange, call: StatCall, asked: s3_attributes.Asked) -> None:
         state = await self._call("stat", call)

@@ -70,6 +70,16 @@ class Prefetch:
             self.done.set_exception(error)
 
 
+async def prefetched(cold: ColdReads, ask: Ask) -> int:
+    """Have here what is asked for; how many bytes of it were not. Raises why it cannot be."""
+    out = Prefetch()
+    out.read = cold.open(ask, out)
+    try:
+        return await out.done
+    finally:
+        out.read.close()
+
+
 class JobWork:
     """Makes the work of each verb."""
 
@@ -176,12 +186,7 @@ class JobWork:
 
     # --- actions -----------------------------------------------------------------------------------------------------
     async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
-        out = Prefetch()
-        out.read = self._cold.open(Ask(bucket, unit.key), out)
-        try:
-            return await out.done
-        finally:
-            out.read.close()
+        return await prefetched(self._cold, Ask(bucket, unit.key))
 
     async def _fetch_and_pin(self, bucket: str, unit: JobUnit) -> int:
         record = self._cold.store.lookup(bucket, unit.key)
