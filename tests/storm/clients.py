@@ -1,9 +1,9 @@
 """Clients that write, delete and read the same few keys at once, over S3, and write down what they were answered.
 
 Theory. A body says what it is: its label, then bytes drawn from the label, so that any range of it is told from the
-same range of any other body. The client knows the labels that anybody tried on a key (`Board.tried`); what it reads has to
-be a range of one of them, and of which one is what the history needs. A body that is of none is wrong at once: that
-is a mixed version, zeros, or another key's.
+same range of any other body. The client knows the labels that anybody tried on a key (`Board.tried`); what it reads
+has to be a range of one of them, and of which one is what the history needs. A body that is of none is wrong at once:
+that is a mixed version, zeros, or another key's.
 
 An answer of 503, a connection that broke and a timeout all mean the same: the call may have been done or not. Any other
 answer that the call did not ask for is wrong.
@@ -12,6 +12,7 @@ answer that the call did not ask for is wrong.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import http.client
@@ -31,6 +32,8 @@ MIB = 1 << 20
 SIZES = [100, 900, 9_000, 40_000, 300_000, MIB + 7, 5 * MIB + 17]
 SIZE_WEIGHTS = [6, 6, 4, 4, 2, 2, 1]
 PART_BYTES = 5 * MIB
+OPEN_MAX = 4  # calls without an answer that a key may have before it is only read: each doubles what the judge tries
+AFTER_UNSURE_S = 0.1  # as a client's own retry would wait
 UNSURE = 503  # the status of "may have been done or not"
 
 Place = tuple[str, str]  # bucket and key
@@ -67,6 +70,7 @@ class Board:
         self.tried: dict[Place, dict[str, int]] = defaultdict(dict)  # labels and sizes in bytes
         self.wrong: list[str] = []
         self.answered = self.unsure = 0
+        self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self._lock = threading.Lock()
 
     def trying(self, place: Place, label: str, size_bytes: int) -> None:
@@ -78,6 +82,7 @@ class Board:
             self.calls[place].append(call)
             self.answered += not call.is_open
             self.unsure += call.is_open
+            self.open[place] += call.is_open
 
     def complain(self, what: str) -> None:
         with self._lock:
@@ -102,6 +107,7 @@ class Client(threading.Thread):
         self._ask, self._board, self._places, self._sources = ask, board, places, sources
         self._random = random.Random(seed)
         self._number = 0
+        self._found: dict[Place, Seen] = {}
 
     # --- its life ----------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -114,7 +120,7 @@ class Client(threading.Thread):
                 self.resting.clear()
                 continue
             place = self._random.choice(self._places)
-            if self._random.random() < 0.45:
+            if self._random.random() < 0.45 or self._board.open[place] >= OPEN_MAX:
                 self.read(place)
             else:
                 self._random.choices(acts, weights)[0](place)
@@ -136,7 +142,7 @@ class Client(threading.Thread):
         headers = {} if whole or self._random.random() < 0.5 else {"Range": f"bytes={start}-{end - 1}"}
         began = time.monotonic()
         answer = self._asked("GET", place, headers=headers)
-        if answer is None or answer.status == UNSURE:
+        if answer is None:
             return None
         if answer.status == 404 and b"NoSuchKey" in answer.body:
             labels = [ABSENT]
@@ -178,10 +184,11 @@ class Client(threading.Thread):
         self._write("create", place, label, "PUT", body=body, headers={"If-None-Match": "*"})
 
     def _swap(self, place: Place) -> None:
-        """Overwrite what a read has found, if it is still that."""
-        seen = self.read(place, whole=True)
+        """Overwrite what a read has found, now or long ago, if it is still that."""
+        seen = self._found.get(place) if self._random.random() < 0.4 else self.read(place, whole=True)
         if seen is None or seen.label == ABSENT:
             return
+        self._found[place] = seen
         label, body = self._new(place)
         self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen.label)
 
@@ -207,7 +214,7 @@ class Client(threading.Thread):
         answer = self._asked("POST", (place[0], ""), "delete", document, {"Content-MD5": digest})
         ended = time.monotonic()
         gone = {found.decode() for found in re.findall(rb"<Deleted><Key>([^<]+)</Key>", answer.body if answer else b"")}
-        if answer is not None and answer.status not in (200, UNSURE):
+        if answer is not None and answer.status != 200:
             self._refused(place, "POST ?delete", answer)
         for each in some:
             self._board.note(each, Call("delete", ABSENT, began, ended if each[1] in gone else math.inf))
@@ -218,14 +225,14 @@ class Client(threading.Thread):
         began = self._asked("POST", place, "uploads")
         found = re.search(rb"<UploadId>([^<]+)</UploadId>", began.body if began else b"")
         if began is None or found is None:
-            return None if began is None or began.status == UNSURE else self._refused(place, "POST ?uploads", began)
+            return None if began is None else self._refused(place, "POST ?uploads", began)
         upload = quote(found[1].decode())
         tags = []
         for number, start in enumerate(range(0, len(body), PART_BYTES), 1):
             part = body[start : start + PART_BYTES]
             sent = self._asked("PUT", place, f"partNumber={number}&uploadId={upload}", part)
             if sent is None or sent.status != 200:
-                return None if sent is None or sent.status == UNSURE else self._refused(place, "PUT part", sent)
+                return None if sent is None else self._refused(place, "PUT part", sent)
             tags.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{hashlib.md5(part).hexdigest()}</ETag></Part>")
         self._board.trying(place, label, len(body))
         document = f"<CompleteMultipartUpload>{''.join(tags)}</CompleteMultipartUpload>".encode()
@@ -272,10 +279,12 @@ class Client(threading.Thread):
         headers: dict[str, str] | None = None,
     ) -> Answer | None:
         target = f"/{place[0]}/{quote(place[1])}" + (f"?{query}" if query else "")
-        try:
-            return self._ask(method, target, headers or {}, body)
-        except (OSError, http.client.HTTPException):
-            return None
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answer = self._ask(method, target, headers or {}, body)
+            if answer.status != UNSURE:
+                return answer
+        self.stopping.wait(AFTER_UNSURE_S)
+        return None
 
     def _wrong(self, place: Place, what: str) -> None:
         self._board.complain(f"{self.name}, {place[0]}/{place[1]}: {what}")

@@ -28,7 +28,7 @@ Fault = Literal[
     "deleted comes back",
     "cut range",
 ]
-RATE = 0.02  # of the calls where the fault can strike
+RATE = 0.05  # of the calls where the fault can strike
 
 
 class FakeStore:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Kind = Literal["write", "create", "swap", "delete", "read", "refused create", "refused swap"]
+UNCHANGING = {"read", "refused create", "refused swap"}  # they only look
 ABSENT = ""  # the label of nothing
 STATES_MAX = 2_000_000  # that a search may visit; beyond it the harness asks too much of one key
 
@@ -77,15 +78,18 @@ def explain(calls: Iterable[Call], before: Iterable[str]) -> set[str]:
         if taken & closed == closed:
             found.add(content)
         first_end = min((call.ended for n, call in enumerate(story) if not taken >> n & 1), default=math.inf)
+        next_states = []
         for number, call in enumerate(story):
             if call.began > first_end:
                 break
             if taken >> number & 1 or (after := apply(call, content)) is None:
                 continue
-            state = (taken | 1 << number, after)
-            if state not in visited:
-                visited.add(state)
-                todo.append(state)
+            next_states.append((taken | 1 << number, after))
+            if call.kind in UNCHANGING:  # whatever order works, works with this call first as well
+                next_states = next_states[-1:]
+                break
+        todo += [state for state in next_states if state not in visited]
+        visited.update(next_states)
         if len(visited) > STATES_MAX:
             raise TooLong(f"{len(story)} calls")
     return found

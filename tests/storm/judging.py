@@ -67,6 +67,7 @@ class Crew:
         for place in [*self.places, *self.sources]:
             until(lambda place=place: self.board.wrong or reader.read(place, whole=True), f"an answer of {place}")
             calls = self.board.calls.pop(place, [])
+            self.board.open.pop(place, None)
             after = explain(calls, self.content[place])
             if not after:
                 before = " or ".join(sorted(each or "nothing" for each in self.content[place]))

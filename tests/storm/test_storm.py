@@ -1,0 +1,127 @@
+"""Storms: real nodes, faults at random moments, clients on the same keys; every answer has to have an explanation.
+
+`FOREBAY_STORM_ROUNDS=500 pytest tests/storm/test_storm.py` runs five hundred rounds; in the suite they are few.
+`FOREBAY_STORM_SEED` repeats one, as far as chance in the machine allows; `FOREBAY_STORM_FAULTS=kill,lost` names what
+may strike (default: all that can strike here). A round: up to two faults strike while clients work, and pass; the
+clients rest; each key's history is judged, listings are compared with reads; now and then everything is flushed, and
+the bucket service has to hold exactly what the node shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from tests.node.conftest import alive
+from tests.patience import until
+from tests.storm.judging import Crew
+from tests.storm.weather import FAULTS, FRONTS, NEEDS_MOUNTS, WHEN_NAMED, Sea, pause_s
+
+from forebay.bench import servers
+
+ROUNDS = int(os.environ.get("FOREBAY_STORM_ROUNDS", "5"))
+SEED = int(os.environ.get("FOREBAY_STORM_SEED", str(random.randrange(1 << 30))))
+NAMED = os.environ.get("FOREBAY_STORM_FAULTS", "")
+ANSWERS = 12  # that clients get while a fault lasts, where they can get any
+FLUSH_EVERY = 5
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(60 * ROUNDS + 600)
+def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, tmp_path: Path) -> None:
+    print(f"FOREBAY_STORM_SEED={SEED}")
+    chance = random.Random(SEED)
+    with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea:
+        faults = NAMED.split(",") if NAMED else [name for name in FAULTS if name not in WHEN_NAMED]
+        faults = [name for name in faults if sea.has_mounts or name not in NEEDS_MOUNTS]
+        crew = Crew(sea.ask, sea.buckets, SEED)
+        before = open_files(sea)
+        with crew.at_work():
+            for number in range(1, ROUNDS + 1):
+                names = chance.sample(faults, min(len(faults), chance.choice([1, 1, 2])))
+                print(f"round {number}: {', '.join(names)}", flush=True)
+                one_round(sea, crew, names, chance)
+                until(sea.is_settled, "the node is settled")
+                crew.quiet()
+                until(sea.is_settled, "the node is settled")
+                if number % FLUSH_EVERY == 0 or number == ROUNDS:
+                    sea.flush()
+                judged(crew, number, names)
+                compare_listings(sea, crew)
+                if number % FLUSH_EVERY == 0 or number == ROUNDS:
+                    compare_backends(sea, crew)
+                crew.go_on()
+        print(f"{crew.board.answered} answers, {crew.board.unsure} calls without one")
+        nothing_is_left_over(sea, before)
+
+
+def one_round(sea: Sea, crew: Crew, names: list[str], chance: random.Random) -> None:
+    with contextlib.ExitStack() as lasting:
+        for name in names:
+            pause_s(chance, 0.0, 0.5)
+            lasting.enter_context(FAULTS[name](sea, chance))
+        pause_s(chance, 0.1, 1.0)
+    answered = crew.board.answered
+    until(lambda: crew.board.wrong or crew.board.answered >= answered + ANSWERS, "answers after the faults")
+
+
+def judged(crew: Crew, number: int, names: list[str]) -> None:
+    wrong = crew.judge()
+    assert not wrong, f"round {number} ({', '.join(names)}), seed {SEED}:\n" + "\n".join(wrong)
+
+
+def compare_listings(sea: Sea, crew: Crew) -> None:
+    """A listing shows each key that can be read, and no other, with the ETag that a read tells."""
+    for bucket in sea.buckets:
+        shown = {}
+        for place in [*crew.places, *crew.sources]:
+            if place[0] != bucket:
+                continue
+            answer = sea.ask("HEAD", f"/{bucket}/{quote(place[1])}", {}, None)
+            assert answer.status in (200, 404), (place, answer)
+            if answer.status == 200:
+                shown[place[1]] = answer.headers["etag"]
+        assert sea.listed(bucket) == shown, bucket
+
+
+def compare_backends(sea: Sea, crew: Crew) -> None:
+    """After a flush the bucket service holds what the node shows, byte for byte, and nothing else."""
+    state = {bucket["name"]: bucket for bucket in sea.node.json("GET", "status")["buckets"]}
+    for bucket in sea.backed:
+        assert not state[bucket].get("conflicts"), state[bucket]
+        shown = {}
+        for place in [*crew.places, *crew.sources]:
+            answer = sea.ask("GET", f"/{place[0]}/{quote(place[1])}", {}, None)
+            if place[0] == bucket and answer.status == 200:
+                shown[place[1]] = answer.body
+        assert set(sea.listed(bucket, sea.seaweed.endpoint)) == set(shown), bucket
+        for key, body in shown.items():
+            found = sea.behind(bucket, key)
+            is_same = found == body  # what they say of themselves tells more than where they differ
+            assert is_same, (bucket, key, found[:80], len(found), body[:80], len(body))
+
+
+def open_files(sea: Sea) -> dict[str, int]:
+    return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in sea.node.children().items() if alive(pid)}
+
+
+def nothing_is_left_over(sea: Sea, before: dict[str, int]) -> None:
+    """No temporary file, no part without an open upload, no descriptor."""
+    for bucket in sea.buckets:
+        answer = sea.ask("GET", f"/{bucket}?uploads", {}, None)
+        assert answer.status == 200
+        for key, upload in re.findall(rb"<Key>([^<]+)</Key><UploadId>([^<]+)</UploadId>", answer.body):
+            target = f"/{bucket}/{quote(key.decode())}?uploadId={quote(upload.decode())}"
+            assert sea.ask("DELETE", target, {}, None).status == 204
+    for volume in (sea.first, sea.second):
+        for name in ("tmp", "parts"):
+            until(lambda at=volume / name: not [path for path in at.rglob("*") if path.is_file()], f"{name} is empty")
+    after = until(lambda: len(found := open_files(sea)) == FRONTS + 1 and found, "all processes run")
+    for name, count in after.items():
+        assert count <= before[name] + 60, (name, before, after)
