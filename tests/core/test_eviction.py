@@ -192,6 +192,54 @@ def test_a_smaller_capacity_is_met_at_once():
     assert machine.excess_bytes == 0
 
 
+def test_of_a_large_share_that_must_go_the_idle_go_first():
+    machine, chance = Eviction(4000), random.Random(7)
+    machine.restore((unit, 1, "b", 1_000_000 + (unit % 3 == 0), False) for unit in chance.sample(range(3000), 3000))
+    machine.set_capacity(1500)
+    left = []
+    while machine.excess_bytes:
+        gone = machine.victims(machine.excess_bytes, units_max=200)
+        assert 0 < len(gone.units) <= 200
+        assert not gone.stuck
+        left += gone.units
+        machine.check()
+    assert sum(unit % 3 == 0 for unit in left) < 0.05 * len(left)
+
+
+def test_a_turn_is_bounded_and_a_bucket_above_its_quota_gives_first():
+    machine = Eviction(10_000)
+    machine.restore((unit, 1, "ab"[unit % 2], 5, False) for unit in range(2000))
+    machine.set_quota("b", 100)
+    left = []
+    while machine.excess_bytes:
+        left += machine.victims(machine.excess_bytes, units_max=64).units
+    assert {unit % 2 for unit in left} == {1}
+    assert machine.bucket_bytes("b") <= 100
+    machine.check()
+
+
+def test_memory_comes_back_when_most_have_left_and_the_rest_is_as_it_was():
+    def play(shrinks):
+        machine = Eviction(1 << 30)
+        machine.restore((unit, 1, "ab"[unit % 2], unit % 977, unit % 5000 == 0) for unit in range(70_000))
+        machine.set_quota("b", 3000)
+        machine.set_capacity(5000)
+        if not shrinks:
+            machine._shrink = lambda: None
+        left = []
+        while machine.excess_bytes:
+            left += machine.victims(machine.excess_bytes, units_max=256).units
+        machine.check()
+        assert (len(machine._units) < 10_000) == shrinks
+        for unit in range(100_000, 101_000):
+            machine.landed(unit, 1, "a")
+            left += machine.victims(machine.excess_bytes, units_max=256).units if machine.excess_bytes else []
+        machine.check()
+        return left
+
+    assert play(True) == play(False)
+
+
 def test_no_capacity_keeps_nothing():
     machine = Eviction(0)
     assert fill(machine, range(5)) == [0, 1, 2, 3, 4]

@@ -21,26 +21,27 @@ is long count once: a reader that takes a block in four pieces has used it once.
 A bucket with a quota is a *pool* with its own probation, hand and longest interval, and gives up its own units when it
 is above the quota. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
 
-Memory: one dict entry and parallel arrays, about 160 bytes a unit; no object per unit. Rejected: LRU and its kin (keep
-nothing of a random epoch), S3-FIFO and CLOCK as they are (every second-time newcomer replaces a resident), TinyLFU's
-counting sketch (halving leaves differences of two between equals, and collisions pass for evidence), random admission
-(hits C/D, never learns a hot set). Measured against these: docs/design/0002-eviction.md.
+About 160 bytes a unit (`core/slots.py`). Rejected: LRU and its kin (keep nothing of a random epoch), S3-FIFO and CLOCK
+as they are (every second-time newcomer replaces a resident), TinyLFU's counting sketch (halving leaves differences of
+two between equals, and collisions pass for evidence), random admission (hits C/D, never learns a hot set). Measured
+against these: docs/design/0002-eviction.md.
 
-Invariants. (1) Pinned and held units are never victims. (2) `victims` frees what is asked or says `stuck`. (3) Books
-balance: bytes per bucket, pool and in all equal the sum over units. (4) Same events, same victims.
+Invariants. (1) Pinned and held units are never victims. (2) `victims` frees what is asked, or chooses `units_max`, or
+says `stuck`. (3) Books balance: bytes per bucket, pool, in all equal sums over units. (4) Same events, same victims.
 """
 
 from __future__ import annotations
 
-import re
-from array import array
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from forebay.core.errors import Invalid
 from forebay.core.ghost import Ghost
 from forebay.core.pool import PROBATION_SHARE, Pool
+from forebay.core.slots import ANY, APART, FREE, Slots
 
 BLOCK_BITS = 24
 TICKS = 4096  # of the clock per capacity
@@ -48,11 +49,10 @@ LOW_MARK = 0.995  # once above capacity (the high mark), evict down to this shar
 MARGIN = 3.5
 INTERVALS_MIN = 2
 SAMPLE = 12  # residents looked at per contest
+SAMPLE_DOOMED = 128  # and at once, where a larger share than one of SAMPLE must go
 POOLS_MAX = 250
 
-_FREE, _APART = 0, 255  # states of a slot; 1..254: an evictable resident of that pool; _APART: probation, pinned
 _PROBATION, _PINNED = 1, 2  # flags
-_EVICTABLE = re.compile(rb"[\x01-\xfe]")
 
 
 def unit_of(object_id: int, block: int) -> int:
@@ -76,21 +76,16 @@ class Evicted(NamedTuple):
     stuck: bool
 
 
-class Eviction:
+class Eviction(Slots):
     """The cache policy of one node. Not thread-safe. A call takes a few microseconds, `victims` that per unit."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._slots: dict[int, int] = {}
-        self._free: array[int] = array("I")
-        self._units, self._names, self._sizes = array("Q"), array("Q"), array("I")  # one entry per slot
-        self._last, self._means, self._buckets, self._intervals = array("I"), array("f"), array("H"), bytearray()
-        self._state, self._flags = bytearray(), bytearray()
-        self._columns: tuple[array[int] | array[float] | bytearray, ...] = (
-            *(self._units, self._names, self._sizes, self._last, self._buckets),
-            *(self._means, self._intervals, self._state, self._flags),
-        )
+        super().__init__()
         self._held: Counter[int] = Counter()
         self._busy: Callable[[int], bool] | None = None
+        self._units_max = sys.maxsize
+        self._share = 0.0  # of the units that must go, while they are chosen
+        self._doomed: list[int] = []  # slots chosen together, the weakest last
         self._bucket_ids: dict[str, int] = {}
         self._bucket_names: list[str] = []
         self._bucket_bytes: list[int] = []
@@ -143,7 +138,7 @@ class Eviction:
             else:
                 old.main_bytes -= self._sizes[slot]
                 new.main_bytes += self._sizes[slot]
-                if self._state[slot] != _APART:
+                if self._state[slot] != APART:
                     self._state[slot] = new.code
         self._compact(old)
 
@@ -175,7 +170,7 @@ class Eviction:
             last, mean, intervals = past
             self._means[slot], self._intervals[slot] = mean, intervals
             self._came_back(slot, self._now - last, pool)
-        self._state[slot], self._flags[slot] = _APART, _PROBATION
+        self._state[slot], self._flags[slot] = APART, _PROBATION
         pool.probation.append(unit)
         pool.probation_bytes += size_bytes
         while pool.overflow_bytes > 0:
@@ -218,7 +213,7 @@ class Eviction:
         if self._flags[slot] & _PROBATION:
             self._promote(slot)
         self._flags[slot] = _PINNED if pinned else 0
-        self._state[slot] = _APART if pinned else self._pool_of[self._buckets[slot]].code
+        self._state[slot] = APART if pinned else self._pool_of[self._buckets[slot]].code
         return True
 
     def hold(self, unit: int) -> None:
@@ -242,7 +237,7 @@ class Eviction:
             slot = self._add(unit, size_bytes, self._bucket_id(bucket))
             pool = self._pool_of[self._buckets[slot]]
             pool.main_bytes += size_bytes
-            self._state[slot], self._flags[slot] = (_APART, _PINNED) if pinned else (pool.code, 0)
+            self._state[slot], self._flags[slot] = (APART, _PINNED) if pinned else (pool.code, 0)
             self._last[slot] = used_minute
             newest = max(newest, used_minute)
         self._now = 16 * TICKS
@@ -258,8 +253,7 @@ class Eviction:
 
     def bucket_bytes(self, bucket: str) -> int:
         """What units of this bucket take."""
-        bucket_id = self._bucket_ids.get(bucket)
-        return 0 if bucket_id is None else self._bucket_bytes[bucket_id]
+        return self._bucket_bytes[self._bucket_ids[bucket]] if bucket in self._bucket_ids else 0
 
     @property
     def excess_bytes(self) -> int:
@@ -273,12 +267,13 @@ class Eviction:
             over = max(over, self.used_bytes - int(self.capacity_bytes * LOW_MARK))
         return over
 
-    def victims(self, excess_bytes: int, busy: Callable[[int], bool] | None = None) -> Evicted:
-        """Choose units of at least `excess_bytes` and forget them. Buckets above their quota give first.
-
-        A unit for which `busy` says yes is passed over, as if it were held.
+    def victims(
+        self, excess_bytes: int, busy: Callable[[int], bool] | None = None, *, units_max: int = sys.maxsize
+    ) -> Evicted:
+        """Choose units of at least `excess_bytes`, but at most so many, and forget them. Buckets above their quota give
+        first. A unit for which `busy` says yes is passed over, as if it were held.
         """
-        self._busy = busy
+        self._busy, self._units_max = busy, units_max
         units: list[int] = []
         freed = 0
         stuck = False
@@ -288,27 +283,38 @@ class Eviction:
                 freed += self._drain(pool, pool.used_bytes - int(pool.limit_bytes * LOW_MARK), units)
                 stuck |= pool.used_bytes > pool.limit_bytes
         freed += self._drain(None, excess_bytes - freed, units)
-        return Evicted(units, freed, stuck or freed < excess_bytes)
+        if (moved := self._shrink()) is not None:
+            self._hand = moved(self._hand)
+            for pool in self._pools.values():
+                pool.hand = moved(pool.hand)
+        return Evicted(units, freed, (stuck or freed < excess_bytes) and len(units) < units_max)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
     def _drain(self, pool: Pool | None, need_bytes: int, units: list[int]) -> int:
         """Forget units of `pool` (None: of all) until `need_bytes` are free or nothing is left to choose."""
         freed = 0
-        while freed < need_bytes:
+        if len(self._ghost) < len(self._slots) * 3 // 2:
+            self._ghost = Ghost(2 * len(self._slots))  # it forgets; that happens while a cache fills
+        ghost, used_bytes = self._ghost, pool.used_bytes if pool else self.used_bytes
+        keep_bytes = (pool.limit_bytes if pool else self.capacity_bytes) * LOW_MARK
+        self._share = min(0.5, 1 - keep_bytes / max(1, used_bytes))
+        while freed < need_bytes and len(units) < self._units_max:
             slot = self._choose(pool)
             if slot < 0:
                 break
             unit = self._units[slot]
             units.append(unit)
             freed += self._sizes[slot]
-            past = (self._last[slot], self._means[slot], self._intervals[slot])
-            self._ghost_for(len(self._slots)).remember(self._names[slot], *past)
+            ghost.remember(self._names[slot], self._last[slot], self._means[slot], self._intervals[slot])
             self._remove(slot)
+        self._share, self._doomed = 0.0, []
         return freed
 
     def _choose(self, pool: Pool | None) -> int:
         """The slot to give up next, or -1."""
-        source = pool or max(self._pools.values(), key=lambda each: (each.overflow_bytes, each.code))
+        source = pool or self._open
+        if not pool and len(self._pools) > 1:
+            source = max(self._pools.values(), key=lambda each: (each.overflow_bytes, each.code))
         while source.overflow_bytes > 0:
             candidate = self._oldest(source)
             if candidate < 0:
@@ -338,40 +344,51 @@ class Eviction:
 
     def _weakest(self, pool: Pool | None) -> int:
         """The slot with the longest interval or idle time among the next few residents under the hand, or -1."""
-        best, best_score = -1, -1.0
-        now, last, means, units = self._now, self._last, self._means, self._units
-        hand = pool.hand if pool else self._hand
-        for _ in range(SAMPLE):
-            slot = self._next_resident(pool, hand)
-            if slot < 0:
-                return -1
-            hand = slot + 1
-            score = max(means[slot], now - last[slot])
-            if score > best_score and not self._in_use(units[slot]):
-                best, best_score = slot, score
-        if pool:
-            pool.hand = hand
-        else:
-            self._hand = hand
-        return best if best >= 0 else self._any_resident(pool)
+        if self._share > 1 / SAMPLE:
+            return self._next_doomed(pool)
+        slots, scores = self._sample(pool, SAMPLE)
+        if not slots:
+            return -1
+        best = slots[scores.index(max(scores))]
+        if not self._in_use(self._units[best]):
+            return best
+        others = [(-score, at) for at, score in enumerate(scores) if not self._in_use(self._units[slots[at]])]
+        return slots[min(others)[1]] if others else self._any_resident(pool)
+
+    def _next_doomed(self, pool: Pool | None) -> int:
+        """As `_weakest`, where a large share must go: of many residents under the hand that share goes at once, the
+        weakest of them, which is what going round and round would come to."""
+        for _ in range(2):
+            while self._doomed:
+                slot = self._doomed.pop()
+                if FREE < self._state[slot] < APART and not self._in_use(self._units[slot]):
+                    return slot
+            slots, scores = self._sample(pool, SAMPLE_DOOMED)
+            doomed = sorted(dict(zip(slots, scores, strict=True)).items(), key=itemgetter(1))
+            self._doomed = [slot for slot, _ in doomed[int(len(doomed) * (1 - self._share)) :]]
+        return self._any_resident(pool)
+
+    def _sample(self, pool: Pool | None, count: int) -> tuple[Sequence[int], list[float]]:
+        """The next residents under the hand, which goes on, and how long each will not be used, as far as is seen."""
+        slots = self._after(self._code(pool), pool.hand if pool else self._hand, count)
+        if slots and pool:
+            pool.hand = slots[-1] + 1
+        elif slots:
+            self._hand = slots[-1] + 1
+        now, last, means = self._now, self._last, self._means
+        return slots, [mean if (mean := means[slot]) > (idle := now - last[slot]) else idle for slot in slots]
+
+    def _code(self, pool: Pool | None) -> int:
+        """The state of residents of a pool (None: of any), where that is one; else ANY."""
+        return pool.code if pool else 1 if len(self._pools) == 1 else ANY
 
     def _in_use(self, unit: int) -> bool:
         return unit in self._held or (self._busy is not None and self._busy(unit))
 
-    def _next_resident(self, pool: Pool | None, hand: int) -> int:
-        """The first evictable slot at or after `hand`, going round; -1 if there is none."""
-        state = self._state
-        if pool or len(self._pools) == 1:
-            code = pool.code if pool else 1
-            slot = state.find(code, hand)
-            return slot if slot >= 0 or not hand else state.find(code)
-        match = _EVICTABLE.search(state, hand) or _EVICTABLE.search(state)
-        return match.start() if match else -1
-
     def _any_resident(self, pool: Pool | None) -> int:
         """Some resident that is not held, looking at all."""
-        hand = 0
-        while (slot := self._next_resident(pool, hand)) >= hand and self._in_use(self._units[slot]):
+        hand, code = 0, self._code(pool)
+        while (slot := self._next(code, hand)) >= hand and self._in_use(self._units[slot]):
             hand = slot + 1
         return slot if slot >= hand else -1
 
@@ -441,17 +458,7 @@ class Eviction:
         self._state[slot] = pool.code
 
     def _add(self, unit: int, size_bytes: int, bucket_id: int) -> int:
-        assert 0 <= size_bytes < 1 << 32, size_bytes
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot = len(self._units)
-            for column in self._columns:
-                column.append(0)
-        self._units[slot] = self._names[slot] = unit
-        self._sizes[slot], self._buckets[slot] = size_bytes, bucket_id
-        self._means[slot] = self._intervals[slot] = 0
-        self._slots[unit] = slot
+        slot = self._take_slot(unit, size_bytes, bucket_id)
         self.used_bytes += size_bytes
         self._bucket_bytes[bucket_id] += size_bytes
         return slot
@@ -459,7 +466,6 @@ class Eviction:
     def _remove(self, slot: int) -> None:
         size_bytes, bucket_id = self._sizes[slot], self._buckets[slot]
         pool = self._pool_of[bucket_id]
-        del self._slots[self._units[slot]]
         if self._flags[slot] & _PROBATION:
             pool.probation_bytes -= size_bytes
             if len(pool.probation) > 2 * len(self._slots) + 64:
@@ -468,17 +474,11 @@ class Eviction:
             pool.main_bytes -= size_bytes
         self.used_bytes -= size_bytes
         self._bucket_bytes[bucket_id] -= size_bytes
-        self._state[slot], self._flags[slot] = _FREE, 0
-        self._free.append(slot)
+        self._give_slot(slot)
 
     def _compact(self, pool: Pool) -> None:
         """Drop places in the probation queue whose units are elsewhere."""
         pool.probation = deque(unit for unit in dict.fromkeys(pool.probation) if self._waiting(unit, pool) >= 0)
-
-    def _ghost_for(self, units: int) -> Ghost:
-        """The ghost, made anew when it is small for so many units (it forgets; that happens while a cache fills)."""
-        self._ghost = Ghost(2 * units) if len(self._ghost) < units * 3 // 2 else self._ghost
-        return self._ghost
 
     def check(self) -> None:
         """Assert the books against a count from nothing. Slow: for tests and the simulator."""
@@ -490,11 +490,11 @@ class Eviction:
             pool, flags = self._pool_of[self._buckets[slot]], self._flags[slot]
             (probation if flags & _PROBATION else main)[pool.code] += self._sizes[slot]
             buckets[self._buckets[slot]] += self._sizes[slot]
-            assert self._state[slot] == (_APART if flags else pool.code), (unit, flags)
+            assert self._state[slot] == (APART if flags else pool.code), (unit, flags)
             assert not flags & _PROBATION or unit in pool.probation, unit
         assert buckets == self._bucket_bytes
         assert sum(buckets) == self.used_bytes
         for code, pool in self._pools.items():
             assert (pool.main_bytes, pool.probation_bytes) == (main[code], probation[code]), code
-        assert self._state.count(_FREE) == len(self._free) == len(self._units) - len(self._slots)
+        assert self._state.count(FREE) == len(self._free) == len(self._units) - len(self._slots)
         assert all(count > 0 for count in self._held.values())

@@ -19,12 +19,14 @@ or pinned, not both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from math import inf
 
-from forebay.core.eviction import _APART, _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted, Eviction
+from forebay.core.eviction import _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted, Eviction
 from forebay.core.foreseen import Foreseen, Latest, View
 from forebay.core.pool import Pool
+from forebay.core.slots import APART
 
 _HINTED = 4  # a flag beside those of eviction.py
 
@@ -49,7 +51,7 @@ class HintedEviction(Eviction):
         if not self._flags[slot] & _HINTED:
             self._fixed_bytes += self._sizes[slot]
         self._flags[slot] = _HINTED
-        self._state[slot] = _APART
+        self._state[slot] = APART
         self._foreseen.add(unit, self._buckets[slot])
         return True
 
@@ -89,8 +91,8 @@ class HintedEviction(Eviction):
         self._fixed_bytes = sum(self._sizes[slot] for slot in pinned)
 
     def _remove(self, slot: int) -> None:
-        self._foreseen.drop(self._units[slot])
         if self._flags[slot] & (_HINTED | _PINNED):
+            self._foreseen.drop(self._units[slot])
             self._fixed_bytes -= self._sizes[slot]
         super()._remove(slot)
 
@@ -115,9 +117,11 @@ class HintedEviction(Eviction):
         slot = self._weakest(None) if self.used_bytes - self._fixed_bytes >= size_bytes else -1
         return slot >= 0 and self._idle(slot) > self._ticks(due)
 
-    def victims(self, excess_bytes: int, busy: Callable[[int], bool] | None = None) -> Evicted:
+    def victims(
+        self, excess_bytes: int, busy: Callable[[int], bool] | None = None, *, units_max: int = sys.maxsize
+    ) -> Evicted:
         self._by_hint = 0
-        return super().victims(excess_bytes, busy)
+        return super().victims(excess_bytes, busy, units_max=units_max)
 
     @property
     def by_hint(self) -> int:

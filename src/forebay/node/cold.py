@@ -538,7 +538,8 @@ class ColdReads:
 
     def busy(self, object_id: int, block: int) -> bool:
         """Whether somebody may still read this block, or it is landing: it must not be evicted now."""
-        return any(flight.needs(block) for flight in self._by_object.get(object_id, ()))
+        flights = self._by_object.get(object_id)
+        return flights is not None and any(flight.needs(block) for flight in flights)
 
     async def _pass(
         self,

@@ -5,9 +5,11 @@ room on one disk is no help to another. The machine is told what landed and what
 mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the files, and the
 space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
 
-Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block. A
-filesystem that others fill too gets some distance (`store/usage.py`): how much is free is looked at only now and then.
-Units are weighed by what they take: a small object by its pages of the index.
+Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block.
+When much must leave at once (a quota was cut), it leaves BATCH_UNITS a turn, and reads go on in between.
+
+A filesystem that others fill too gets some distance (`store/usage.py`), since how much is free is looked at only now
+and then. Units are weighed by what they take: a small object by its pages of the index.
 
 Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
 ghost must be found all the same, so it is filed under a number made from bucket, key and block.
@@ -39,12 +41,16 @@ from forebay.node.records import present_blocks
 from forebay.node.store import Store, Unit
 from forebay.node.store.usage import taken_bytes
 from forebay.node.tally import Tally
+from forebay.ports.machine import release_memory
 
 log = logging.getLogger("forebay.room")
 
 _KEPT = PINNED | OWNED
 RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
-BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks, or 4,096 small objects
+BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks
+TRIM_UNITS = 100_000  # after so many have left, memory is worth giving back
+BATCH_UNITS = 256  # or so many small objects, some milliseconds' work: then everybody else has a turn
+FLUSH_UNITS = 1024  # of them are committed together, where more must leave
 
 
 def ghost_name(bucket: str, key: str, block: int) -> int:
@@ -102,6 +108,8 @@ class Room:
         self._quotas: dict[str, int | None] = {}
         self._reclaiming: asyncio.Task[None] | None = None
         self._making: asyncio.Handle | None = None
+        self._unflushed = 0  # units that left since the last commit
+        self._left = 0  # and since memory was given back
 
     # --- settings ----------------------------------------------------------------------------------------------------
     def restore(self) -> None:
@@ -245,38 +253,53 @@ class Room:
 
     def _make_room(self) -> None:
         self._making = None
-        again = False
+        again, dropped_bytes = False, 0
         for machine in self._machines.values():
             excess_bytes = machine.excess_bytes
             if not excess_bytes:
                 continue
-            chosen = machine.victims(min(excess_bytes, BATCH_BYTES), lambda unit: self._busy(*split_unit(unit)))
+            chosen = machine.victims(min(excess_bytes, BATCH_BYTES), self._is_busy, units_max=BATCH_UNITS)
             for unit in chosen.units:
                 self.foresight.gone(unit)
-            self.drop([split_unit(unit) for unit in chosen.units])
+            self._unflushed += len(chosen.units)
+            self._left += len(chosen.units)
+            self._take_out([split_unit(unit) for unit in chosen.units])
             self._tally.evictions["capacity"] += len(chosen.units) - machine.by_hint
             self._tally.evictions["hint"] += machine.by_hint
             self._tally.evicted_bytes += chosen.freed_bytes
+            dropped_bytes += chosen.freed_bytes
             again |= not chosen.stuck and machine.excess_bytes > 0
+        if self._unflushed and (self._unflushed >= FLUSH_UNITS or dropped_bytes >= BATCH_BYTES or not again):
+            self._unflushed = 0
+            self._flush()
+            self.reclaim()
         if again:
             self.make_room()
+        elif self._left >= TRIM_UNITS:
+            self._left = 0
+            self._workers.submit(release_memory)
+
+    def _is_busy(self, unit: int) -> bool:
+        return self._busy(*split_unit(unit))
 
     def drop(self, units: list[tuple[int, int]]) -> None:
         """Take (object id, block) pairs out of the store; the machines have forgotten them or are told by `removed`."""
-        if not units:
-            return
+        if units:
+            self._take_out(units)
+            self._flush()
+            self.reclaim()
+
+    def _take_out(self, units: list[tuple[int, int]]) -> None:
         self._store.drop_units(units)
         blocks: dict[int, list[int]] = {}
         for object_id, block in units:
             blocks.setdefault(object_id, []).append(block)
         for object_id, gone in blocks.items():
             self._evicted(object_id, gone)
-        self._flush()
-        self.reclaim()
 
     def reclaim(self) -> None:
         """Give the space of what was dropped back to the disks, in the background."""
-        if self._reclaiming is None:
+        if self._reclaiming is None and self._store.reclaimable:
             self._reclaiming = asyncio.create_task(self._reclaim())
 
     async def _reclaim(self) -> None:

@@ -19,7 +19,7 @@ Invariants. (1) A record has its `ids` entry, in the same transaction. (2) A rem
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import lmdb
 import msgspec
@@ -63,6 +63,28 @@ def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None
     volume.index.put("records", keys.index_key(bucket, key), None)
     remove_traces(volume, record)
     volume.change.swap(bucket, record, None)
+
+
+def records_of(volume: Volume, object_ids: Sequence[int]) -> list[tuple[int, bytes, Record]]:
+    """(object id, index key, record) of those that the volume has. `OSError` or `Corrupt`."""
+    index = volume.index
+    values = index.get_many("ids", map(id_key, object_ids))
+    known = [(object_id, value[8:]) for object_id, value in zip(object_ids, values, strict=True) if value is not None]
+    found = index.get_many("records", [entry for _, entry in known])
+    return [(*each, decode_record(value)) for each, value in zip(known, found, strict=True) if value is not None]
+
+
+def remove_small(volume: Volume, found: Sequence[tuple[int, bytes, Record]]) -> None:
+    """As `remove_record`, of many inline objects that are not owned."""
+    index, names = volume.index, [id_key(object_id) for object_id, _, _ in found]
+    index.delete_many("records", [entry for _, entry, _ in found])
+    index.delete_many("ids", names)
+    index.delete_many("used", [name for name, value in zip(names, index.get_many("used", names), strict=True) if value])
+    by_bucket: dict[bytes, list[Record]] = {}
+    for _, entry, record in found:
+        by_bucket.setdefault(entry[: entry.index(b"\0")], []).append(record)
+    for bucket, records in by_bucket.items():
+        volume.change.remove_small(bucket.decode(), records)
 
 
 def remove_traces(volume: Volume, record: Record) -> None:

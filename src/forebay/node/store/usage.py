@@ -14,6 +14,7 @@ Invariants. (1) `Usage` is the sum of its records, so it is zero without any. (2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay.core import limits
@@ -84,6 +85,13 @@ class Usage:
                 self.owned_objects += sign
                 self.owed_bytes += size_bytes
         self._add(bucket, payload_bytes, new is not None)
+
+    def remove_small(self, bucket: str, records: Sequence[Record]) -> None:
+        """As `swap` with nothing, of many inline objects that are not owned."""
+        payloads = [len(record.inline or b"") for record in records]
+        self.objects -= len(payloads)
+        self.small_bytes -= sum(map(small_bytes, records))
+        self._add(bucket, -sum(payloads), False)
 
     def _add(self, bucket: str, size_bytes: int, stays: bool) -> None:
         self.bytes += size_bytes

@@ -30,7 +30,7 @@ import xxhash
 from forebay.core import commit, limits
 from forebay.core.commit import Place
 from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
-from forebay.core.record import Record, State, blocks_in, build_head, decode_record
+from forebay.core.record import OWNED, Record, State, blocks_in, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
 from forebay.node.store.heading import Headings
@@ -615,16 +615,23 @@ class Store(VolumeSet):
         by_object: dict[int, list[int]] = {}
         for object_id, block in units:
             by_object.setdefault(object_id, []).append(block)
-        gone = []
-        for object_id, blocks in by_object.items():
-            found = self._find(object_id)
-            if (
-                found is not None
-                and not found[3].state & State.OWNED
-                and self._drop(*found, presence.mask(blocks)) is None
-            ):
-                gone.append(object_id)
-        return gone
+        gone: set[int] = set()
+        for volume in self._by_id.values():
+            try:
+                found = ledger.records_of(volume, list(by_object))
+            except (OSError, Corrupt) as error:
+                volume.trouble(error, "reading the index")
+                continue
+            found = [each for each in found if not each[2].state & OWNED]
+            small = [each for each in found if each[2].inline is not None]  # nobody holds a file of one
+            ledger.remove_small(volume, small)
+            gone.update(object_id for object_id, _, _ in small)
+            for object_id, entry, record in found:
+                if record.inline is None:
+                    blocks = presence.mask(by_object[object_id])
+                    if self._drop(volume, *keys.split(entry, record.key), record, blocks) is None:
+                        gone.add(object_id)
+        return [object_id for object_id in by_object if object_id in gone]
 
     def _drop(self, volume: Volume, bucket: str, key: str, record: Record, victims: int) -> Record | None:
         """Drop blocks of one object; its record afterwards, None when it went whole."""
