@@ -114,15 +114,23 @@ class FlightStory(RuleBasedStateMachine):
                 assert reader in self.readers
                 assert not self.readers[reader].finished
                 assert reader not in self.ended
-                self.ended.add(reader)
+                self.end(reader)
             case f.Drop(block):
                 self.in_memory.remove(block)
-                for number, seen in self.readers.items():
-                    if number not in self.ended:
-                        touches = seen.start < (block + 1) * BLOCK and seen.end > block * BLOCK
-                        assert not touches or seen.took >= min((block + 1) * BLOCK, seen.end), "dropped too early"
+                self.nobody_was_told_of(block)
             case _:
                 raise AssertionError(effect)
+
+    def end(self, reader: int) -> None:
+        """It is told nothing more, and has a right to what it was told."""
+        self.ended.add(reader)
+        self.readers[reader].end = self.readers[reader].told
+
+    def nobody_was_told_of(self, block: int) -> None:
+        """The block goes: nobody who reads may still want it, nor anybody who was told of it and has not taken it."""
+        for seen in self.readers.values():
+            touches = seen.start < (block + 1) * BLOCK and seen.end > block * BLOCK
+            assert not touches or seen.took >= min((block + 1) * BLOCK, seen.end), "dropped too early"
 
     def readable(self, position: int) -> bool:
         block = position // BLOCK
@@ -142,10 +150,10 @@ class FlightStory(RuleBasedStateMachine):
         self.ahead.update(range(-(-end // BLOCK), -(-ahead_to // BLOCK)))
         self.step(f.Join(number, start, end, ahead_to))
 
-    @precondition(lambda self: self.started and any(self.live()))
+    @precondition(lambda self: self.started and any(self.readers))
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.live())))
+        number = data.draw(st.sampled_from(sorted(self.readers)))
         seen = self.readers[number]
         seen.took = data.draw(st.integers(seen.took, seen.told))
         self.step(f.Took(number, seen.took))
@@ -157,6 +165,13 @@ class FlightStory(RuleBasedStateMachine):
         del self.readers[number]
         self.ended.discard(number)
         self.step(f.Leave(number))
+
+    @precondition(lambda self: self.started and any(not self.readers[n].finished for n in self.live()))
+    @rule(data=st.data())
+    def part(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(n for n in self.live() if not self.readers[n].finished)))
+        self.end(number)
+        self.step(f.Part(number))
 
     @precondition(lambda self: self.started and any(self.runs))
     @rule(data=st.data(), kept=st.booleans(), whole=st.booleans())
@@ -198,6 +213,7 @@ class FlightStory(RuleBasedStateMachine):
     def evict(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(b for b in self.on_disk if not self.flight.needs(b))))
         self.on_disk.remove(block)
+        self.nobody_was_told_of(block)
         self.step(f.Lost((block,)))
 
     @precondition(lambda self: self.started and not self.gone)
@@ -227,8 +243,9 @@ class FlightStory(RuleBasedStateMachine):
     def memory_is_for_somebody(self) -> None:
         if self.started:
             assert self.in_memory == self.flight.passing
-            if not self.live():
+            if not self.readers:
                 assert not self.in_memory
+            assert not (self.readers and self.flight.idle), "somebody may still take what it was told of"
 
     def teardown(self) -> None:
         """Let everything finish: every reader must be served or failed, and nothing may be left."""

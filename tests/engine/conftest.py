@@ -229,8 +229,22 @@ class ReadSeen:
         self.messages = 0
         self.changed = asyncio.Event()
         self.takes = True  # whether the client reads what it is told of
+        self.stopped: list[Any] | None = None  # what came while the front stood still
+
+    def stand_still(self) -> None:
+        """Look at no message until `go_on`."""
+        self.stopped = []
+
+    def go_on(self) -> None:
+        stopped, self.stopped = self.stopped or [], None
+        for message in stopped:
+            self.take(message)
 
     def take(self, message: Any) -> None:
+        if self.stopped is not None:
+            self.stopped.append(message)
+            self.changed.set()
+            return
         self.messages += 1
         if isinstance(message, wire.Opened):
             assert self.opened is None, "opened once"
@@ -245,8 +259,7 @@ class ReadSeen:
             try:
                 piece = message.body if message.body is not None else _read(message)
             except FileNotFoundError:
-                self.error = Unavailable("the file that the bytes landed in is gone: read again")  # as a front says it
-                self.front.post(wire.CloseRead(self.number))
+                self.error = Unavailable("the file that the bytes landed in is gone: read again")  # a front asks anew
                 self.changed.set()
                 return
             assert len(piece) == message.end - message.start
@@ -280,8 +293,7 @@ class ReadSeen:
             self.close()
 
     def close(self) -> None:
-        if self.error is None:
-            self.front.post(wire.CloseRead(self.number))
+        self.front.post(wire.CloseRead(self.number))
 
 
 class Front:

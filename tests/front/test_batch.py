@@ -389,7 +389,8 @@ def test_an_error_in_the_middle_of_an_item_cuts(node: Node, eventually: Eventual
             b"".join(client._chunks())
     values = node.snapshot().values
     assert values['forebay_connections_cut_total{reason="error"}'] == 1
-    eventually(lambda: {read.read for read in node.seen_reads("after")} == closed(node))
+    asked = {read.read for key in ("breaks", "after") for read in node.seen_reads(key)}
+    eventually(lambda: closed(node) == asked)
 
 
 def closed(node: Node) -> set[int]:

@@ -13,6 +13,9 @@ Runs are started in the order in which readers need their bytes, one for each re
 with each run that ends, for backends whose single connections are slow), and never more than `window_bytes` ahead of
 what its client took. Blocks beyond the asked range (*ahead*) are fetched once and wait for nobody.
 
+A reader stays after it was failed, or sent elsewhere for the rest (`Part`), until it leaves: it may not have taken all
+that it was told of, and until then those blocks are neither evicted nor dropped, nor is the flight idle.
+
 When nobody wants the rest of a run it is cut after the block in progress: a range of 1 KiB leaves its block whole, and
 a client that vanishes does not cost the rest of the object.
 
@@ -23,6 +26,7 @@ others would wait for the same answer).
 Invariants. (1) A block is in at most one of: here, in flight, verifying, doubted. (2) A reader is told each byte of its
 range once, in order, and then `Finish`; or `Fail`, once; and nothing after either. (3) Runs at work are disjoint.
 (4) A passing block is kept exactly while a reader still needs it. (5) Idle means: no run, no reader, nothing passing.
+(6) What a reader was told of and has not taken, stays.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from forebay.core.flight_events import (
     Land,
     Leave,
     Lost,
+    Part,
     Progress,
     Took,
     Verified,
@@ -63,12 +68,18 @@ VERIFY_PARALLEL_MAX = 4  # checks of doubted blocks at work at once: they read t
 
 # --- state -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class _Reader:
+class Seat:
+    """A reader's place in a flight."""
+
     start: int
     end: int
     told: int  # every byte below was announced
     took: int  # every byte below was taken by the client
     finished: bool = False
+
+    def wants_no_more(self) -> None:
+        """What it was told of is all that it reads here."""
+        self.end, self.finished = self.told, True
 
 
 @dataclass(slots=True)
@@ -95,7 +106,7 @@ class Flight:
     window_bytes: int = limits.READ_WINDOW_BYTES
     parallel_max: int = limits.FETCHES_PER_READ_MAX
     run_blocks_max: int = RUN_BLOCKS_MAX
-    readers: dict[int, _Reader] = field(default_factory=dict)
+    readers: dict[int, Seat] = field(default_factory=dict)
     runs: dict[int, _AtWork] = field(default_factory=dict)
     owner: dict[int, int] = field(default_factory=dict)  # block in flight -> its run
     passing: set[int] = field(default_factory=set)
@@ -175,6 +186,8 @@ class Flight:
                 self._join(event)
             case Leave(number):
                 self.readers.pop(number, None)
+            case Part(number):
+                self.readers[number].wants_no_more()
             case Arrived(number, block, kept):
                 self._arrived(number, block, kept)
             case Ended(number):
@@ -211,7 +224,7 @@ class Flight:
     def _join(self, event: Join) -> None:
         assert event.reader not in self.readers, "a reader joins once"
         assert 0 <= event.start <= event.end <= self.size_bytes
-        self.readers[event.reader] = _Reader(event.start, event.end, told=event.start, took=event.start)
+        self.readers[event.reader] = Seat(event.start, event.end, told=event.start, took=event.start)
         if event.ahead_to > event.end:
             first = -(-event.end // self.block_bytes)
             end = min(-(-event.ahead_to // self.block_bytes), self.blocks)
@@ -232,11 +245,12 @@ class Flight:
         if not lost:
             return
         low, high = max(lost[0] * self.block_bytes, run.landed), (lost[-1] + 1) * self.block_bytes
-        for reader in [number for number, r in self.readers.items() if self._waits_for(r, low, high)]:
-            del self.readers[reader]
-            yield Fail(reader, error)
+        for number, reader in self.readers.items():
+            if self._waits_for(reader, low, high):
+                reader.wants_no_more()
+                yield Fail(number, error)
 
-    def _waits_for(self, reader: _Reader, low: int, high: int) -> bool:
+    def _waits_for(self, reader: Seat, low: int, high: int) -> bool:
         return not reader.finished and reader.told < high and low < self._fetch_limit(reader)
 
     def _lost(self, blocks: tuple[int, ...]) -> None:
@@ -305,16 +319,16 @@ class Flight:
                 break
         return position
 
-    def _fetch_limit(self, reader: _Reader) -> int:
+    def _fetch_limit(self, reader: Seat) -> int:
         return min(reader.end, reader.took + self.window_bytes)
 
     def _fail_the_hopeless(self, error: ErrorOnWire) -> Iterator[Effect]:
         self.ahead.clear()
-        for number, reader in list(self.readers.items()):
+        for number, reader in self.readers.items():
             first, end = blocks_touched(reader.told, reader.end, self.block_bytes)
             gaps = absent_runs(self.here, first, end)
             if any(self._is_absent(block) for gap in gaps for block in range(gap.first, gap.end)):
-                del self.readers[number]
+                reader.wants_no_more()
                 yield Fail(number, error)
             else:
                 yield from self._verify(first, end)
@@ -325,7 +339,7 @@ class Flight:
             yield from self._verify(*blocks_touched(reader.told, self._fetch_limit(reader), self.block_bytes))
         waiting = [(r, self._at_work_for(r)) for r in self.readers.values() if self._lacks(r)]
         while waiting:
-            still: list[tuple[_Reader, int]] = []
+            still: list[tuple[Seat, int]] = []
             for reader, at_work in waiting:
                 # Runs that others started further on must not keep a reader from the bytes that it waits for.
                 counted = 0 if self._is_absent(reader.told // self.block_bytes) else at_work
@@ -344,7 +358,7 @@ class Flight:
                 end += 1
             yield self._fetch_run(Run(first, end), ahead=True)
 
-    def _lacks(self, reader: _Reader) -> bool:
+    def _lacks(self, reader: Seat) -> bool:
         """Whether any block within the reader's window is not here."""
         if reader.finished:
             return False
@@ -358,11 +372,11 @@ class Flight:
         self.ahead.difference_update(range(run.first, run.end))
         return Fetch(number, run.first, run.end)
 
-    def _at_work_for(self, reader: _Reader) -> int:
+    def _at_work_for(self, reader: Seat) -> int:
         first, end = blocks_touched(reader.told, self._fetch_limit(reader), self.block_bytes)
         return len({self.owner[block] for block in range(first, end) if block in self.owner})
 
-    def _next_run(self, reader: _Reader, at_work: int) -> Run | None:
+    def _next_run(self, reader: Seat, at_work: int) -> Run | None:
         """The next blocks to fetch for this reader. A run that the window cuts short waits, if others are at work."""
         limit = self._fetch_limit(reader)
         first, end = blocks_touched(reader.told, limit, self.block_bytes)

@@ -34,7 +34,15 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The reader is done or gone. May come after `Fail` and for readers long forgotten."""
+    """The reader is done or gone: it takes nothing more from here. Comes after `Fail` too."""
+
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The reader gets what it was not told of yet from elsewhere. It stays, with what it was told of, until it
+    leaves."""
 
     reader: int
 
@@ -100,7 +108,7 @@ class Verified:
     good: bool
 
 
-Event = Join | Took | Leave | Progress | Arrived | Ended | GaveUp | Failed | Gone | Lost | Verified
+Event = Join | Took | Leave | Part | Progress | Arrived | Ended | GaveUp | Failed | Gone | Lost | Verified
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------
@@ -146,7 +154,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The reader cannot be served further. It is forgotten."""
+    """The reader cannot be served further. It stays, with what it was told of, until it leaves."""
 
     reader: int
     error: ErrorOnWire

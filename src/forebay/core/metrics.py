@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_connections_cut_total", "counter", "Connections cut by us, by reason.", ("reason",)),
         Metric("forebay_requests_refused_total", "counter", "Requests refused before they reached a handler."),
         Metric("forebay_reads_waiting", "gauge", "Reads waiting for the engine."),
+        Metric("forebay_reads_resumed_total", "counter", "Times the rest of a begun body was asked for anew."),
         Metric("forebay_suspects_total", "counter", "Hits whose file was gone or unreadable, read again as misses."),
         Metric("forebay_files_open", "gauge", "Data files that fronts hold open."),
         Metric("forebay_door_connections", "gauge", "Processes on this host that read through the door."),

@@ -7,7 +7,11 @@ say. A *read* is a conversation with a number chosen by the front:
     OpenRead ->            <- Opened  (what the object is, and the range resolved against its size)
                            <- Landed* (bytes [start, end) may be sent from this file at this offset), in order
     Consumed* ->           (the client took bytes up to here: lets fetching run on, and memory be freed)
-    CloseRead ->           (done, or the client is gone)          <- Failed at any point ends the read
+                           <- Failed  at any point: nothing more will land
+    CloseRead ->           (done, failed, or the client is gone)
+
+What `Landed` said stays true until the front consumed it, closed the read, or the connection ended: the engine keeps
+the bytes in that file, at that place, whatever became of the object and of the read.
 
 Small objects come whole inside `Opened`. A *call* is one question and one answer (`Call` -> `Answer` | `Failed`);
 listing and administration are calls. `Touched` reports hits, which otherwise never reach the engine. `Dropped` asks
@@ -68,6 +72,8 @@ class Consumed(_Message):
 
 
 class CloseRead(_Message):
+    """The front takes no more of this read. Comes once for each, after `Failed` too."""
+
     read: int
 
 
@@ -144,7 +150,8 @@ class Opened(_Message):
 
 
 class Landed(_Message):
-    """Bytes [start, end) of the object may be read from `path` at `offset`. Successive messages are contiguous.
+    """Bytes [start, end) of the object may be read from `path` at `offset`. Successive messages are contiguous. A path
+    in /proc is memory, and a number there names another as soon as the connection ended: look, once it is open.
 
     With `body` they are these, and `path` is empty: the first bytes of a flight, on their way to the disk."""
 
@@ -157,7 +164,7 @@ class Landed(_Message):
 
 
 class Failed(_Message):
-    """Ends the read or call numbered `number`."""
+    """Ends the call numbered `number`; or says that nothing more of that read will land, which is closed as any."""
 
     number: int
     error: ErrorOnWire

@@ -230,8 +230,10 @@ class ColdReads:
         if flight is None:
             return record, record
         gone = isinstance(flight.sink, DiskSink) and flight.sink.landing.gone
-        if gone or (
-            record is not None and record.object_id == flight.object_id and record.version != flight.info.version
+        if (
+            gone
+            or flight.closed
+            or (record is not None and record.object_id == flight.object_id and record.version != flight.info.version)
         ):
             del self.flights[name]
             return record, record

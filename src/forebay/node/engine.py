@@ -313,7 +313,7 @@ class Engine:
             self.settings.owed_file.write_text(json.dumps({"objects": owed.objects, "bytes": owed.bytes}))
         await self.writes.commits.aclose()
         await self.cold.aclose()
-        self.fronts.close()
+        await self.fronts.aclose()
         await self.room.aclose()
         await self.buckets.aclose()
         if self._flushing is not None:

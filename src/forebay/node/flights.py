@@ -8,11 +8,14 @@ What a run reports is batched: progress is told to the machine at most every TEL
 told for that long, so a fast backend does not cost a message for each packet. The very first bytes are told before they
 are written, and travel in the message itself.
 
+A reader that failed, or reads on elsewhere, keeps its place until it leaves (`core/flight.py`): the file and the memory
+that it was told of are its to take until then, whatever became of the flight.
+
 A *private* flight serves one reader from memory (see `node/sink.py`); it is not found by other readers.
 
 Invariants. (1) Every `Fetch` effect is answered by one of Ended, GaveUp, Failed, whatever happens in the task. (2) A
 block is reported kept only after the store listed it. (3) When the machine is idle the sink is closed, and the flight
-is out of the books, in the same turn of the loop.
+is out of the books, in the same turn of the loop. (4) The sink is not closed while a reader has not left.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Reader(Protocol):
         ...
 
     def failed(self, error: ErrorOnWire) -> None:
-        """Nothing more will come."""
+        """Nothing more will come. What was announced can be read until the reader leaves."""
         ...
 
 
@@ -157,13 +160,17 @@ class Flight:
 
     def took(self, number: int, position: int) -> None:
         """The reader's client has taken every byte below `position`."""
-        if number in self._readers:
+        if number in self._readers and not self.closed:
             self._step(events.Took(number, position))
 
     def leave(self, number: int) -> None:
         """The reader is done, or its client is gone."""
-        if self._readers.pop(number, None) is not None:
+        if self._readers.pop(number, None) is None:
+            return
+        if not self.closed:
             self._step(events.Leave(number))
+        elif not self._readers:
+            self._let_go()
 
     def needs(self, block: int) -> bool:
         """Whether the block must not be evicted now."""
@@ -177,16 +184,15 @@ class Flight:
         self._step(events.Lost(tuple(blocks)))
 
     def depart(self) -> list[tuple[Reader, int, int]]:
-        """Take all readers that are not done out, as (reader, next byte, end). The runs end."""
-        leaving = [
-            (self._readers[number], state.told, state.end)
-            for number, state in self.machine.readers.items()
-            if number in self._readers and not state.finished
-        ]
-        for number in [number for number, state in self.machine.readers.items() if not state.finished]:
-            self._readers.pop(number, None)
-            self._step(events.Leave(number))
-        return leaving
+        """Let all readers that are not done go on elsewhere, as (reader, next byte, end). They keep what they were
+        told of until they leave. The runs end."""
+        leaving = [(number, state.told, state.end) for number, state in self._unfinished()]
+        for number, _, _ in leaving:
+            self._step(events.Part(number))
+        return [(self._readers[number], told, end) for number, told, end in leaving if number in self._readers]
+
+    def _unfinished(self) -> list[tuple[int, machine.Seat]]:
+        return [(number, state) for number, state in self.machine.readers.items() if not state.finished]
 
     # --- the machine -------------------------------------------------------------------------------------------------
     def _step(self, event: events.Event) -> None:
@@ -219,7 +225,7 @@ class Flight:
                 if reader := self._readers.get(number):
                     reader.finished()
             case events.Fail(number, error):
-                if reader := self._readers.pop(number, None):
+                if reader := self._readers.get(number):
                     reader.failed(error)
             case events.Fetch(run, first, end):
                 self._start_run(run, first, end, None)
@@ -233,21 +239,29 @@ class Flight:
                 self.sink.drop(block)
 
     def shut(self, error: ForebayError) -> None:
-        """Fail every reader and be gone, at once."""
+        """Fail every reader that is not done, and do nothing more: gone with the last of them that leaves."""
         if self.closed:
             return
-        readers, self._readers = self._readers, {}
+        self.closed = True
         self._events.clear()
-        self._close()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in [*self._tasks.values(), *self._checks]:
             task.cancel()
-        for reader in readers.values():
+        failing = [self._readers[number] for number, _ in self._unfinished() if number in self._readers]
+        if not self._readers:
+            self._let_go()
+        for reader in failing:
             reader.failed(error.to_wire())
 
     def _close(self) -> None:
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        assert not self._readers, "somebody may still take what it was told of"
         self.sink.close()
         self._around.flight_over(self)
 

@@ -6,8 +6,11 @@ answered within REPORT_TIMEOUT_S or left out.
 
 A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX it is cut.
 
+What a front was told stays true while it sees the connection (`wire.Landed`), so its reads are closed when the socket
+is, and not a moment sooner.
+
 Invariants. (1) A read number of a front is open at most once. (2) When a connection is lost, all its reads are closed
-and the bodies that it was receiving are given up.
+and the bodies that it was receiving are given up. (3) No read is closed for its front while the socket is open.
 """
 
 from __future__ import annotations
@@ -106,14 +109,17 @@ class Connection(asyncio.Protocol):
         self._fronts.connections.discard(self)
         if self.hello is not None:
             log.info("front %d (process %d) is gone", self.hello.front, self.hello.pid)
-        reads, self._reads = self._reads, {}
-        for read in reads.values():
-            read.close()
+        asyncio.get_running_loop().call_soon(self._close_reads)  # when the transport has closed the socket
         for call in self._calls:
             call.cancel()
         puts, self._puts = self._puts, set()
         for put in puts:
             self._fronts.puts.gave_up(put)
+
+    def _close_reads(self) -> None:
+        reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.close()
 
     def post(self, message: wire.Message) -> None:
         """Send, if the front is there. What is said in one turn of the loop goes out together."""
@@ -188,9 +194,7 @@ class Connection(asyncio.Protocol):
         self.post(self._fronts.welcome())
 
     def read_failed(self, number: int, error: ErrorOnWire) -> None:
-        """The read has ended; the front will not close it."""
-        if read := self._reads.pop(number, None):
-            read.close()
+        """Nothing more will come; the front closes the read when it has taken what it was told of."""
         self.post(wire.Failed(number, error))
 
     def _begin_put(self, message: wire.Call) -> bool:
@@ -307,15 +311,18 @@ class Fronts:
                 done.set()
 
     def beat(self) -> None:
-        """Tell them that the engine lives, from now until `close`."""
+        """Tell them that the engine lives, from now until `aclose`."""
         for connection in list(self.connections):
             if connection.hello is not None:
                 connection.post(wire.Beat())
         self._beating = asyncio.get_running_loop().call_later(self._beat_s, self.beat)
 
-    def close(self) -> None:
-        """Cut every connection."""
+    async def aclose(self) -> None:
+        """Cut every connection; returns when their reads are closed."""
         if self._beating is not None:
             self._beating.cancel()
-        for connection in list(self.connections):
-            connection.cut()
+        while self.connections:
+            for connection in list(self.connections):
+                connection.cut()
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the last one's reads

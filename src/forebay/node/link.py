@@ -14,11 +14,17 @@ engine needs to know that it was used, not how often within that time.
 What is said in one turn of the loop goes out together, and a call may be answered by a function instead of a future
 (`begin`): both for many small writes, of which each would else cost a system call, a task and a wake-up more.
 
+What the engine told a read of is there until the read is closed, or the engine is gone; so who opens a file that a
+message named must know that the engine was still there *after* it was opened (`Read.stands`). The loop may not have
+heard of its end yet: this process may have stood still, and the next engine has begun to clear away. The socket knows.
+
 Rejected: a connection for each read (a descriptor and a handshake for each miss); asking again after the engine died
-(only one layer retries, and that is the engine's).
+(only one layer retries, and that is the engine's; the rest of an answer that was begun is not asked again, but for the
+first time: `arriving.py`).
 
 Invariants. (1) Every read and call that was sent ends: with an answer, with `Failed`, or with the connection.
-(2) Numbers are never used twice on one connection, so a late message for a closed read finds nobody.
+(2) Numbers are never used twice, so a late message for a closed read finds nobody. (3) A read is closed at the engine
+when it is closed here, whatever it was answered.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import asyncio
 import functools
 import logging
 import os
+import select
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -55,17 +62,34 @@ BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this lon
 class Read:
     """One conversation about one object. Close it, whatever happened."""
 
-    __slots__ = ("_error", "_landed", "_link", "_opened", "_waiter", "closed", "number", "taken")
+    __slots__ = (
+        "_error",
+        "_landed",
+        "_link",
+        "_opened",
+        "_source",
+        "_waiter",
+        "bucket",
+        "closed",
+        "key",
+        "number",
+        "taken",
+    )
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: Link, bucket: str, key: str) -> None:
+        self.bucket, self.key = bucket, key
+        self._link = link
+        self._waiter: asyncio.Future[None] | None = None
+
+    def begin(self, number: int, source: _Wire) -> None:
+        """For the link: ask on this connection, from the beginning."""
         self.number = number
         self.closed = False
         self.taken = 0  # how many messages came
-        self._link = link
+        self._source = source
         self._opened: wire.Opened | None = None
         self._landed: deque[wire.Landed] = deque()
         self._error: ForebayError | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     async def opened(self) -> wire.Opened:
         """What the object is. Raises what the engine says is wrong, `Unavailable` if it goes away."""
@@ -81,7 +105,7 @@ class Read:
 
     def consumed(self, position: int) -> None:
         """The client has every byte below `position`."""
-        if not self.closed and self._error is None:
+        if not self.closed:
             self._link.post(wire.Consumed(self.number, position))
 
     def close(self) -> None:
@@ -89,8 +113,7 @@ class Read:
         if not self.closed:
             self.closed = True
             self._link.forget(self)
-            if self._error is None:
-                self._link.post(wire.CloseRead(self.number))
+            self._link.post(wire.CloseRead(self.number))
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -103,6 +126,11 @@ class Read:
             await self._waiter
         finally:
             self._waiter = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether the engine that was asked is there now, and so has kept all that it told us of."""
+        return self._link.is_current(self._source) and not self._source.hung_up
 
     @property
     def waits(self) -> bool:
@@ -133,6 +161,8 @@ class _Wire(asyncio.Protocol):
         self._link = link
         self._frames = wire.Frames()
         self._outgoing: list[bytes] = []
+        self._watch = select.poll()
+        self._watched = -1  # our own descriptor of the socket: the transport's may be another's by the time we look
 
     def send(self, message: wire.Message) -> None:
         """At the end of this turn of the loop, together with what else is said in it."""
@@ -146,8 +176,15 @@ class _Wire(asyncio.Protocol):
         if outgoing:
             self.transport.write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other side is gone, heard of or not."""
+        return self._watched < 0 or bool(self._watch.poll(0))
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        self._watched = os.dup(transport.get_extra_info("socket").fileno())
+        self._watch.register(self._watched, select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -159,6 +196,8 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._outgoing.clear()
+        os.close(self._watched)
+        self._watched = -1
         self._link.lost(self)
 
 
@@ -208,6 +247,10 @@ class Link:
         """Whether the engine has welcomed us and is there."""
         return self._wire is not None
 
+    def is_current(self, source: _Wire) -> bool:
+        """Whether this is the connection that is spoken on."""
+        return self._wire is source
+
     @property
     def trouble(self) -> str:
         """What is wrong with the engine; "" when it is there."""
@@ -255,7 +298,8 @@ class Link:
             return
         try:
             async with asyncio.timeout(self._grace_s if timeout_s is None else timeout_s):
-                await self._ready.wait()
+                while self._wire is None:  # it may be lost again before we run
+                    await self._ready.wait()
         except TimeoutError:
             raise _gone() from None
 
@@ -271,12 +315,24 @@ class Link:
         revalidate: bool = False,
     ) -> Read:
         """Start a read. `Unavailable` if there is no engine within the grace time."""
-        await self.wait()
-        self._number += 1
-        read = Read(self, self._number)
-        self._reads[read.number] = read
-        self.post(wire.OpenRead(read.number, bucket, key, range, version, head_only, revalidate))
+        read = Read(self, bucket, key)
+        await self._begin(read, range, version, head_only, revalidate)
         return read
+
+    async def open_again(self, read: Read, range: RangeSpec, *, version: str) -> None:
+        """Ask the engine that is there now for another range of what `read`, which is closed by this, was about."""
+        read.close()
+        await self._begin(read, range, version, False, False)
+
+    async def _begin(
+        self, read: Read, range: RangeSpec | None, version: str, head_only: bool, revalidate: bool
+    ) -> None:
+        await self.wait()
+        assert self._wire is not None
+        self._number += 1
+        read.begin(self._number, self._wire)
+        self._reads[read.number] = read
+        self.post(wire.OpenRead(read.number, read.bucket, read.key, range, version, head_only, revalidate))
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
         """Ask the engine and return its answer, typed as core/calls.py says. Raises what the engine raised;

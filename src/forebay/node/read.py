@@ -7,8 +7,11 @@ anything was told, a disk that stopped taking bytes) without its asker noticing:
 Bytes are told in pieces of at most TELL_BYTES_MAX, because what the client took is known only at the end of a piece,
 and fetching ahead waits for that.
 
+A read that moves on keeps its place in the flight it leaves until its client has taken what was told there: the bytes
+are in that flight's file or memory, and nobody else may have them kept. A read that failed keeps it until `close`.
+
 Invariants. (1) Opened once, then landed pieces without a gap, then finished; or failed, once; nothing after `close`.
-(2) A read is in at most one flight.
+(2) A read is told by at most one flight. (3) What it was told of is there until it took it, or is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class Read:
     __slots__ = (
         "_cold",
         "_flight",
-        "_held",
+        "_left",
         "_number",
         "ask",
         "closed",
@@ -81,9 +84,12 @@ class Read:
         self._cold = cold
         self._flight: Flight | None = None
         self._number = 0
+        self._left: list[tuple[Flight, int, int]] = []  # flight, our number there, and the end of what it told us
 
     def follow(self, flight: Flight, start: int, end: int, ahead_to: int = 0) -> None:
         """Read [start, end) from `flight` from now on."""
+        if self._flight is not None:
+            self._left.append((self._flight, self._number, start))
         self._flight = flight
         if self.record is None:
             self.span, self.hit = (start, end), flight.has(start, end)
@@ -91,6 +97,12 @@ class Read:
 
     def took(self, position: int) -> None:
         """The client has every byte below `position`."""
+        for flight, number, told in self._left[:]:
+            if position < told:
+                flight.took(number, position)
+            else:
+                self._left.remove((flight, number, told))
+                flight.leave(number)
         if self._flight is not None:
             self._flight.took(self._number, position)
 
@@ -106,9 +118,12 @@ class Read:
 
     def detach(self) -> None:
         """Read from no flight."""
+        left, self._left = self._left, []
         flight, self._flight = self._flight, None
         if flight is not None:
-            flight.leave(self._number)
+            left.append((flight, self._number, 0))
+        for each, number, _ in left:
+            each.leave(number)
 
     # --- as a flight's reader ----------------------------------------------------------------------------------------
     def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
@@ -128,8 +143,8 @@ class Read:
         self.out.finished()
 
     def failed(self, error: ErrorOnWire) -> None:
-        self.detach()
         if error.kind == "Precondition" and self.record is None and not self.ask.version and self.tries < REOPENS_MAX:
+            self.detach()  # nothing was told
             self.tries += 1
             self._cold.start(self)
         elif not self.closed:

@@ -51,6 +51,7 @@ class Read:
     flight: SimFlight | None = None
     untaken: deque[tuple[int, int]] = field(default_factory=deque)  # announced and not yet read by the client
     finished: bool = False
+    error: ForebayError | None = None  # nothing more will be announced
     leased: str = ""
 
 
@@ -260,9 +261,6 @@ class SimNode:
         ahead.check()
         read.flight = flight
         flight.readers[read.number] = read
-        if flight.path:
-            self.store.lease(flight.path)
-            read.leased = flight.path
         self._log("join", read.name, f"read={read.number} {read.start}-{read.end} ahead={ahead_to} {version}")
         self._step(flight, flight_events.Join(read.number, read.start, read.end, ahead_to))
 
@@ -349,16 +347,16 @@ class SimNode:
                     read.finished = True
                     self._finish_if_taken(read)
             case flight_events.Fail(reader, error):
-                if read := flight.readers.pop(reader, None):
-                    read.flight = None
-                    self._answer(read, from_wire(error))
+                if read := flight.readers.get(reader):
+                    read.error = from_wire(error)
+                    self._finish_if_taken(read)
             case flight_events.Verify(block):
                 self._later(self.schedule.delay_us(300), lambda: self._verified(flight, block))
             case flight_events.Drop(block):
                 flight.memory.pop(block, None)
 
     def _announce(self, flight: SimFlight, read: Read | None, start: int, end: int) -> None:
-        """The client reads the bytes some time after it was told that it may."""
+        """The client opens the file and reads the bytes some time after it was told that it may."""
         if read is None:
             return
         read.untaken.append((start, end))
@@ -370,6 +368,10 @@ class SimNode:
             return
         start, end = read.untaken.popleft()
         assert read.start + len(read.got) == start, "pieces come in order"
+        if flight.path and not read.leased:
+            assert self.store.disk.exists(flight.path), f"read {read.number} was told of a file that is gone"
+            self.store.lease(flight.path)
+            read.leased = flight.path
         read.got += self._bytes(flight, start, end)
         if read.untaken:
             self._later(self.schedule.delay_us(100), lambda: self._take(flight, read))
@@ -377,8 +379,8 @@ class SimNode:
         self._finish_if_taken(read)
 
     def _finish_if_taken(self, read: Read) -> None:
-        if read.finished and not read.untaken and not read.answered:
-            self._answer(read, None)
+        if (read.finished or read.error is not None) and not read.untaken and not read.answered:
+            self._answer(read, read.error)
 
     def _bytes(self, flight: SimFlight, start: int, end: int) -> bytes:
         parts = []

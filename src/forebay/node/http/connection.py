@@ -611,6 +611,10 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._since_s = self._server.now_s
         await self._put_and_wait(head, fd, offset, size_bytes)
 
+    @property
+    def framed(self) -> bool:
+        return self._framing is not None
+
     def _owe(self, size_bytes: int) -> None:
         assert self._stage == PARTS, "start the body first"
         if self._phase != BUSY:

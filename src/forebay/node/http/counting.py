@@ -35,6 +35,7 @@ class FrontCounts:
         "miss_first_byte_seconds",
         "misses",
         "read_errors",
+        "reads_resumed",
         "reads_waiting",
         "requests",
         "requests_refused",
@@ -58,6 +59,7 @@ class FrontCounts:
         self.misses = 0
         self.miss_bytes = 0
         self.read_errors = 0
+        self.reads_resumed = 0
         self.reads_waiting = 0
         self.suspects = 0
         self.sent_bytes = 0
@@ -89,6 +91,7 @@ class FrontCounts:
             "forebay_connections_refused_total": self.connections_refused,
             "forebay_requests_refused_total": self.requests_refused,
             "forebay_reads_waiting": self.reads_waiting,
+            "forebay_reads_resumed_total": self.reads_resumed,
             "forebay_suspects_total": self.suspects,
             "forebay_engine_connects_total": self.engine_connects,
         }

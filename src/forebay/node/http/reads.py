@@ -9,6 +9,8 @@ A hit whose file cannot be read is told to the engine (`Suspect`) and read throu
 already, the rest of the same version follows from there. If that version is gone, the connection is cut: a client sees
 a short body, never a mixed one.
 
+How what lands is read, and what follows when it cannot be: `arriving.py`.
+
 Invariants. (1) One response holds bytes of one version. (2) A file's bytes are sent only under a lease, and only if the
 record that was read *after* the lease was taken has them. (3) A read given to the engine is closed.
 """
@@ -21,15 +23,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forebay.core.calls import ObjectNamed
-from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.errors import ForebayError
 from forebay.core.freshness import is_fresh
 from forebay.core.record import Record, State, split_head
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.core.wire import Opened, Welcome
+from forebay.node.http.arriving import Arriving, check_same
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.requests import Exchange, status_of
+from forebay.node.http.sending import FileFailed
 from forebay.node.link import Link, Read
-from forebay.node.records import is_version
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
@@ -265,8 +268,7 @@ class Reads:
         read = await self._link.open_read(bucket, key, RangeSpec(start, end - 1), version=version)
         try:
             opened = await read.opened()
-            if not is_version(opened.record, version) or (opened.start, opened.end) != (start, end):
-                raise Bug("the engine opened another version or range than was asked for: please report it")
+            check_same(opened, version, start, end)
         except BaseException:
             read.close()
             raise
@@ -274,42 +276,28 @@ class Reads:
 
     async def stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
         """Send [start, end) as it lands, as pieces of the body that was begun."""
-        if opened.body is not None:
-            if len(opened.body) != end - start:
-                raise Bug("the engine sent a body of another size than it said: please report it")
-            self._first_byte(exchange)
-            await exchange.write(opened.body)
-            return
-        position, path = start, ""
-        file: LeasedFile | None = None
+        assert (opened.start, opened.end) == (start, end), "what was opened is what is sent"
+        arriving = Arriving(self._store, self._link, read, opened)
         try:
-            while position < end:
-                landed = await read.landed()
-                if landed.start != position or not position < landed.end <= end:
-                    raise Bug(f"bytes landed at {landed.start}..{landed.end} where {position} was next")
-                if landed.body is not None:
-                    assert len(landed.body) == landed.end - position, "bytes of another length than announced"
-                    if position == start:
-                        self._first_byte(exchange)
-                    await exchange.write(landed.body)
-                    position = landed.end
-                    read.consumed(position)
-                    continue
-                if landed.path != path or path.startswith("/proc/"):  # a number there may name another memory by now
-                    if file is not None:
-                        file.release()
-                    file, path = None, landed.path  # should the wait be cut short, nothing is released twice
-                    file = await self._store.open_landing(path)
-                if file is None:
-                    raise Unavailable("the file that the bytes landed in is gone: read again")
-                if position == start:
+            while arriving.left_bytes:
+                piece = await arriving.piece()
+                if arriving.position == start:
                     self._first_byte(exchange)
-                await exchange.write_file(file.fd, landed.offset, landed.end - position)
-                position = landed.end
-                read.consumed(position)
+                end = piece.end
+                if piece.file is None:
+                    await exchange.write(piece.body or b"")
+                else:
+                    try:
+                        await exchange.write_file(piece.file.fd, piece.offset, piece.size_bytes)
+                    except FileFailed as error:
+                        if exchange.framed:
+                            raise  # what would fill the piece must come from elsewhere
+                        end -= error.left_bytes
+                        arriving.failed()
+                arriving.took(end)
         finally:
-            if file is not None:
-                file.release()
+            arriving.close()
+            self.counts.reads_resumed += arriving.reopened
 
     def _first_byte(self, exchange: Exchange) -> None:
         self.counts.miss_first_byte_seconds.add(self._clock.monotonic_s() - exchange.request.started_s)

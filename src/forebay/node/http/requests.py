@@ -151,6 +151,11 @@ class Exchange(Protocol):
         the rest of the piece is then owed still."""
         ...
 
+    @property
+    def framed(self) -> bool:
+        """Whether each piece of the body that was begun says its length: one that breaks off cannot be gone on with."""
+        ...
+
     async def end(self) -> None:
         """The body begun by `start` is complete."""
         ...

@@ -47,12 +47,13 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from forebay.core import limits, members
-from forebay.core.errors import Bug, Corrupt, ForebayError, Invalid, NotSupported, Precondition, Unavailable, from_wire
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Precondition, Unavailable, from_wire
 from forebay.core.members import SNIFF_BYTES, Form, Member, MemberIndex, form_of
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 from forebay.core.zipdir import STORED
 from forebay.node.derived import Derived, DerivedWriter
+from forebay.node.http.arriving import Arriving, check_same
 from forebay.node.http.reads import Reads, may_serve
 from forebay.node.http.requests import Exchange
 from forebay.node.http.unpacking import unpack
@@ -335,32 +336,19 @@ class Shards:
     ) -> AsyncIterator[tuple[bytes | None, LeasedFile | None, int, int]]:
         """[start, end) of the object through the engine, in order: (bytes, or None and a file with offset and size)."""
         read = await self._link.open_read(bucket, key, RangeSpec(start, end - 1), version=record.version)
-        file: LeasedFile | None = None
+        arriving: Arriving | None = None
         try:
             opened = await read.opened()
-            if (opened.start, opened.end) != (start, end):
-                raise Bug("the engine opened another range than was asked for: please report it")
-            if opened.body is not None:
-                yield opened.body, None, 0, 0
-                return
-            while start < end:
-                landed = await read.landed()
-                if landed.body is not None:
-                    yield landed.body, None, 0, 0
-                else:
-                    if file is not None:
-                        file.release()
-                        file = None
-                    file = await self._store.open_landing(landed.path)
-                    if file is None:
-                        raise Unavailable("the file that the bytes landed in is gone: read again")
-                    yield None, file, landed.offset, landed.end - landed.start
-                start = landed.end
-                read.consumed(start)
+            check_same(opened, record.version, start, end)
+            arriving = Arriving(self._store, self._link, read, opened)
+            while arriving.left_bytes:
+                piece = await arriving.piece()
+                yield piece.body, piece.file, piece.offset, piece.size_bytes
+                arriving.took(piece.end)
         finally:
             read.close()
-            if file is not None:
-                file.release()
+            if arriving is not None:
+                arriving.close()
 
     async def _range(self, bucket: str, key: str, record: Record, start: int, size: int) -> bytes:
         """A small range, from here or through the engine; less where the object ends."""
@@ -480,8 +468,7 @@ class Shards:
         read = await self._link.open_read(span.bucket, span.key, RangeSpec(start, end - 1), version=span.record.version)
         try:
             opened = await read.opened()
-            if (opened.start, opened.end) != (start, end):
-                raise Bug("the engine opened another range than was asked for: please report it")
+            check_same(opened, span.record.version, start, end)
             if opened.hit:
                 counts.hits += 1
                 counts.hit_bytes += end - start
