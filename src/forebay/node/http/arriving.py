@@ -132,7 +132,12 @@ class Arriving:
         self._tries += 1
         self.reopened += 1
         await self._link.open_again(self._read, RangeSpec(self.position, self._end - 1), version=self._version)
-        self._opened = opened = await self._read.opened()
+        try:
+            self._opened = opened = await self._read.opened()
+        except ForebayError:
+            if self._read.stands:
+                raise
+            return  # we asked an engine that was gone, which nobody had heard of yet
         check_same(opened, self._version, self.position, self._end)
         self._broken = False
 

@@ -1,0 +1,234 @@
+"""A front that stands still is told of bytes; the disk fills up or the engine dies meanwhile; it wakes and reads on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from .conftest import MIB, NodeProcess, pattern, until
+
+Make = Callable[..., NodeProcess]
+pytestmark = pytest.mark.real
+DATA = pattern(14 * MIB)
+LANDED_BYTES = 6 * MIB  # a whole block, which is listed, and half of one
+
+
+class GatedBucket:
+    """A bucket with one object, none of whose bytes come before `begin` is set, and those from LANDED_BYTES on after
+    `open`."""
+
+    def __init__(self) -> None:
+        self.begin, self.open = threading.Event(), threading.Event()
+        bucket = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                if not self.path.endswith("/object"):
+                    page = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(page)))
+                    self.end_headers()
+                    self.wfile.write(page)
+                    return
+                first, last = 0, len(DATA) - 1
+                if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                    first, last = int(asked[1]), min(last, int(asked[2] or last))
+                self.send_response(206)
+                self.send_header("Content-Length", str(last + 1 - first))
+                self.send_header("Content-Range", f"bytes {first}-{last}/{len(DATA)}")
+                self.send_header("ETag", '"one"')
+                self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+                self.end_headers()
+                try:
+                    bucket.begin.wait(60)
+                    self.wfile.write(DATA[first : min(last + 1, LANDED_BYTES)])
+                    bucket.open.wait(60)
+                    self.wfile.write(DATA[max(first, LANDED_BYTES) : last + 1])
+                except ConnectionError:
+                    self.close_connection = True
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def options(self) -> dict[str, str]:
+        endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        return {"endpoint": endpoint, "region": "us-east-1", "skip_signature": "true"}
+
+    def close(self) -> None:
+        self.begin.set()
+        self.open.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Getting(threading.Thread):
+    """One GET of the object on a connection of its own; `body` is what came, `whole` whether it was all."""
+
+    def __init__(self, one: NodeProcess) -> None:
+        super().__init__(daemon=True)
+        url = urlsplit(one.endpoint)
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=120)
+        self._connection.connect()
+        self.node_port = url.port or 0
+        self.port = self._connection.sock.getsockname()[1]
+        self.body = bytearray()
+        self.whole = False
+
+    def run(self) -> None:
+        try:
+            self._connection.request("GET", "/gated/object")
+            response = self._connection.getresponse()
+            while piece := response.read(MIB):
+                self.body += piece
+            self.whole = len(self.body) == len(DATA)
+        except http.client.IncompleteRead as error:
+            self.body += error.partial
+        except OSError:
+            pass
+        finally:
+            self._connection.close()
+
+    def ask(self, method: str, target: str, body: bytes | None) -> None:
+        """Another request instead; it may be made again."""
+        self._connection.request(method, target, body, {"Content-Type": "application/json"})
+        response = self._connection.getresponse()
+        answer = response.read()
+        assert response.status < 300, answer
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def front(self, fronts: dict[str, int]) -> int:
+        """Which process has the other end."""
+        rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ends = tuple(f":{port:04X}" for port in (self.node_port, self.port))
+        [inode] = [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
+        return next(pid for pid in fronts.values() if f"socket:[{inode}]" in open_files(pid))
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.add(str(link.readlink()))
+        except OSError:
+            continue  # closed meanwhile
+    return found
+
+
+class Story:
+    """A node on a small disk with readers of one object on two fronts, one of which was stopped before bytes came."""
+
+    def __init__(self, make: Make, disk: Path) -> None:
+        self.bucket = GatedBucket()
+        self.disk = disk
+        self.one = make("--fronts", "2", "--volume", str(disk / "volume"))
+        self.one.add_bucket("gated", "s3://b", **self.bucket.options)
+        self.fronts = fronts = {name: pid for name, pid in self.one.children().items() if name != "engine"}
+        self.awake: list[Getting] = []
+        self.asleep: list[Getting] = []  # on the front that is stopped
+        self.stopped = next(iter(fronts.values()))
+        while len(self.awake) < 2 or len(self.asleep) < 3:
+            reader = Getting(self.one)
+            until(lambda reader=reader: is_accepted(reader, fronts))  # type: ignore[misc]
+            side = self.asleep if reader.front(fronts) == self.stopped else self.awake
+            side.append(reader)
+        self.asking = self.awake.pop()
+        for reader in (*self.awake, *self.asleep):
+            reader.start()
+        until(lambda: self.one.metric("forebay_reads_waiting") == len(self.awake) + len(self.asleep))
+        os.kill(self.stopped, signal.SIGSTOP)
+        self.bucket.begin.set()
+        until(lambda: self.landed_bytes() >= LANDED_BYTES)
+
+    def landed_bytes(self) -> int:
+        files = [path for path in (self.disk / "volume" / "data").rglob("*") if path.is_file()]
+        return sum(path.stat().st_blocks * 512 for path in files)
+
+    def reclaim(self) -> None:
+        """Have the engine commit, and give back what it may."""
+        settings = {"name": "gone", "url": f"file://{self.disk}"}
+        self.asking.ask("PUT", "/-/v1/buckets/gone", json.dumps(settings).encode())
+        self.asking.ask("DELETE", "/-/v1/buckets/gone", None)
+        for _ in range(10):
+            self.asking.ask("GET", "/-/v1/status", None)
+
+    def wake_and_compare(self) -> None:
+        os.kill(self.stopped, signal.SIGCONT)
+        for reader in (*self.awake, *self.asleep):
+            reader.join(90)
+            assert not reader.is_alive()
+            assert reader.body == DATA[: len(reader.body)], "wrong bytes in an answer"
+            assert reader.whole, "an answer was cut"
+
+
+def is_accepted(reader: Getting, fronts: dict[str, int]) -> bool:
+    try:
+        reader.front(fronts)
+    except StopIteration:
+        return False
+    return True
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of its own with 64 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path], check=False).returncode:
+        pytest.skip("mounting a small filesystem needs root")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def story(node: Make, small_disk: Path) -> Iterator[Story]:
+    made = Story(node, small_disk)
+    yield made
+    made.bucket.close()
+    made.asking.close()
+    if made.stopped in made.one.children().values():
+        os.kill(made.stopped, signal.SIGCONT)
+
+
+def test_a_disk_that_fills_up_under_a_front_that_stands_still(story: Story) -> None:
+    free = os.statvfs(story.disk)
+    with open(story.disk / "somebody-elses", "wb") as file:
+        file.write(bytes(free.f_bavail * free.f_frsize))
+    story.bucket.open.set()
+    for reader in story.awake:
+        reader.join(60)
+        assert reader.whole
+    story.reclaim()
+    story.wake_and_compare()
+    assert story.one.metric("forebay_passed_bytes_total") > 0
+    until(lambda: story.one.json("GET", "status")["reads"] == 0)
+
+
+def test_an_engine_that_dies_under_a_front_that_stands_still(story: Story) -> None:
+    engine = story.one.children()["engine"]
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: story.one.children().get("engine", engine) != engine)
+    until(lambda: story.landed_bytes() <= 4 * MIB)  # the next engine swept what no record names
+    story.bucket.open.set()
+    story.wake_and_compare()
