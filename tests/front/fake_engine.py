@@ -49,7 +49,7 @@ def info(key: str, data_bytes: int, version: str = "v1", **headers: str) -> Obje
 class Cold:
     """An object that only the backend has. `pieces` are how it lands; `hold_at` waits for `release` before the piece
     that reaches it; `fail_at` fails there; `whole` sends it inside `Opened`; `memory` lands in a memfd; `silent` says
-    nothing at all."""
+    nothing at all. From `spoil_at` on, the file of the next `spoiled` reads ends, or is `gone` from the beginning."""
 
     data: bytes
     version: str = "v1"
@@ -60,6 +60,9 @@ class Cold:
     memory: bool = False
     error: ForebayError | None = None
     silent: bool = False
+    spoiled: int = 0
+    spoil_at: int = 0
+    gone: bool = False
     release: threading.Event = field(default_factory=threading.Event)
 
 
@@ -217,6 +220,7 @@ class FakeEngine:
     async def _land(self, talk: _Talk, asked: wire.OpenRead, cold: Cold, start: int, end: int) -> None:
         path = self.path.parent / f"landing-{asked.read}"
         position = start
+        spoil, cold.spoiled = cold.spoiled > 0, max(0, cold.spoiled - 1)
         while position < end:
             piece_end = min(end, position + cold.piece_bytes)
             if cold.hold_at is not None and piece_end > cold.hold_at:
@@ -235,7 +239,9 @@ class FakeEngine:
             else:
                 with open(path, "r+b" if path.exists() else "w+b") as file:
                     file.seek(position)
-                    file.write(piece)
+                    file.write(piece[: max(0, cold.spoil_at - position)] if spoil else piece)
+                if spoil and cold.gone:
+                    path.unlink()
                 talk.say(wire.Landed(asked.read, position, piece_end, str(path), position))
             position = piece_end
 

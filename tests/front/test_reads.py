@@ -255,6 +255,37 @@ def test_a_file_that_ends_midway_is_never_finished_with_another_version(node: No
     assert node.get("/-/healthz").status == 200
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_cannot_be_read_where_it_landed_is_asked_for_anew(node: Node, gone: bool) -> None:
+    data = os.urandom(450_000)
+    node.engine.cold["b", "o"] = Cold(data, spoiled=2, spoil_at=150_001, gone=gone)
+    with node.connect() as client:
+        answer = client.ask("/b/o")
+        assert (answer.status, answer.body == data) == (200, True)
+        assert client.ask("/-/healthz").body == b"ok\n"
+    asked = [(read.version, read.range and read.range.first) for read in node.seen_reads("o")]
+    assert asked == [("", None), *[("v1", 0 if gone else 150_001)] * 2]
+    assert node.snapshot().values["forebay_reads_resumed_total"] == 2
+    assert node.front.link.waiting == 0
+
+
+def test_the_rest_is_not_asked_for_without_end_nor_of_another_version(node: Node, eventually: Eventually) -> None:
+    data = os.urandom(450_000)
+    node.engine.cold["b", "ends"] = Cold(data, spoiled=100, spoil_at=150_001)
+    node.engine.cold["b", "changes"] = changing = Cold(data, hold_at=150_000, spoiled=1, gone=True)
+    with node.connect() as client:
+        client.send(b"GET /b/ends HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.until(b"\r\n\r\n")
+        assert client.rest() == data[:150_001]
+    assert len(node.seen_reads("ends")) == 4
+    with node.connect() as client:
+        client.send(b"GET /b/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually(lambda: bool(node.seen_reads("changes")))
+        node.engine.cold["b", "changes"] = Cold(os.urandom(450_000), "v2")
+        changing.release.set()
+        assert client.rest().count(b"\r\n\r\n") <= 1, "at most a head"
+
+
 def test_an_evicted_objects_file_is_closed_when_the_engine_says_so(node: Node, eventually: Eventually) -> None:
     node.put("o", bytes(100_000))
     assert node.get("/b/o").status == 200

@@ -15,8 +15,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from tests.patience import PATIENCE_S, until
 
-from .conftest import MIB, NodeProcess, pattern, until
+from .conftest import MIB, NodeProcess, pattern
 
 Make = Callable[..., NodeProcess]
 pytestmark = pytest.mark.real
@@ -53,9 +54,9 @@ class GatedBucket:
                 self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
                 self.end_headers()
                 try:
-                    bucket.begin.wait(60)
+                    bucket.begin.wait(PATIENCE_S)
                     self.wfile.write(DATA[first : min(last + 1, LANDED_BYTES)])
-                    bucket.open.wait(60)
+                    bucket.open.wait(PATIENCE_S)
                     self.wfile.write(DATA[max(first, LANDED_BYTES) : last + 1])
                 except ConnectionError:
                     self.close_connection = True
@@ -87,7 +88,7 @@ class Getting(threading.Thread):
     def __init__(self, one: NodeProcess) -> None:
         super().__init__(daemon=True)
         url = urlsplit(one.endpoint)
-        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=120)
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE_S)
         self._connection.connect()
         self.node_port = url.port or 0
         self.port = self._connection.sock.getsockname()[1]
@@ -142,7 +143,9 @@ class Story:
     def __init__(self, make: Make, disk: Path) -> None:
         self.bucket = GatedBucket()
         self.disk = disk
-        self.one = make("--fronts", "2", "--volume", str(disk / "volume"))
+        config = disk / "node.toml"
+        config.write_text("hung_after_s = 0\n")  # one of them hangs for as long as the test says
+        self.one = make("--fronts", "2", "--volume", str(disk / "volume"), "--config", str(config))
         self.one.add_bucket("gated", "s3://b", **self.bucket.options)
         self.fronts = fronts = {name: pid for name, pid in self.one.children().items() if name != "engine"}
         self.awake: list[Getting] = []
@@ -176,7 +179,7 @@ class Story:
     def wake_and_compare(self) -> None:
         os.kill(self.stopped, signal.SIGCONT)
         for reader in (*self.awake, *self.asleep):
-            reader.join(90)
+            reader.join(PATIENCE_S)
             assert not reader.is_alive()
             assert reader.body == DATA[: len(reader.body)], "wrong bytes in an answer"
             assert reader.whole, "an answer was cut"
@@ -217,7 +220,7 @@ def test_a_disk_that_fills_up_under_a_front_that_stands_still(story: Story) -> N
         file.write(bytes(free.f_bavail * free.f_frsize))
     story.bucket.open.set()
     for reader in story.awake:
-        reader.join(60)
+        reader.join(PATIENCE_S)
         assert reader.whole
     story.reclaim()
     story.wake_and_compare()

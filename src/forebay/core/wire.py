@@ -37,7 +37,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):

@@ -82,7 +82,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_eof",
         "_file",
         "_file_size",
-        "_framing",
+        "framing",
         "_handler",
         "_head",
         "_http11",
@@ -144,7 +144,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._head = b""  # the head of a body in parts, until its first piece
         self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
         self._mute = False  # HEAD
-        self._framing: ChunkFraming | None = None
+        self.framing: ChunkFraming | None = None
         self.peer = ""
         self._http11 = True
         self._status = 0
@@ -572,10 +572,10 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._stage = PARTS
         self._status = status
         self._owed = size_bytes
-        self._framing = ChunkFraming() if size_bytes is None and self._http11 else None
+        self.framing = ChunkFraming() if size_bytes is None and self._http11 else None
         if size_bytes is not None:
             framing = b"Content-Length: %d\r\n" % size_bytes
-        elif self._framing is not None:
+        elif self.framing is not None:
             framing = b"Transfer-Encoding: chunked\r\n"
         else:
             framing, self._keep = b"", False
@@ -591,8 +591,8 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._owe(len(data))
         if self._mute or not data:
             return
-        if self._framing is not None:
-            data = self._framing.whole(data)
+        if self.framing is not None:
+            data = self.framing.whole(data)
         head, self._head = self._head, b""
         self._counts.sent_bytes += len(head) + len(data)
         self._since_s = self._server.now_s
@@ -604,16 +604,12 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._mute:
             return
         head, self._head = self._head, b""
-        if self._framing is not None:
-            head += self._framing.opening(len(before) + size_bytes)
+        if self.framing is not None:
+            head += self.framing.opening(len(before) + size_bytes)
         head += before
         self._counts.sent_bytes += len(head) + size_bytes
         self._since_s = self._server.now_s
         await self._put_and_wait(head, fd, offset, size_bytes)
-
-    @property
-    def framed(self) -> bool:
-        return self._framing is not None
 
     def _owe(self, size_bytes: int) -> None:
         assert self._stage == PARTS, "start the body first"
@@ -626,9 +622,9 @@ class Connection(Sender, asyncio.BufferedProtocol):
     async def end(self) -> None:
         assert self._stage == PARTS, "start the body first"
         assert self._mute or not self._owed, "less body than announced"
-        last = self._head + (b"" if self._framing is None or self._mute else self._framing.last())
+        last = self._head + (b"" if self.framing is None or self._mute else self.framing.last())
         self._head = b""
-        self._framing = None
+        self.framing = None
         if last:
             self._counts.sent_bytes += len(last)
             await self._put_and_wait(last)
@@ -639,7 +635,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self.fail(Bug("an answer was left unfinished: please report it"))
 
     def cut(self, orderly: bool = False) -> None:
-        self._close("error", reset=not orderly or (self._owed is None and self._framing is None))
+        self._close("error", reset=not orderly or (self._owed is None and self.framing is None))
 
     # --- the fast lane (lane.py) -------------------------------------------------------------------------------------
     def answer_whole(self, data: bytes) -> bool:
@@ -729,7 +725,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         log.warning("a data file failed while it was sent: %s; the rest is read through the engine", error)
         self._stage = PARTS
         self._owed = self._file_left
-        self._framing = None
+        self.framing = None
         self._head = b""
         fault(self._file_size - self._file_left)
         if self._task is None:

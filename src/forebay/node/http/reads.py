@@ -290,7 +290,7 @@ class Reads:
                     try:
                         await exchange.write_file(piece.file.fd, piece.offset, piece.size_bytes)
                     except FileFailed as error:
-                        if exchange.framed:
+                        if exchange.framing is not None:
                             raise  # what would fill the piece must come from elsewhere
                         end -= error.left_bytes
                         arriving.failed()

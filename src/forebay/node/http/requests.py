@@ -93,9 +93,14 @@ class Waiting(Protocol):
 
 
 class Exchange(Protocol):
-    """The answering side of one request. For HEAD, bodies are counted but not sent: handlers need no special case."""
+    """The answering side of one request. For HEAD, bodies are counted but not sent: handlers need no special case.
+
+    While `framing` is not None each piece of the body says its length, and one that breaks off cannot be gone on with."""
 
     request: Request
+
+    @property
+    def framing(self) -> object: ...
 
     def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
         """Answer with a whole response. `head` as in `Response`. `size_bytes`: what Content-Length says instead of the
@@ -149,11 +154,6 @@ class Exchange(Protocol):
         """Send a piece of the body, `before` and then `size_bytes` of a file by sendfile; returns when the socket has
         taken it. The caller keeps `fd` open until then. `FileFailed` if the file ends early: of a body of known size
         the rest of the piece is then owed still."""
-        ...
-
-    @property
-    def framed(self) -> bool:
-        """Whether each piece of the body that was begun says its length: one that breaks off cannot be gone on with."""
         ...
 
     async def end(self) -> None:
