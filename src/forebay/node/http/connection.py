@@ -82,7 +82,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_eof",
         "_file",
         "_file_size",
-        "framing",
         "_handler",
         "_head",
         "_http11",
@@ -108,6 +107,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_transport",
         "_verb",
         "fields",
+        "framing",
         "peer",
         "request",
     )

@@ -95,7 +95,7 @@ class Waiting(Protocol):
 class Exchange(Protocol):
     """The answering side of one request. For HEAD, bodies are counted but not sent: handlers need no special case.
 
-    While `framing` is not None each piece of the body says its length, and one that breaks off cannot be gone on with."""
+    While `framing` is not None each piece of the body says its length: one that breaks off cannot be gone on with."""
 
     request: Request
 
