@@ -275,6 +275,7 @@ class FlightStory(RuleBasedStateMachine):
                 self.step(f.Took(behind[0], self.readers[behind[0]].told))
         for number in sorted(self.readers):
             assert number in self.ended or self.readers[number].finished, "a reader was forgotten"
+            del self.readers[number]
             self.step(f.Leave(number))
         assert self.flight.idle
         assert not self.in_memory
