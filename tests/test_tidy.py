@@ -7,6 +7,7 @@ second runs each on a small sound tree with one thing wrong, because a check tha
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -46,6 +47,12 @@ def python(tree: Tree, *prefixes: str) -> Iterator[tuple[str, str]]:
             yield path, text
 
 
+@functools.cache
+def syntax(text: str) -> list[ast.AST]:
+    """Every node of a module's syntax: several rules look at it."""
+    return list(ast.walk(ast.parse(text)))
+
+
 # --- size ------------------------------------------------------------------------------------------------------------
 @rule
 def files_are_short(tree: Tree) -> Iterator[str]:
@@ -59,7 +66,7 @@ def files_are_short(tree: Tree) -> Iterator[str]:
 @rule
 def functions_are_short(tree: Tree) -> Iterator[str]:
     for path, text in python(tree):
-        for node in ast.walk(ast.parse(text)):
+        for node in syntax(text):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES_MAX:
@@ -152,7 +159,7 @@ def _module(path: str) -> str:
 def _mentions(path: str, text: str) -> set[str]:
     """Modules that a file imports, or names in a string (lazy imports, `python -m`, lint contracts)."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in syntax(text):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -172,7 +179,7 @@ def _mentions(path: str, text: str) -> set[str]:
 
 
 def _strings(text: str) -> set[str]:
-    return {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and _is_word(node.value)}
+    return {node.value for node in syntax(text) if isinstance(node, ast.Constant) and _is_word(node.value)}
 
 
 def _is_word(value: object) -> bool:
@@ -250,7 +257,7 @@ def _package(text: str) -> str:
 def _imports(text: str) -> set[str]:
     """Modules imported from elsewhere by an import statement."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in syntax(text):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
@@ -325,7 +332,37 @@ def nothing_belongs_to_one_machine(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{number}: a registry's host: the clients know where theirs is"
 
 
+@rule
+def nothing_is_kept_in_a_home(tree: Tree) -> Iterator[str]:
+    """What lies in a user's home may be of another version: it hid a red suite once."""
+    homes = re.compile("|".join(["Path\\.ho" + "me\\(", "expand" + "user", "\\.ca" + "che/"]))
+    for path, text in tree.items():
+        if path.startswith(("scripts/", "tests/", "demo/", f"{SOURCE}bench/")):
+            for number, line in enumerate(text.splitlines(), 1):
+                if homes.search(line):
+                    yield f"{path}:{number}: kept in a home: keep it in the checkout, at its version"
+
+
+@rule
+def waits_of_tests_end_late(tree: Tree) -> Iterator[str]:
+    """A wait that ends after some seconds fails on a busy machine. One that is to expire takes less than a second."""
+    waits = {"timeout", "wait", "join", "result", "settimeout", "wait_for", "communicate", "create_connection"}
+    for path, text in python(tree, "tests/"):
+        for node in syntax(text):
+            if (
+                not isinstance(node, ast.Call)
+                or not isinstance(node.func, ast.Attribute)
+                or node.func.attr not in waits
+            ):
+                continue
+            ends = [*node.args, *(word.value for word in node.keywords if word.arg in ("timeout", "timeout_s"))]
+            for end in ends:
+                if isinstance(end, ast.Constant) and isinstance(end.value, int | float) and 1 <= end.value < 30:
+                    yield f"{path}:{node.lineno}: ends after {end.value} s: take PATIENCE_S of tests/patience.py"
+
+
 # --- the tests of the rules ------------------------------------------------------------------------------------------
+@functools.cache
 def real_tree() -> Tree:
     """Files that are tracked or would be: text, LICENSE aside; of pictures the names, for what leads there."""
     listed = subprocess.run(
@@ -416,6 +453,14 @@ PLANTED: dict[str, list[tuple[str, str | None]]] = {
         ("docs/x.md", "see /ro" + "ot/x"),
         ("Makefile", "cd /wo" + "rk/main"),
         ("scripts/setup", "https://py" + "pi.org/simple"),
+    ],
+    "nothing_is_kept_in_a_home": [
+        ("scripts/setup", "cd ~/.ca" + "che/x"),
+        ("tests/test_x.py", '"""X."""\nplace = Path.ho' + 'me() / "x"\n'),
+    ],
+    "waits_of_tests_end_late": [
+        ("tests/test_x.py", '"""X."""\nasync def test():\n    async with asyncio.timeout(5):\n        pass\n'),
+        ("tests/test_x.py", '"""X."""\nprocess.communicate(timeout=20)\n'),
     ],
 }
 

@@ -381,7 +381,7 @@ def test_stopping_finishes_what_is_under_way(node: Node) -> None:
         assert busy.rest().endswith(data[-100:])
         stopping.join()
     with pytest.raises(OSError):
-        Client(socket.create_connection(("127.0.0.1", node.port), timeout=1))
+        Client(socket.create_connection(("127.0.0.1", node.port), timeout=90))
 
 
 def test_stopping_does_not_wait_for_ever(node: Node) -> None:
