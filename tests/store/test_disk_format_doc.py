@@ -12,7 +12,7 @@ from tests.store import store_objects as objects
 from forebay.core import limits
 from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
-from forebay.node.store import Note, Put, Store, durable, files, ledger, volume
+from forebay.node.store import Note, Put, Store, durable, files, journal, ledger, volume
 
 DOC = Path(__file__).parents[2] / "docs" / "disk-format.md"
 
@@ -73,6 +73,10 @@ def test_the_tables_name_every_field_and_number() -> None:
         f"{limits.INDEX_READERS_MAX:,} readers; map of {limits.INDEX_MAP_BYTES // limits.GIB} GiB",
         f"min of {limits.RESERVE_BYTES_MAX // limits.MIB} MiB and 1 %",
         f"{limits.BLOCK_BYTES:,} unless",
+        journal.MAGIC.decode(),
+        f"multiple of {journal.ALIGN_BYTES:,} bytes",
+        f"pass {journal.GENERATION_BYTES // limits.MIB} MiB",
+        f"less room than {journal.ROOM_TIMES} times",
     ):
         assert fact in text, fact
 

@@ -270,11 +270,12 @@ def test_two_nodes_on_one_directory_get_a_clear_error(bench: Bench) -> None:
 def test_a_newer_format_is_refused(bench: Bench) -> None:
     bench.close()
     mark = bench.dirs[0] / "volume.json"
-    mark.write_text(mark.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(Invalid, match="has format 2, this version reads 1"):
+    mark.write_text(mark.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(Invalid, match="has format 3, this version reads up to 2"):
         bench.open()
-    mark.write_text(mark.read_text().replace('"format": 2', '"format": 1'))
+    mark.write_text(mark.read_text().replace('"format": 3', '"format": 1'))
     bench.open()
+    assert '"format": 2' in mark.read_text(), "an older one is this one from now on"
 
 
 def test_a_directory_with_other_files_is_refused_untouched(tmp_path: Path) -> None:

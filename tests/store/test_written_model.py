@@ -279,7 +279,7 @@ def test_the_model_can_fail() -> None:
     machine = OwnedAgainstDict()
     try:
         machine.change(["a"], LARGE, True, "dirty")
-        (volume,) = [each for each in machine.bench.store.usable() if each.durable.count()]
+        (volume,) = [each for each in machine.bench.store.usable() if any(each.durable.walk())]
         volume.durable.commit({entry: None for entry, _ in volume.durable.walk()})
         with pytest.raises(AssertionError):
             machine.machine_stop(False)

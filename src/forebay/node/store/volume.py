@@ -44,7 +44,8 @@ from forebay.node.store.usage import Room, Usage, overhead
 from forebay.ports import chance, clock
 from forebay.ports.machine import alive, boot_id
 
-FORMAT = 1
+FORMAT = 2
+FORMATS_READ = (1, 2)  # 1 had no journal: the mark says 2 before anything is written that it does not know
 OWN_NAMES = frozenset(
     {"volume.json", "lock", "tmp", "data", "index", "durable", "parts", "ballast", "volume.json.new", "lost+found"}
     | {"durable.new"}
@@ -102,10 +103,10 @@ def read_mark(path: str) -> Mark | None:
             mark = msgspec.json.decode(file.read(), type=Mark)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
-    if mark.format != FORMAT:
+    if mark.format not in FORMATS_READ:
         raise Invalid(
-            f"volume {path} has format {mark.format}, this version reads {FORMAT}: use the version that wrote it, "
-            "or give another directory"
+            f"volume {path} has format {mark.format}, this version reads up to {FORMAT}: use the version that wrote "
+            "it, or give another directory"
         )
     return mark
 
@@ -214,7 +215,7 @@ class Volume:
             if not self.fresh:
                 self.tell(StoreEvent("index-rebuilt", self.id, f"{reason}: {outcome}"))
         restore(self)
-        self.mark.boot_id, self.mark.clean = boot_id(), False
+        self.mark.format, self.mark.boot_id, self.mark.clean = FORMAT, boot_id(), False
         self.write_mark()
         for name in os.listdir(os.path.join(self.path, "index")):
             if name != str(self.mark.index):

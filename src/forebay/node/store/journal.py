@@ -1,0 +1,218 @@
+"""What the durable index was told last: two files that are appended to, each append synced, before LMDB hears of it.
+
+Theory. A synced LMDB transaction writes pages all over its file and waits for the disk twice. A *frame* is one write
+and one wait: all changes of one commit, one after the other, with a checksum. Frames of one *generation* stand in one
+file, one after the other, from its beginning; when it is full the next generation goes to the other file, and what the
+full one holds is fed to LMDB in one transaction, which also says up to which generation LMDB has heard (`durable.py`).
+Then the full file may be written over. It is not cut: a disk takes bytes inside a file faster than bytes that make it
+longer.
+
+A frame begins at a multiple of ALIGN_BYTES, so that no write touches a sector that an earlier frame was acknowledged
+with. The checksum is seeded with a secret of the volume, so that no object's bytes can be taken for a frame.
+
+After a stop, frames of generations that LMDB has not heard of are taken, in order. Only the last can be torn, since
+each was synced before the next was written: it was not acknowledged, and is ignored. A frame that stands beyond a
+torn one, a generation that is missing, or one that has fewer frames than the next says, means that acknowledged ones
+are damaged: that is an error, not an end.
+
+Rejected: LMDB without sync behind one file (a machine stop leaves it torn, since its pages reach the disk in any
+order); a checksum without a secret (whoever may write an object could write frames); cutting the file each time (a
+transaction of the filesystem for each first write).
+
+Invariants. (1) What `append` returned from is read again, whatever stops. (2) A generation that LMDB has heard of is
+never read again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from forebay.core import limits
+from forebay.core.errors import Corrupt
+
+MAGIC = b"FBJ1"
+ALIGN_BYTES = 4096
+GENERATION_BYTES = 4 * limits.MIB  # then the other file: also how much a start has to read, twice
+PROVIDED_BYTES_MIN = limits.MIB
+ROOM_TIMES = 256  # on a disk with less room than so many times the file, LMDB is written at once
+
+_HEAD = struct.Struct("<4sIQII")  # magic, bytes of the body, generation, number, frames of the generation before
+_SUM = struct.Struct("<Q")
+_HEADER_BYTES = _HEAD.size + _SUM.size
+
+Changes = list[tuple[bytes, bytes | None]]  # index key and entry; None: removed
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Changes).decode
+
+
+class _Frame(NamedTuple):
+    offset: int
+    generation: int
+    number: int
+    before: int
+    body: bytes
+
+
+class Journal:
+    """The journal in `directory`, of which LMDB has heard the generations up to `heard`. `Corrupt` if what it has not
+    heard of is not whole. `found`: those changes, in order."""
+
+    def __init__(self, directory: str, seed: int, heard: int) -> None:
+        self._directory = directory
+        self._seed = seed
+        self.found: list[Changes] = []
+        self.generation = heard + 1
+        self._number = 0  # of the next frame
+        self._before = 0
+        self._offset = 0
+        self._provided_bytes = 0
+        self._fd = -1
+        self._read()
+
+    # --- reading ---
+
+    def _read(self) -> None:
+        before = None
+        while frames := self._frames_of(self.generation):
+            if before is not None and frames[0].before != before:
+                raise self._damaged(f"generation {self.generation - 1} has {before} frames of {frames[0].before}")
+            self.found += [_decode(frame.body) for frame in frames]
+            before = len(frames)
+            self.generation += 1
+        if self._frames_of(self.generation + 1):
+            raise self._damaged(f"generation {self.generation} is missing")
+
+    def _frames_of(self, generation: int) -> list[_Frame]:
+        """The frames of a generation, as far as it was written."""
+        try:
+            with open(_path(self._directory, generation), "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        frames: list[_Frame] = []
+        offset = expected = 0
+        while offset < len(data):
+            frame = self._frame_at(data, offset)
+            if frame is None:
+                offset += ALIGN_BYTES
+                continue
+            if frame.generation == generation:
+                if frame.number != len(frames) or offset != expected:
+                    raise self._damaged(f"frame {len(frames)} of generation {generation} cannot be read")
+                frames.append(frame)
+            offset += _span(len(frame.body))
+            expected = offset
+        return frames
+
+    def _frame_at(self, data: bytes, offset: int) -> _Frame | None:
+        if data[offset : offset + 4] != MAGIC or offset + _HEADER_BYTES > len(data):
+            return None
+        _, size_bytes, generation, number, before = _HEAD.unpack_from(data, offset)
+        begin = offset + _HEADER_BYTES
+        body = data[begin : begin + size_bytes]
+        (stored,) = _SUM.unpack_from(data, offset + _HEAD.size)
+        if len(body) != size_bytes or self._sum(data[offset : offset + _HEAD.size], body) != stored:
+            return None
+        return _Frame(offset, generation, number, before, body)
+
+    def _sum(self, head: bytes, body: bytes) -> int:
+        digest = xxhash.xxh3_64(head, seed=self._seed)
+        digest.update(body)
+        return digest.intdigest()
+
+    def _damaged(self, what: str) -> Corrupt:
+        return Corrupt(
+            f"the journal of {self._directory} is damaged ({what}): acknowledged writes are lost; move the directory "
+            "away to go on without what it owes"
+        )
+
+    # --- writing ---
+
+    def turn(self) -> None:
+        """Begin the next generation. LMDB has heard of the one before this one."""
+        self._close_file()
+        self.generation += 1
+        self._before, self._number, self._offset = self._number, 0, 0
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether this generation has place for so much more."""
+        return self._offset == 0 or self._offset + _span(size_bytes) <= GENERATION_BYTES
+
+    def provides(self, size_bytes: int) -> bool:
+        """Have the file long enough for so much more; False where the disk has not room to spare. `OSError`."""
+        if self._fd < 0:
+            self._open_file()
+        end = self._offset + _span(size_bytes)
+        if end <= self._provided_bytes and self._offset:
+            return True
+        wanted_bytes = max(end, min(2 * self._provided_bytes, GENERATION_BYTES), PROVIDED_BYTES_MIN)
+        disk = os.fstatvfs(self._fd)
+        if disk.f_bavail * disk.f_frsize < ROOM_TIMES * wanted_bytes:
+            return False
+        if end > self._provided_bytes:
+            os.pwrite(self._fd, bytes(wanted_bytes - self._provided_bytes), self._provided_bytes)
+            self._provided_bytes = os.fstat(self._fd).st_size
+        return end <= self._provided_bytes
+
+    def append(self, body: bytes) -> None:
+        """Have these changes (`pack`) on the disk. `OSError`: they are not, and will not be read again."""
+        head = _HEAD.pack(MAGIC, len(body), self.generation, self._number, self._before)
+        frame = b"".join((head, _SUM.pack(self._sum(head, body)), body))
+        try:
+            if os.pwrite(self._fd, frame, self._offset) < len(frame):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _path(self._directory, self.generation))
+            os.fdatasync(self._fd)
+        except OSError:
+            with suppress(OSError):  # a start would take it for acknowledged
+                os.pwrite(self._fd, bytes(_HEADER_BYTES), self._offset)
+                os.fdatasync(self._fd)
+            raise
+        self._offset += _span(len(body))
+        self._number += 1
+
+    def _open_file(self) -> None:
+        path = _path(self._directory, self.generation)
+        fresh = not os.path.exists(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._provided_bytes = os.fstat(self._fd).st_size
+        if fresh:
+            directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    def _close_file(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """Let go of the file. What it holds stays."""
+        self._close_file()
+
+
+def is_in(directory: str) -> bool:
+    """Whether there is a journal."""
+    return any(os.path.exists(_path(directory, generation)) for generation in (0, 1))
+
+
+def pack(changes: Changes) -> bytes:
+    """The body of a frame."""
+    return _encode(changes)
+
+
+def _path(directory: str, generation: int) -> str:
+    return os.path.join(directory, f"journal.{generation % 2}")
+
+
+def _span(size_bytes: int) -> int:
+    """What a frame with such a body takes in the file."""
+    return -(-(_HEADER_BYTES + size_bytes) // ALIGN_BYTES) * ALIGN_BYTES
