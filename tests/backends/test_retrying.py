@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.backends.backend_places import list_all, read, run
 
 from forebay.backends.counting import BackendCounters, Counting
+from forebay.backends.errors import changed, from_status, no_such_upload
 from forebay.backends.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Lose, Reset, Truncate
 from forebay.backends.memory import MemoryBackend
+from forebay.backends.ours import whole_etag
 from forebay.backends.retrying import Retrying
 from forebay.backends.seam import Body
+from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.retry import RetryPolicy
 from forebay.core.types import RangeSpec
@@ -297,17 +302,82 @@ def test_a_conditional_write_knows_its_own_lost_attempt() -> None:
 
 @pytest.mark.parametrize("theirs", [b"they", b"longer"])
 def test_a_lost_attempt_is_not_taken_for_somebody_elses_write(theirs: bytes) -> None:
+    """Nor for one that did not happen: another's write that is new may have come after it."""
     stack = Stack(Fail(Unavailable("no answer")))
 
     async def story() -> None:
         stack.memory.place("key", theirs)
-        with pytest.raises(Precondition):
+        with pytest.raises(Unavailable, match="not known"):
             await stack.top.put("key", some(b"ours"), expect="")
         assert await read(stack.top, "key") == theirs
         stack.faulty.script.append(Fail(Unavailable("no answer")))
-        with pytest.raises(Precondition):
+        with pytest.raises(Unavailable, match="not known"):
             await stack.top.delete("key", expect='"another"')
         assert await read(stack.top, "key") == theirs
+
+    run(story())
+
+
+def test_a_refusal_stands_where_the_object_is_older_than_the_write() -> None:
+    """What was there all the time tells that no attempt did anything, the same bytes or not: a lock is not had twice
+    because its files look alike."""
+    stack = Stack()
+    stack.now_s = time.time() + limits.CLOCK_SKEW_MAX_S + 60.0
+
+    async def story() -> None:
+        old = stack.memory.place("key", b"locked")
+        for body in (b"locked", b"other"):
+            stack.faulty.script.append(Fail(Unavailable("no answer")))
+            with pytest.raises(Precondition):
+                await stack.top.put("key", some(body), expect="")
+        stack.faulty.script.append(Fail(Unavailable("no answer")))
+        with pytest.raises(Precondition):
+            await stack.top.delete("key", expect='"another"')
+        assert (await stack.top.head("key")).version == old.version
+
+    run(story())
+
+
+def test_a_refusal_that_was_heard_before_loses_nothing() -> None:
+    """Two conditional writes that met, or a backend that asks for patience: nothing was done, and 412 is the truth."""
+    stack = Stack()
+
+    async def story() -> None:
+        stack.memory.place("key", b"same")
+        for said in (from_status(409, "<Code>ConditionalRequestConflict</Code>", "key"), Busy("slow down")):
+            stack.faulty.script.append(Fail(said))
+            with pytest.raises(Precondition):
+                await stack.top.put("key", some(b"same"), expect="")
+
+    run(story())
+
+
+def test_a_completion_and_a_copy_know_their_lost_attempt() -> None:
+    """A completion by the ETag that its parts make together, a copy by that of its source."""
+    stack = Stack()
+
+    async def story() -> None:
+        parts = [(1, '"d41d8cd98f00b204e9800998ecf8427e"')]
+        upload_id = await stack.top.begin_upload("big")
+        ours = stack.memory.place("big", b"")
+        named = msgspec.structs.replace(ours, etag=whole_etag(parts))
+        stack.memory._objects["big"] = (named, b"")
+        for refusal in (changed("big"), no_such_upload("big")):
+            stack.faulty.script.extend([Fail(Unavailable("no answer")), Fail(refusal)])
+            assert await stack.top.complete_upload("big", upload_id, parts, expect="") == named
+            stack.faulty.script.extend([Fail(Unavailable("no answer")), Fail(refusal)])
+            with pytest.raises(Unavailable, match="not known"):
+                await stack.top.complete_upload("big", upload_id, [(1, "part-1")], expect="")
+        stack.faulty.script.append(Fail(no_such_upload("big")))
+        with pytest.raises(NotFound):
+            await stack.top.complete_upload("big", upload_id, [(1, "part-1")])
+        source = await stack.top.head("data")
+        stack.faulty.script.extend([Fail(Unavailable("no answer")), Fail(changed("data"))])
+        with pytest.raises(Unavailable, match="not known"):
+            await stack.top.copy("data", "big", source_version=source.version)
+        stack.memory._objects["copied"] = (msgspec.structs.replace(source, key="copied"), DATA)
+        stack.faulty.script.extend([Fail(Unavailable("no answer")), Fail(changed("data"))])
+        assert (await stack.top.copy("data", "copied", source_version=source.version)).etag == source.etag
 
     run(story())
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import xxhash
 
+from forebay.backends.ours import whole_etag
 from forebay.core import calls, limits, wire
 from forebay.core.errors import NotFound, Precondition
-from forebay.node.through import part_size, whole_etag
+from forebay.node.through import part_size
 
 from .conftest import MIB, Front, Rig, pattern, until
 from .writing import put, temp_files, written

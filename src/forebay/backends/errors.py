@@ -60,7 +60,7 @@ _DENIED_CODES = {
 # A body that does not match the checksum that was sent with it.
 _DAMAGED_CODES = {"BadDigest", "Md5Mismatch", "XAmzContentSHA256Mismatch"}
 _DAMAGED_TEXT = "Provided contentMD5 doesn't match"  # Azurite says it with the code of any refused request
-# Answers below 500 that pass: a body that came too slowly, and two writes that met.
+# Answers below 500 that pass, and did nothing: a body that came too slowly, and two writes that met.
 _PASSING_CODES = {"RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "IncompleteBody"}
 # obstore's words for a range that the answer does not have; "0--1/0" is how some servers say it of an empty object.
 _OUT_OF_RANGE = ("Requested range was invalid", "Wanted range starting at", "bytes 0--1/0")
@@ -75,6 +75,14 @@ _CAUSES = {
 }
 # What our own credential providers raised comes back through obstore as text.
 _PROVIDER = re.compile(r"credential provider: ([A-Z][A-Za-z]+): (.*?)(?:\n\nDebug source:|\Z)", re.DOTALL)
+
+
+class NotDone(Unavailable):
+    """`Unavailable`, and it is certain that nothing was done."""
+
+    @property
+    def kind(self) -> str:
+        return Unavailable.__name__
 
 
 def from_obstore(error: BaseException, what: str) -> ForebayError:
@@ -153,7 +161,7 @@ def _kind_of(status: int, body: str, what: str) -> ForebayError:
     if code in _DAMAGED_CODES or (status == 400 and _DAMAGED_TEXT in body):
         return Corrupt(f"{what}: the body was damaged on its way ({said}): send it again")
     if code in _PASSING_CODES:
-        return Unavailable(f"{what}: the backend could not finish ({said}): try again")
+        return NotDone(f"{what}: the backend could not finish ({said}): try again")
     if status in (405, 501):
         return NotSupported(f"{what}: the backend does not do this ({said})")
     if 400 <= status < 500 and status != 408:
@@ -170,6 +178,12 @@ def from_os(error: OSError, what: str) -> ForebayError:
     if isinstance(error, TimeoutError | socket.timeout):
         return Unavailable(f"{what}: no answer in time: check the endpoint and the network")
     return Unavailable(f"{what}: {error}: check the endpoint, the network or the disk")
+
+
+def not_connected(error: OSError, what: str) -> ForebayError:
+    """As `from_os`, for a connection that did not come about."""
+    found = from_os(error, what)
+    return NotDone(found.message) if isinstance(found, Unavailable) else found
 
 
 def no_such_key(what: str) -> NotFound:

@@ -8,26 +8,26 @@ would be a lie.
 
 A write is made again as a whole; its body is read again from the file. What cannot be known is whether a write whose
 answer was lost happened. Where it has no condition that does not matter. With one, the second attempt would meet the
-work of the first and call it somebody else's: so when a condition fails after an attempt that may have happened, the
-object is looked at, and if it holds the very bytes of the body, the write is done. An error of `Body.ready` is the
+work of the first and call it somebody else's: so a refusal after an attempt that may have happened is `Unheard`, and
+`ours.py` looks whether what is there is what was sent. An error of `Body.ready` is the
 caller's own and ends the matter. Progress of a body that still grows renews the patience here too.
 
 Invariants. (1) Bytes leave in order, each once, all of one version. (2) A body that ends without its last byte counts
 as broken, whatever the layers beneath believe. (3) Nothing is tried again after `aclose`, or when the caller is
-cancelled.
+cancelled. (4) A write that is refused by another error than `Unheard` or a bare `Unavailable` did not happen.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from forebay.backends import errors
+from forebay.backends import errors, ours
 from forebay.backends.counting import BackendCounters
+from forebay.backends.ours import Unheard, says_no
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
-from forebay.core.errors import Corrupt, ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.retry import DEFAULT_POLICY, RetryBudget, RetryPolicy, delay_before_retry
 from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.ports.chance import Chance
@@ -134,58 +134,36 @@ class Retrying:
     async def put(
         self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
     ) -> ObjectInfo:
-        sending = _Sending(self, body)
+        sending, since_s = _Sending(self, body), self._clock.wall_s()
         own = body._replace(ready=sending.ready)
         try:
-            return await self._again(
+            return await self._write(
                 lambda: self.inner.put(key, own, headers=headers, expect=expect, tags=tags), sending
             )
-        except Precondition:
-            if not sending.attempts_lost:
+        except Unheard as error:
+            return await ours.put(self, key, body, error, since_s)
+        except Unavailable as error:
+            if sending.over or expect is not None:  # the same bytes may be another writer's, whose condition held
                 raise
-            info = await self._ours(key, body)
-            if info is None:
-                raise
-            return info
-
-    async def _ours(self, key: str, body: Body) -> ObjectInfo | None:
-        """What is there now, if it is exactly the body."""
-        try:
-            info = await self.head(key)
-            if info.size_bytes != body.size_bytes:
-                return None
-            there = hashlib.md5(usedforsecurity=False)
-            if info.size_bytes:
-                fetch = await self.fetch(key, version=info.version)
-                try:
-                    async for chunk in fetch:
-                        await asyncio.to_thread(there.update, chunk)
-                finally:
-                    await fetch.aclose()
-        except (NotFound, Precondition):
-            return None
-        wanted = body.md5 or await asyncio.to_thread(_md5, body)
-        return info if there.hexdigest() == wanted else None
+            return await ours.put_in_silence(self, key, body, error)
 
     async def delete(self, key: str, *, expect: str | None = None) -> None:
-        lost = _Attempts()
+        since_s = self._clock.wall_s()
         try:
-            await self._again(lambda: self.inner.delete(key, expect=expect), lost)
-        except Precondition:
-            if not lost.attempts_lost:
-                raise
-            try:
-                await self.head(key)
-            except NotFound:
-                return  # an attempt whose answer was lost did it
-            raise
+            await self._write(lambda: self.inner.delete(key, expect=expect))
+        except Unheard as error:
+            await ours.delete(self, key, error, since_s)
 
     async def copy(
         self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
     ) -> ObjectInfo:
-        return await self._again(
-            lambda: self.inner.copy(source_key, key, source_version=source_version, headers=headers)
-        )
+        since_s = self._clock.wall_s()
+        try:
+            return await self._write(
+                lambda: self.inner.copy(source_key, key, source_version=source_version, headers=headers)
+            )
+        except Unheard as error:
+            return await ours.copy(self, key, "" if headers is not None else source_version, error, since_s)
 
     async def read_tags(self, key: str) -> str:
         return await self._again(lambda: self.inner.read_tags(key))
@@ -204,7 +182,11 @@ class Retrying:
     async def complete_upload(
         self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
     ) -> ObjectInfo:
-        return await self._again(lambda: self.inner.complete_upload(key, upload_id, parts, expect=expect))
+        since_s = self._clock.wall_s()
+        try:
+            return await self._write(lambda: self.inner.complete_upload(key, upload_id, parts, expect=expect))
+        except (Unheard, NotFound) as error:
+            return await ours.complete(self, key, parts, error, since_s)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         await self._again(lambda: self.inner.abort_upload(key, upload_id))
@@ -234,6 +216,16 @@ class Retrying:
         self._counters.retries += 1
         await self._sleep(delay_s)
 
+    async def _write(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
+        """As `_again`, for what changes an object: `Unheard` for a refusal of which nobody knows what it refused."""
+        attempts = attempts or _Attempts()
+        try:
+            return await self._again(call, attempts)
+        except ForebayError as error:
+            if attempts.lost and says_no(error) and not attempts.over:
+                raise Unheard(error) from error
+            raise
+
     async def _again(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
         attempts = attempts or _Attempts()
         attempts.since_s, attempt = self.now_s(), 0
@@ -244,7 +236,7 @@ class Retrying:
             except ForebayError as error:
                 if attempts.over:
                     raise
-                attempts.attempts_lost |= isinstance(error, Unavailable)
+                attempts.lost |= not says_no(error)
                 await self.wait(attempt, error, attempts.since_s)
             else:
                 self._budget.succeeded()
@@ -256,7 +248,7 @@ class _Attempts:
 
     def __init__(self) -> None:
         self.since_s = 0.0  # when patience began
-        self.attempts_lost = False  # an attempt failed in a way that does not say whether it happened
+        self.lost = False  # an attempt failed in a way that does not say whether it happened
         self.over = False  # no attempt can help any more
 
 
@@ -275,17 +267,3 @@ class _Sending(_Attempts):
             raise
         if upto > self._furthest:
             self._furthest, self.since_s = upto, self._stack.now_s()
-
-
-def _md5(body: Body) -> str:
-    found = hashlib.md5(usedforsecurity=False)
-    if body.data is not None:
-        found.update(body.data)
-        return found.hexdigest()
-    with open(body.path, "rb") as file:
-        file.seek(body.offset)
-        left = body.size_bytes
-        while left and (data := file.read(min(left, 1 << 20))):
-            found.update(data)
-            left -= len(data)
-    return found.hexdigest()

@@ -267,6 +267,9 @@ class Wire:
                     kept.close()
         try:
             connection = exchange.connection = exchange.connection or self._connect()
+        except OSError as error:
+            raise errors.not_connected(error, self.url) from error
+        try:
             exchange.keep_going()
             connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
             for name, value in headers.items():

@@ -36,19 +36,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import xxhash
 
+from forebay.backends.ours import Unheard, says_no
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits, ours
-from forebay.core.errors import (
-    Busy,
-    Corrupt,
-    Denied,
-    ForebayError,
-    Invalid,
-    NotFound,
-    NotSupported,
-    Precondition,
-    Unavailable,
-)
+from forebay.core.errors import Busy, Corrupt, ForebayError, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.record import OWN_HEADERS, Record, blocks_in
 from forebay.core.types import Bucket, Headers, ObjectInfo
 from forebay.node.store.notes import Note, digest_of
@@ -265,7 +256,7 @@ class Errand:
             if not asks_first:
                 try:
                     return Delivered((await self._send(self._key, expect)).version, policy)
-                except Precondition:
+                except (Precondition, Unheard):  # here more is known of what may be ours
                     pass
             asks_first = False
             seen = await self._seen(self._key)
@@ -290,7 +281,7 @@ class Errand:
             try:
                 await self._send(name, "")
                 return Yielded("keep-both", name)
-            except Precondition:
+            except (Precondition, Unheard):
                 pass
             if await self._whose(await self._seen(name)) is _Whose.THIS:
                 return Yielded("keep-both", name)
@@ -357,10 +348,11 @@ class Errand:
         self._left = True
         try:
             return await request
-        except (Denied, Invalid, NotSupported, Precondition):
-            self._left = self.is_repeated
-            if self._is_current():
-                self._keeping.leaves(self.note.seq, self.is_repeated)
+        except ForebayError as error:
+            if says_no(error):
+                self._left = self.is_repeated
+                if self._is_current():
+                    self._keeping.leaves(self.note.seq, self.is_repeated)
             raise
 
     # --- uploads -----------------------------------------------------------------------------------------------------
@@ -509,7 +501,7 @@ class Errand:
         self.is_cancellable = False
         try:
             await self._leaving(self._key, self._backend.delete(self._key, expect=expect))
-        except Precondition:
+        except (Precondition, Unheard):
             return False
         except NotFound:
             pass

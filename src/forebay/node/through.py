@@ -7,9 +7,6 @@ connection. Nothing of an upload is visible before it is completed, and it is ab
 `ready` of a body may wait: for bytes that a client still sends, and at the very end for leave to make it visible
 (`node/streamed.py`). A put holds its last bytes back for that; an upload asks before it completes.
 
-When the answer of an unconditional put is lost, we look: if the object there has the MD5 that was sent, it is ours. A
-conditional one stays an error, because the same bytes may be another writer's who won.
-
 Rejected: trying again here (the backend's own layer does); leaving uploads to be found later (the vendor charges for
 parts that nobody sees).
 
@@ -19,9 +16,8 @@ Invariant. After `put` raised, no upload of it is left at a backend that answers
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
@@ -61,15 +57,7 @@ class Through:
         headers = tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
         if body.size_bytes >= limits.MULTIPART_BYTES_MIN and backend.part_bytes_min:
             return await self._upload(backend, key, body, headers, expect, tags, leave)
-        try:
-            return await backend.put(key, _held_back(body, leave), headers=headers, expect=expect, tags=tags)
-        except Unavailable:
-            if expect is not None or not body.md5:
-                raise
-            seen = await self._look(backend, key)
-            if seen is None or (seen.etag, seen.size_bytes) != (body.md5, body.size_bytes):
-                raise
-            return seen
+        return await backend.put(key, _held_back(body, leave), headers=headers, expect=expect, tags=tags)
 
     async def _upload(
         self,
@@ -85,15 +73,10 @@ class Through:
         try:
             parts = await self._send_parts(backend, key, upload_id, body)
             await leave()
-            try:
-                return await backend.complete_upload(key, upload_id, parts, expect=expect)
-            except NotFound as error:
-                if error.code != "NoSuchUpload":
-                    raise
-                seen = await self._look(backend, key)  # completed before, perhaps, and the answer was lost
-                if seen is None or seen.size_bytes != body.size_bytes or seen.etag != whole_etag(parts):
-                    raise Unavailable(f"whether {key} was written is not known: look, then write again") from error
-                return seen
+            return await backend.complete_upload(key, upload_id, parts, expect=expect)
+        except NotFound as error:
+            self._abort_later(backend, key, upload_id)
+            raise Unavailable(f"the backend forgot the upload of {key}: write it again") from error
         except BaseException:
             self._abort_later(backend, key, upload_id)
             raise
@@ -117,12 +100,6 @@ class Through:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _look(self, backend: Backend, key: str) -> ObjectInfo | None:
-        try:
-            return await backend.head(key)
-        except ForebayError:
-            return None
-
     def _abort_later(self, backend: Backend, key: str, upload_id: str) -> None:
         task = asyncio.create_task(_abort(backend, key, upload_id))
         self._aborting.add(task)
@@ -137,15 +114,6 @@ def part_size(size_bytes: int, part_bytes_min: int) -> int:
     """How large the parts of an upload are: as few as PARTS_MAX allows, in whole blocks."""
     least = max(limits.FLUSH_PART_BYTES, part_bytes_min, -(-size_bytes // limits.PARTS_MAX))
     return -(-least // limits.BLOCK_BYTES) * limits.BLOCK_BYTES
-
-
-def whole_etag(parts: Sequence[tuple[int, str]]) -> str:
-    """The ETag that S3 gives to an upload of parts whose tokens are MD5s; "" where they are not."""
-    try:
-        digests = b"".join(bytes.fromhex(token.strip('"')) for _, token in parts)
-    except ValueError:
-        return ""
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def piece(body: Body, start: int, length: int) -> Body:

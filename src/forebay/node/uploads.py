@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from forebay.backends import ours
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core import uploads as rules
@@ -56,7 +57,7 @@ from forebay.core.calls import (
     UploadState,
     Written,
 )
-from forebay.core.errors import Busy, ForebayError, NotFound, NotSupported, Unavailable
+from forebay.core.errors import Busy, ForebayError, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.types import Headers, ObjectInfo, check_key
 from forebay.core.uploads import Part
 from forebay.meta.seam import MetaStore
@@ -128,6 +129,7 @@ class Upload:
         self.seq = 0
         self.gone = False
         self.passed = False  # the backend's upload became the object
+        self.unheard = kept.done is not None  # it may have, in an attempt that had no answer
         self.closing = asyncio.Lock()
         self._arriving = 0
         self._quiet = asyncio.Event()
@@ -471,7 +473,12 @@ class UploadBook:
         expected = UploadCompleted(Written(etag, "", size_bytes, now_s), checksums, kind if value else "")
         noted = msgspec.structs.replace(kept, done=Done(now_s, etag, expected))
         await self._keep(noted)
-        written = await self._make(served, upload, call, chosen, _stored(kept, value, chosen), etag)
+        try:
+            written = await self._make(served, upload, call, chosen, _stored(kept, value, chosen), etag)
+        except Precondition as error:
+            if not upload.unheard:
+                raise
+            written = await self._made_unheard(served, upload, chosen, error)
         answer = UploadCompleted(written, checksums, expected.checksum_type)
         done = msgspec.structs.replace(noted, done=Done(now_s, etag, answer, committed=True))
         self._done[kept.upload_id] = done
@@ -537,6 +544,17 @@ class UploadBook:
                 await writes.drop(bucket, key)
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)
 
+    async def _made_unheard(self, served: Served, upload: Upload, chosen: list[Part], refusal: Precondition) -> Written:
+        """The conditions do not hold, perhaps because this very upload was completed before, and nobody heard it."""
+        bucket, key = upload.kept.bucket, upload.kept.key
+        async with self._writes.lock(bucket, key):
+            info = await ours.completed(served.backend, key, [(part.number, part.md5) for part in chosen])
+            if info is None:
+                raise refusal
+            await self._writes.drop(bucket, key)
+        upload.passed = True
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
     async def _complete_there(
         self, served: Served, upload: Upload, chosen: list[Part], target: str, expect: str | None
     ) -> ObjectInfo:
@@ -553,7 +571,11 @@ class UploadBook:
             except NotFound as error:
                 if error.code != "NoSuchUpload":
                     raise
-            if (seen := await self._completed_unheard(backend, kept, chosen)) is not None:
+            except ForebayError as error:
+                upload.unheard |= not ours.says_no(error)
+                raise
+            parts = [(part.number, part.md5) for part in chosen]
+            if (seen := await ours.completed(backend, kept.key, parts)) is not None:  # by a process before this one
                 return seen
         if not target:
             raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
@@ -578,17 +600,6 @@ class UploadBook:
                     path = os.path.join(self.directory(kept), rules.name_of(part))
                     upload.tokens[part.number] = await self._send(upload, served, part, path)
         return [(part.number, upload.tokens[part.number]) for part in chosen]
-
-    async def _completed_unheard(self, backend: Backend, kept: Kept, chosen: list[Part]) -> ObjectInfo | None:
-        """The backend has no such upload: the object, if an earlier call, whose answer was lost, made it."""
-        try:
-            seen = await backend.head(kept.key)
-        except NotFound:
-            return None
-        etag = rules.etag_of([part.md5 for part in chosen])
-        if seen.etag == etag and seen.size_bytes == sum(part.size_bytes for part in chosen):
-            return seen
-        return None
 
     async def _clear(self, upload: Upload, done: Kept) -> None:
         """After the answer: note that it is so, then let the parts go, and the backend's upload if it was not used."""

@@ -1,0 +1,175 @@
+"""Whether what a backend has is ours: asked where a write was refused after an answer to it was lost.
+
+Theory. A write whose answer is lost is made again. If it has a condition, the second attempt meets the work of the
+first, and the refusal that it hears (412, 409, no such upload) says nothing about the write. So the layer that tries
+again never hands on such a refusal: it is `Unheard`, and this module looks at what is there.
+
+* It is what was sent: the write happened. A put is known by its bytes (the MD5 is the ETag, or they are read and
+  hashed), a completion by the ETag that its parts make together, a copy by the ETag of its source, a delete by that
+  nothing is there.
+* It is there for longer than the write was tried: then nothing of the write ever happened, and the refusal stands.
+* It is something else and new: another write came before ours, or after it. Nobody can know, and so it is said.
+
+"For longer" allows for clocks that differ as much as a signature may (CLOCK_SKEW_MAX_S).
+
+Rejected: a refusal where the bytes differ (ours may have been there, been read, and been replaced); marking objects
+with metadata of ours (users would see it).
+
+Invariant. A refusal leaves here only if nothing of the write happened, and an object only if it is the one that was
+sent, or one of the same bytes of the same quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+from forebay.backends.errors import NotDone
+from forebay.backends.seam import Backend, Body
+from forebay.core import limits
+from forebay.core.errors import Closed, ForebayError, NoBackendBucket, NotFound, Unavailable
+from forebay.core.types import ObjectInfo
+
+
+class Unheard(Unavailable):
+    """Whether the write happened is not known: an answer was lost, and the next attempt met `refusal`."""
+
+    def __init__(self, refusal: ForebayError) -> None:
+        super().__init__(
+            f"whether it was written is not known (an answer was lost, and then: {refusal.message}): look, then decide",
+            retry_after_s=refusal.retry_after_s,
+        )
+        self.refusal = refusal
+
+    @property
+    def kind(self) -> str:
+        return Unavailable.__name__
+
+
+def says_no(error: ForebayError) -> bool:
+    """Whether a request that failed so did nothing, for certain."""
+    if isinstance(error, Unavailable):
+        return isinstance(error, NotDone | NoBackendBucket)
+    return not isinstance(error, Closed)
+
+
+def whole_etag(parts: Sequence[tuple[int, str]]) -> str:
+    """The ETag that S3 gives to an upload of parts whose tokens are MD5s; "" where they are not."""
+    try:
+        digests = b"".join(bytes.fromhex(token.strip('"')) for _, token in parts)
+    except ValueError:
+        return ""
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+async def completed(backend: Backend, key: str, parts: Sequence[tuple[int, str]]) -> ObjectInfo | None:
+    """The object if it is what these parts (number, token or MD5) make together."""
+    seen = await _seen(backend, key)
+    return seen if seen is not None and seen.etag and seen.etag == whole_etag(parts) else None
+
+
+# --- after an answer was lost: the object that was made, or what is raised instead ------------------------------------
+async def put(backend: Backend, key: str, body: Body, error: Unavailable, since_s: float) -> ObjectInfo:
+    """After a put that was begun at `since_s` (Unix time)."""
+    seen = await _looked(backend, key, error)
+    if seen is not None:
+        _check_age(seen, error, since_s)
+        if await _holds(backend, seen, body):
+            return seen
+    raise error
+
+
+async def put_in_silence(backend: Backend, key: str, body: Body, error: Unavailable) -> ObjectInfo:
+    """After a put without a condition to which no answer came at all: only what is known at a glance counts."""
+    seen = await _looked(backend, key, error) if body.md5 else None
+    if seen is None or (seen.etag, seen.size_bytes) != (body.md5, body.size_bytes):
+        raise error
+    return seen
+
+
+async def complete(
+    backend: Backend, key: str, parts: Sequence[tuple[int, str]], error: ForebayError, since_s: float
+) -> ObjectInfo:
+    """After a completion; also after one that found no such upload, since a process before this one may have made
+    it."""
+    seen = await _looked(backend, key, error)
+    if seen is not None:
+        if seen.etag and seen.etag == whole_etag(parts):
+            return seen
+        _check_age(seen, error, since_s)
+    raise error
+
+
+async def copy(backend: Backend, key: str, source_version: str, error: Unheard, since_s: float) -> ObjectInfo:
+    """After a copy of that version."""
+    seen = await _looked(backend, key, error)
+    if seen is not None:
+        _check_age(seen, error, since_s)
+        if source_version and seen.version == source_version:
+            return seen
+    raise error
+
+
+async def delete(backend: Backend, key: str, error: Unheard, since_s: float) -> None:
+    """After a delete."""
+    seen = await _looked(backend, key, error)
+    if seen is not None:
+        _check_age(seen, error, since_s)
+        raise error
+
+
+def _check_age(seen: ObjectInfo, error: ForebayError, since_s: float) -> None:
+    """Raise the refusal if what is there was there before."""
+    if isinstance(error, Unheard) and 0 < seen.modified_s < since_s - limits.CLOCK_SKEW_MAX_S:
+        raise error.refusal
+
+
+async def _looked(backend: Backend, key: str, error: ForebayError) -> ObjectInfo | None:
+    """What is there; `error` if that cannot be known either."""
+    try:
+        return await _seen(backend, key)
+    except ForebayError:
+        raise error from None
+
+
+async def _seen(backend: Backend, key: str) -> ObjectInfo | None:
+    try:
+        return await backend.head(key)
+    except NotFound:
+        return None
+
+
+async def _holds(backend: Backend, seen: ObjectInfo, body: Body) -> bool:
+    """Whether the object is exactly the body."""
+    if seen.size_bytes != body.size_bytes:
+        return False
+    wanted = body.md5 or await asyncio.to_thread(_md5, body)
+    if seen.etag == wanted:
+        return True
+    there = hashlib.md5(usedforsecurity=False)
+    if seen.size_bytes:
+        try:
+            fetch = await backend.fetch(seen.key, version=seen.version)
+            try:
+                async for chunk in fetch:
+                    await asyncio.to_thread(there.update, chunk)
+            finally:
+                await fetch.aclose()
+        except ForebayError:
+            return False
+    return there.hexdigest() == wanted
+
+
+def _md5(body: Body) -> str:
+    found = hashlib.md5(usedforsecurity=False)
+    if body.data is not None:
+        found.update(body.data)
+        return found.hexdigest()
+    with open(body.path, "rb") as file:
+        file.seek(body.offset)
+        left = body.size_bytes
+        while left and (data := file.read(min(left, 1 << 20))):
+            found.update(data)
+            left -= len(data)
+    return found.hexdigest()
