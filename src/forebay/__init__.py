@@ -44,6 +44,7 @@ __all__ = [
     "NotSupported",
     "Precondition",
     "Unavailable",
+    "VolumeMissing",
     "__version__",
     "aio",
     "connect",

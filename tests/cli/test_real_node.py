@@ -111,7 +111,7 @@ def test_errors_of_a_real_node_have_their_exit_codes(real: Program, tmp_path: Pa
     real("bucket", "rm", "nowhere", code=3)
     real("bucket", "show", "nowhere", code=3)
     real("job", "show", "nothing", code=3)
-    out = real("bucket", "add", "gone", f"file://{tmp_path / 'not-there'}", code=3)
+    out = real("bucket", "add", "gone", f"file://{tmp_path / 'not-there'}", code=6)
     assert "not-there" in out.stderr or "exist" in out.stderr
     assert [found["name"] for found in json.loads(real("bucket", "ls", "--json").stdout)] == ["data"]
     real("prefetch", "nowhere", code=3)

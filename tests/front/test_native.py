@@ -45,6 +45,8 @@ ANSWERS: dict[str, Any] = {
     "jobs": [JOB],
     "job_cancel": JOB,
     "status": calls.NodeState("n1", "0", 1, 0.0),
+    "volume_add": calls.VolumeState("", "/disk", "new"),
+    "volume_give_up": calls.VolumeState("v1", "/disk", "missing"),
     "map": calls.NodeMap(1, [calls.MapNode("n1", "http://x")]),
     "metrics": Snapshot({"forebay_connections_open": 3.0}),
     **dict.fromkeys(("prefetch", "refresh", "flush", "pin", "unpin", "evict"), JOB),
@@ -63,6 +65,8 @@ def body_for(route: Any) -> Any:
         return Bucket("strict", "memory://")
     if route.body is bytes:
         return "anything"
+    if route.body is calls.VolumeNamed:
+        return calls.VolumeNamed("v1")
     if route.body is calls.CopyCall:
         return calls.CopyCall("b", "k", "b", "k")
     if route.body is BatchCall:

@@ -14,9 +14,9 @@ from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
 
-from forebay.core.errors import Corrupt, Unavailable
+from forebay.core.errors import Corrupt, Unavailable, VolumeMissing
 from forebay.core.record import Record, State
-from forebay.node.store import Store
+from forebay.node.store import Store, moving
 from forebay.node.store.index import Index
 
 KIB = 1024
@@ -377,3 +377,40 @@ def test_a_damaged_durable_index_keeps_the_volume_out(bench: Bench, tmp_path: Pa
     assert bench.kinds() == ["volume-out"]
     assert "what it held is lost" in bench.events[0].detail
     bench.store = Store.open([tmp_path / "elsewhere"])
+
+
+def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench([tmp_path / "a"])
+    writer = Writer(bench)
+    for number in range(8):
+        writer.write(f"large-{number}")
+    bench.close()
+    bench.dirs.append(tmp_path / "b")
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "no room", target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moving, "_copy", refuse)
+        store = bench.open()
+    first, second = store.usable()
+    assert store.astray == {first.id: {objects.BUCKET}}
+    stuck = [f"large-{n}" for n in range(8) if store.volume_of(objects.BUCKET, f"large-{n}") == second.id]
+    assert stuck
+    for number in range(8):
+        if (key := f"large-{number}") not in stuck:
+            store.check_present(objects.BUCKET, key)
+            continue
+        with pytest.raises(VolumeMissing, match="make room"):
+            store.check_present(objects.BUCKET, key)
+        (outcome,) = owning.commit(store, [writer.put(key)])
+        assert isinstance(outcome, VolumeMissing), "nothing is written beside it"
+    bench.close()
+    store = bench.open()
+    assert owning.read(bench, stuck[0]) is None, "the volumes are the same: nobody looks, unless told"
+    bench.close()
+    bench.options["astray"] = True
+    assert bench.open().astray == {}
+    for key in stuck:
+        assert owning.read(bench, key) is not None
+    bench.close()

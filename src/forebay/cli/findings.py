@@ -353,6 +353,12 @@ def node_state(state: NodeState) -> Iterator[Finding]:
         elif volume.state == "full":
             change = "give it more --capacity or another --volume: until eviction catches up, reads pass it by"
             yield Finding("volume", "warn", volume.path, "full", change)
+        elif volume.state not in ("out", "failing"):
+            level: Level = "bad" if volume.owed_buckets else "warn"
+            what = f"{volume.state}: {volume.reason}"
+            if volume.owed_buckets:
+                what += f"; it owes {volume.owed_objects} objects of {', '.join(volume.owed_buckets)}"
+            yield Finding("volume", level, volume.path, what, volume.change)
         else:
             change = "check the disk (`dmesg`, SMART), then restart the node; reads go on without it"
             yield Finding("volume", "bad", volume.path, f"{volume.state}: {volume.reason or 'no reason given'}", change)

@@ -44,7 +44,7 @@ def flush(
         if exact:
             raise Invalid("--exact is for addresses: name the objects to flush")
         with open_client(url) as client:
-            names = [bucket.name for bucket in client.status().buckets if bucket.dirty_objects]
+            names = [each.name for each in client.status().buckets if each.dirty_objects or each.missing]
         if not names:
             if as_json:
                 show.document([])

@@ -38,6 +38,7 @@ EXITS: dict[str, int] = {
     "Busy": 6,
     "Unavailable": 6,
     "NoBackendBucket": 6,
+    "VolumeMissing": 6,
     "Closed": 6,
     "Corrupt": 7,
     "NotSupported": 8,

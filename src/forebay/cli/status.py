@@ -75,7 +75,7 @@ def text(state: NodeState, place: str, now_s: float) -> str:
             for bucket in state.buckets
         ]
         parts.append(show.columns(("BUCKET", "CACHED", "QUOTA", "BACKEND", "LAST ANSWER"), rows, right=(1, 2)))
-        parts += _dirty(state.buckets, now_s)
+        parts += _dirty(state.buckets, now_s) + _missing(state)
         if state.derived_bytes:
             parts.append(
                 f"{show.size(state.derived_bytes)} of the volumes are indexes of shards, manifests and the like"
@@ -101,3 +101,13 @@ def _dirty(buckets: list[BucketState], now_s: float) -> list[str]:
     ]
     head = ("DIRTY IN", "OBJECTS", "BYTES", "OLDEST", "FLUSHING", "CONFLICTS")
     return ["", show.columns(head, rows, right=(1, 2, 3, 4, 5))] if rows else []
+
+
+def _missing(state: NodeState) -> list[str]:
+    """What cannot be read because a volume is not in use."""
+    lines = [
+        f"bucket {bucket.name}: what may be on {', '.join(bucket.missing)} is answered 503: `forebay volume ls`"
+        for bucket in state.buckets
+        if bucket.missing
+    ]
+    return ["", *lines] if lines else []

@@ -25,6 +25,7 @@ ERRNO_OF_KIND = {
     "Busy": errno.EBUSY,
     "Unavailable": errno.EHOSTUNREACH,
     "NoBackendBucket": errno.EHOSTUNREACH,
+    "VolumeMissing": errno.ENODEV,
     "Corrupt": errno.EIO,
     "Closed": errno.ESHUTDOWN,
     "NotSupported": errno.EOPNOTSUPP,

@@ -28,6 +28,7 @@ from forebay.core.calls import (
     NodeMap,
     NodeState,
     ObjectState,
+    VolumeNamed,
     Written,
 )
 from forebay.core.doorwire import DoorAt
@@ -45,6 +46,7 @@ from forebay.core.errors import (
     Unavailable,
 )
 from forebay.core.types import Bucket, ListPage, RangeSpec
+from forebay.core.volumes import VolumeState
 
 T = TypeVar("T")
 Flow = Generator[Request, Response, T]
@@ -308,6 +310,18 @@ def job_cancel(name: str) -> Flow[JobState]:
 # --- node ------------------------------------------------------------------------------------------------------------
 def status() -> Flow[NodeState]:
     state: NodeState = yield from ask_json(Request("GET", "/-/v1/status"), "the node's status", NodeState)
+    return state
+
+
+def volume_add(path: str) -> Flow[VolumeState]:
+    call = _post("/-/v1/volumes/add", VolumeNamed(path))
+    state: VolumeState = yield from ask_json(call, f"volume {path}", VolumeState)
+    return state
+
+
+def volume_give_up(name: str) -> Flow[VolumeState]:
+    call = _post("/-/v1/volumes/give-up", VolumeNamed(name))
+    state: VolumeState = yield from ask_json(call, f"volume {name}", VolumeState)
     return state
 
 

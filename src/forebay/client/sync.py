@@ -43,6 +43,7 @@ from forebay.core.manifest import Manifest
 from forebay.core.members import MemberIndex
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
+from forebay.core.volumes import VolumeState
 
 if TYPE_CHECKING:
     from forebay.client.connection import Trust
@@ -484,6 +485,14 @@ class Client:
     def status(self) -> NodeState:
         """The node's processes, volumes and buckets."""
         return self.run(flows.status())
+
+    def volume_add(self, path: str) -> VolumeState:
+        """Have the node make a volume at `path`, or take in the one that lies there, when it starts the next time."""
+        return self.run(flows.volume_add(path))
+
+    def volume_give_up(self, name: str) -> VolumeState:
+        """Give up a volume (by id or path) that is not in use: what it owed is lost. How it was."""
+        return self.run(flows.volume_give_up(name))
 
     def node_map(self) -> NodeMap:
         """The versioned list of nodes."""

@@ -24,6 +24,7 @@ from forebay.core.manifest import ManifestCall, ManifestPartCall, ManifestState
 from forebay.core.members import AppendCall
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
+from forebay.core.volumes import VolumeState
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -349,16 +350,10 @@ class JobState(msgspec.Struct, frozen=True):
     errors: list[str] = []
 
 
-class VolumeState(msgspec.Struct, frozen=True):
-    """`state`: ok; full (reads pass it by until eviction catches up); failing or out (taken out, `reason` says why)."""
+class VolumeNamed(msgspec.Struct, frozen=True):
+    """By id or path."""
 
-    volume_id: str
-    path: str
-    state: Literal["ok", "full", "failing", "out"] = "ok"
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    objects: int = 0
-    reason: str = ""
+    name: str
 
 
 class FrontState(msgspec.Struct, frozen=True):
@@ -380,6 +375,7 @@ class BucketState(msgspec.Struct, frozen=True):
     dirty_since_s: float | None = None  # Unix time of the oldest
     flushing: int = 0
     conflicts: int = 0
+    missing: list[str] = []  # volumes that are not in use, and may hold what only they have of the bucket
 
 
 class NodeState(msgspec.Struct, frozen=True):
@@ -453,6 +449,8 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "jobs": (Nothing, list[JobState]),  # newest first
     "job_cancel": (JobNamed, JobState),
     "status": (Nothing, NodeState),
+    "volume_add": (VolumeNamed, VolumeState),  # by path: made, or taken in, at the next start
+    "volume_give_up": (VolumeNamed, VolumeState),  # what it owed is lost; as it was
     "map": (Nothing, NodeMap),
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
 }

@@ -110,6 +110,16 @@ class NoBackendBucket(Unavailable):
     objects. Bring it back (mount it), or correct the bucket's URL. Asking once more at once does not help."""
 
 
+class VolumeMissing(ForebayError):
+    """What only this node has of it may be on a volume that is not here. Bring the volume back, or give it up.
+
+    Not an `Unavailable`: nothing may be served or written in its place, from the backend neither.
+    """
+
+    retry = "another"
+    status = 503
+
+
 class Corrupt(ForebayError):
     """Bytes do not match their checksum or declared size, and no good copy was found. Nothing wrong was returned."""
 
@@ -147,6 +157,7 @@ KINDS: dict[str, type[ForebayError]] = {
         Busy,
         Unavailable,
         NoBackendBucket,
+        VolumeMissing,
         Corrupt,
         Closed,
         NotSupported,

@@ -90,12 +90,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The flush did not come about. `draw` is uniform in [0, 1); `hopeless`: not without a person's help."""
+    """The flush did not come about. `draw` is uniform in [0, 1); `hopeless`: not without a person's help; `here`: for a
+    reason that says nothing of the backend."""
 
     key: str
     draw: float = 0.5
     retry_after_s: float = 0.0
     hopeless: bool = False
+    here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +300,8 @@ class Queue:
 
     def _failed(self, now: float, event: Failed) -> None:
         assert 0.0 <= event.draw < 1.0
-        self.failures_in_a_row += 1
-        if self.is_sick:
+        self.failures_in_a_row += not event.here
+        if self.is_sick and not event.here:
             worse = min(self.failures_in_a_row - SICK_AFTER, 30)
             self._probe_s = now + min(PROBE_MAX_S, PROBE_BASE_S * 2.0**worse)
         self._landed(event.key)

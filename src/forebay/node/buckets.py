@@ -34,7 +34,7 @@ from forebay.core.errors import (
     Precondition,
 )
 from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
-from forebay.meta.seam import MetaStore
+from forebay.meta.seam import Entry, MetaStore
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.buckets")
@@ -46,6 +46,11 @@ UNKNOWN_MAX = 1024
 PREFIX = "buckets/"
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Bucket).decode
+
+
+def decode_bucket(entry: Entry) -> Bucket:
+    """A bucket as the metadata store has it, under PREFIX."""
+    return _decode(entry.value)
 
 
 class Served:
@@ -183,7 +188,7 @@ class Buckets:
         """Read the buckets from the metadata store."""
         entries, _ = await self._meta.range(PREFIX)
         for entry in entries:
-            bucket = _decode(entry.value)
+            bucket = decode_bucket(entry)
             self._kept[bucket.name] = bucket
 
     def all(self) -> list[Bucket]:

@@ -201,7 +201,8 @@ class ColdReads:
 
     def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
         """What is here, if it is owned, was confirmed late enough, or is the very version that is asked for.
-        `NotFound` for what was deleted here."""
+        `NotFound` for what was deleted here, `VolumeMissing` where something newer may be that cannot be read."""
+        self.store.check_present(*name)
         found, record = self._here(name)
         if found is None:
             if self._deleted(*name):

@@ -39,7 +39,8 @@ from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node import child
 from forebay.node.appending import Appends
-from forebay.node.buckets import Buckets, OpenBackend
+from forebay.node.buckets import PREFIX as BUCKETS
+from forebay.node.buckets import Buckets, OpenBackend, decode_bucket
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
 from forebay.node.derived import Derived, Keeping
@@ -54,13 +55,15 @@ from forebay.node.manifests import Manifests
 from forebay.node.prestaging import Prestaging
 from forebay.node.room import Room
 from forebay.node.settings import Settings
-from forebay.node.store import Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.store import KnownVolumes, Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.store.volume import Expected
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
 from forebay.node.tally import Tally
 from forebay.node.uploads import UploadBook
 from forebay.node.verbs import Verbs
 from forebay.node.vitals import raise_file_limit
+from forebay.node.volumes import Volumes
 from forebay.node.writes import Writes
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
@@ -121,12 +124,10 @@ class Engine:
         self._identities.read()
         self._meta = SqliteMeta(self.settings.meta_file)
         try:
+            self.known = KnownVolumes(self._meta, self.clock)
+            await self._remember_volumes()
             self.node_id = await self._know_myself()
-            for volume in self.settings.volume_dirs:
-                _make_volume_dir(volume)
-            self.store = Store.open(
-                self.settings.volume_dirs, capacity_bytes=self.settings.capacity_bytes, on_event=self._store_event
-            )
+            await self._open_store()
         except BaseException:
             await self._meta.aclose()
             raise
@@ -145,6 +146,40 @@ class Engine:
         await self.jobs.resume()
         work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.hinting.tend)
         self._background = [asyncio.create_task(each()) for each in work]
+
+    async def _remember_volumes(self) -> None:
+        """Before the node has an id: so that one which has, and does not remember volumes, is known to be older."""
+        entries, _ = await self._meta.range(BUCKETS)
+        owing = [bucket.name for bucket in map(decode_bucket, entries) if bucket.write != "through"]
+        paths = [str(path) for path in self.settings.volume_dirs]
+        ran_before = await self._meta.get("node/id") is not None
+        await self.known.load(paths, ran_before=ran_before, owing_buckets=owing)
+
+    async def _open_store(self) -> None:
+        """Open the volumes that are what they were, and make those that were ordered. The others are told."""
+        astray = any(known.astray for known in self.known.memory.volumes)
+        expected: dict[str, Expected] = {}
+        paths = []
+        for each in self.known.judge([str(path) for path in self.settings.volume_dirs]):
+            if each.state == "fresh":
+                _make_volume_dir(Path(each.path))
+            elif each.state == "present":
+                expected[each.path] = Expected(each.volume_id, each.weight)
+            if each.state in ("fresh", "present"):
+                paths.append(each.path)
+            if each.detail:
+                shown = (each.volume_id or "?", each.path, each.state, each.detail, each.change or "nothing to do")
+                log.warning("volume %s at %s is %s: %s; %s", *shown)
+        await self.known.opening()
+        self.store = Store.open(
+            paths,
+            capacity_bytes=self.settings.capacity_bytes,
+            on_event=self._store_event,
+            expected=expected,
+            may_be_empty=len(paths) < len(self.known.standings),
+            astray=astray,
+        )
+        await self.known.opened(self.store)
 
     def _assemble(self) -> None:
         self.tally = Tally()
@@ -201,6 +236,7 @@ class Engine:
             self.clock,
             self._workers,
             flush=self.flush,
+            known=self.known,
         )
         self.streams = Streams(self.store, self.buckets, self.writes)
         self.copies = Copies(
@@ -259,6 +295,8 @@ class Engine:
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
+        paths = [str(path) for path in self.settings.volume_dirs]
+        self.volumes = Volumes(self.store, self.known, self.flusher, paths)
         self.verbs = Verbs(self)
         self.fronts: Fronts = Fronts(
             self.cold,
@@ -319,10 +357,20 @@ class Engine:
         if self._flushing is not None:
             self._flushing.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._workers.shutdown)
+        await self._forget_settled()
         self.index.close()
         self.store.close(clean=clean)
         await self._meta.aclose()
         self.settings.engine_socket.unlink(missing_ok=True)
+
+    async def _forget_settled(self) -> None:
+        """What the volumes do not owe any more, is not looked for on them if they are gone at the next start."""
+        try:
+            self.store.settle()
+            self.store.flush()
+            await self.known.tend(self.store, ())
+        except Exception:
+            log.exception("what the volumes owe could not be brought up to date; the next start does it")
 
     # --- what fronts are told ----------------------------------------------------------------------------------------
     def welcome(self) -> Welcome:
@@ -396,6 +444,7 @@ class Engine:
                 await loop.run_in_executor(self._workers, self.store.settle)
                 self.store.housekeep()
                 self.flush()
+                await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
                 if self._identities.read():
                     self.fronts.greet_again()

@@ -61,6 +61,7 @@ class Superseded(Exception):
 class Books(Protocol):
     """What an errand reads of the store."""
 
+    def check_present(self, bucket: str, key: str) -> None: ...
     def lookup(self, bucket: str, key: str) -> Record | None: ...
     def data_path(self, record: Record) -> str: ...
     def check_blocks(self, record: Record, bucket: str, key: str, blocks: Sequence[int]) -> list[int]: ...
@@ -187,9 +188,9 @@ class Errand:
         if record is None or record.object_id != self.note.object_id:
             if not self._is_current():
                 raise Superseded
+            self._place.books.check_present(self._place.bucket.name, self._key)
             raise Unavailable(
-                f"the bytes of {self._key}, which the backend lacks, are not to be had: is their volume out? See "
-                "`forebay status`, mend it and restart the node"
+                f"the bytes of {self._key}, which the backend lacks, are not to be had; see `forebay status`"
             )
         return record
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from forebay.core import limits, ours
-from forebay.core.errors import Bug, Busy, Closed, ForebayError
+from forebay.core.errors import Bug, Busy, Closed, ForebayError, VolumeMissing
 from forebay.core.flush import Asked, Dropped, Ended, Event, Failed, Forgot, Held, Queue, Released, Start, Woke, Wrote
 from forebay.core.gate import Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 from forebay.core.metrics import series
@@ -531,14 +531,15 @@ class Flusher:
     def _failed(self, name: str, of: _Bucket, key: str, error: ForebayError) -> Failed:
         of.error = f"{key}: {error.kind}: {error}"
         of.counts.failures[error.kind] += 1
-        hopeless = error.retry == "never"
+        here = isinstance(error, VolumeMissing)
+        hopeless = here or error.retry == "never"
         log.warning("the flush of %s/%s failed, and is tried again: %s: %s", name, key, error.kind, error)
         debt = of.debts.get(key)
         for waiting in list(debt.waiting) if debt is not None else ():
             waiting.tries -= 1
             if hopeless or waiting.tries == 0:
                 _end(waiting.done, error)
-        return Failed(key, self._chance.random(), error.retry_after_s, hopeless)
+        return Failed(key, self._chance.random(), error.retry_after_s, hopeless, here)
 
     def _drop(self, of: _Bucket, key: str) -> None:
         debt = of.debts.pop(key, None)

@@ -57,7 +57,8 @@ class Listings:
         self._store, self._index, self._owed = store, index, owed
 
     async def page(self, served: Served, call: ListCall) -> ListPage:
-        """The next page of a bucket, as it is now."""
+        """The next page of a bucket, as it is now; `VolumeMissing` if keys may be missing from it."""
+        self._store.check_bucket(served.bucket.name)
         limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
         bucket, after = served.bucket, call.start_after
         if bucket.write == "local":

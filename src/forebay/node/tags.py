@@ -85,6 +85,7 @@ class Tags:
 
     def _owned(self, bucket: str, key: str, served: Served) -> Record | None:
         """The record if this node has the truth about the object; `NotFound` if it knows that there is none."""
+        self._store.check_present(bucket, key)
         record = self._store.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:
             return record

@@ -47,6 +47,7 @@ from forebay.node.tags import Tags
 from forebay.node.tally import Tally
 from forebay.node.uploads import UploadBook
 from forebay.node.vitals import vitals
+from forebay.node.volumes import Volumes
 from forebay.node.writes import Writes
 from forebay.ports.clock import Clock
 
@@ -82,6 +83,7 @@ class Engine(Protocol):
     hinting: Hinting
     prestaging: Prestaging
     flusher: Flusher
+    volumes: Volumes
     uploads: UploadBook
     tags: Tags
 
@@ -124,6 +126,8 @@ class Verbs:
             "jobs": self._jobs,
             "job_cancel": self._job_cancel,
             "status": self._status,
+            "volume_add": engine.volumes.add,
+            "volume_give_up": engine.volumes.give_up,
             "map": self._map,
             "metrics": self._metrics,
             "prestage": engine.prestaging.ask,
@@ -217,7 +221,9 @@ class Verbs:
         return calls.Nothing()
 
     async def _settled(self, bucket: str, change: str) -> None:
-        """`Busy` while the node owes the bucket's backend something, which `change` would lose."""
+        """`Busy` while the node owes the bucket's backend something, which `change` would lose; `VolumeMissing` while
+        nobody knows whether it does."""
+        self._engine.store.check_bucket(bucket)
         owed = self._engine.flusher.totals(bucket)
         if owed.objects:
             raise Busy(
@@ -290,18 +296,6 @@ class Verbs:
         engine = self._engine
         usages = engine.store.usage()
         served = {each.bucket.name: each for each in engine.buckets.served()}
-        volumes = [
-            calls.VolumeState(
-                usage.volume_id,
-                usage.path,
-                {"ok": "ok", "full": "full"}.get(usage.state, "out"),  # type: ignore[arg-type]
-                usage.capacity_bytes,
-                usage.used_bytes,
-                usage.objects,
-                usage.reason,
-            )
-            for usage in usages
-        ]
         buckets = [
             self._bucket_state(bucket, usages, served[bucket.name].error if bucket.name in served else "")
             for bucket in engine.buckets.all()
@@ -313,7 +307,7 @@ class Verbs:
             started_s=engine.started_s,
             endpoint=engine.settings.endpoint,
             fronts=[calls.FrontState(seen.front, seen.pid) for seen in engine.fronts.present()],
-            volumes=volumes,
+            volumes=engine.volumes.states(usages),
             buckets=buckets,
             flights=len(engine.cold.all_flights),
             reads=engine.cold.reads,
@@ -335,6 +329,7 @@ class Verbs:
             owed.since_s,
             owed.flushing,
             owed.conflicts,
+            self._engine.volumes.missing(bucket.name),
         )
 
     async def _map(self, _: calls.Nothing) -> calls.NodeMap:
@@ -359,12 +354,11 @@ class Verbs:
             volume = usage.volume_id
             values[series("forebay_volume_bytes", volume=volume)] = usage.used_bytes
             values[series("forebay_volume_capacity_bytes", volume=volume)] = usage.capacity_bytes
-            values[series("forebay_volume_up", volume=volume)] = float(usage.state != "out")
             objects += usage.objects
         values["forebay_objects"] = objects
         for process, reason, count in engine.restarts:
             values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
-        values |= engine.flusher.metrics()
+        values |= engine.flusher.metrics() | engine.volumes.metrics()
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot

@@ -58,7 +58,7 @@ from forebay.node.locks import KeyLocks
 from forebay.node.read import Ask
 from forebay.node.records import info_of, is_pinned, own_version, present_blocks
 from forebay.node.room import Room
-from forebay.node.store import Change, Delete, Put, Store
+from forebay.node.store import Change, Delete, KnownVolumes, Put, Store
 from forebay.node.store.notes import Note, Owed, digest_of, succeeding
 from forebay.node.through import Through
 from forebay.ports.clock import Clock
@@ -105,6 +105,7 @@ class Writes:
         workers: Executor,
         *,
         flush: Callable[[], None],
+        known: KnownVolumes | None = None,
     ) -> None:
         self.locks = KeyLocks()
         self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # hears of each new version and delete
@@ -117,6 +118,7 @@ class Writes:
         self._owes = owes
         self._clock = clock
         self._workers = workers
+        self._known = known
         self._closed = False
         self._sections: set[asyncio.Task[Any]] = set()
         self._entered: Counter[str] = Counter()
@@ -263,6 +265,10 @@ class Writes:
                 self.locks.give(name)
                 return False
             what = _What(call.key, "", len(body), (), call.headers, etag_of(call), call.md5, call.tags, body)
+            self._store.check_present(bucket, call.key)
+            if not self._remembers(bucket, call.key):
+                self.locks.give(name)
+                return False
             put = self._owned(served, what, None, False)
         except Exception:
             if taken:
@@ -302,6 +308,7 @@ class Writes:
         """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is what an owned
         object gets; `send(expect)` puts it to the backend, where that is not simply sending the bytes."""
         bucket = served.bucket
+        self._store.check_present(bucket.name, key)
         if path and size_bytes <= limits.INLINE_BYTES_MAX:
             body, path, sums = await self._in_worker(lambda: _read(path)), "", ()
         if not path and body is None:
@@ -327,6 +334,7 @@ class Writes:
     async def _delete(self, call: DeleteCall) -> Nothing:
         check_key(call.key)
         async with self.entered(call.bucket) as served:
+            self._store.check_present(call.bucket, call.key)
             if served.bucket.write == "through":
                 check_writable(served)
             elif served.bucket.write == "back":
@@ -349,11 +357,28 @@ class Writes:
 
         return await self.check(served, call.key, call.if_match, None, fits)
 
+    # --- remembering where something is owned ------------------------------------------------------------------------
+    def _remembers(self, bucket: str, key: str) -> bool:
+        """Whether the node knows, outside of its volumes, that the key's may own something of the bucket."""
+        volume_id = self._store.volume_of(bucket, key)
+        return self._known is None or self._known.noted(
+            volume_id, bucket, self._store.owners.strays(bucket, key, volume_id)
+        )
+
+    async def _remember(self, bucket: str, key: str) -> None:
+        if self._known is not None:
+            await self._known.note(self._store, bucket, key)
+
+    def written_buckets(self) -> set[str]:
+        """Buckets in which a write is under way."""
+        return set(self._entered)
+
     # --- written back, or local --------------------------------------------------------------------------------------
     async def _put_owned(self, served: Served, what: _What, if_match: str | None, if_none_match: str | None) -> Written:
         judged, asked = None, if_match is not None or if_none_match is not None
         if asked:
             judged = await self.check(served, what.key, if_match, if_none_match)
+        await self._remember(served.bucket.name, what.key)
         return _written(await self.commit(self._owned(served, what, judged, asked)))
 
     def _owned(self, served: Served, what: _What, judged: ObjectInfo | None, asked: bool) -> Put:
@@ -397,6 +422,7 @@ class Writes:
             return
         note = None
         if bucket.write == "back":
+            await self._remember(bucket.name, key)
             note = Note(seq=self._store.take_id(), since_s=self._clock.wall_s(), size_bytes=0, object_id=0)
             note = self._following(bucket, key, note, judged, judged is not None)
         await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
@@ -488,6 +514,7 @@ class Writes:
         No flush of what the key owes comes after it. What is here of it counts as unconfirmed meanwhile, to an engine
         that starts after this one was killed too: that is committed before this begins (`confirming.py`).
         """
+        self._store.check_present(bucket.name, key)
         if self._owes.find(bucket.name, key) is not None:
             await self._owes.stop_key(bucket.name, key)
         confirmations = self._cold.confirmations

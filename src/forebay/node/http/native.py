@@ -279,6 +279,9 @@ class Native:
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
             arguments = calls.BucketNamed(taken["bucket"])
+        elif route.body is calls.VolumeNamed:
+            self._auth.require(self._auth.bearer(request), "admin")
+            arguments = _decode_body(request, calls.VolumeNamed)
         elif route.body is calls.JobCall:
             arguments = self._job_call(request, route)
             status = 202

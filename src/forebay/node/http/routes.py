@@ -19,6 +19,7 @@ from forebay.core.errors import Invalid, NotFound
 from forebay.core.hints import HintsCall, HintsState
 from forebay.core.manifest import MEDIA_TYPE as MANIFEST
 from forebay.core.types import Bucket, ListPage
+from forebay.core.volumes import VolumeState
 from forebay.node.http.requests import decode_component
 
 PREFIX = "/-/"
@@ -161,6 +162,14 @@ ROUTES: tuple[Route, ...] = (
     Route("hints_at", "PUT", "/-/v1/hints/{job}", "How far a job is.", query=_POSITION, answer=HintsState),
     Route("hints_state", "GET", "/-/v1/hints/{job}", "What is known of a job's reads.", answer=HintsState),
     Route("hints_close", "DELETE", "/-/v1/hints/{job}", "The job is over.", answer=calls.Nothing),
+    Route(
+        "volume_add", "POST", "/-/v1/volumes/add", "Have a volume made, or taken in, at the next start.", "admin",
+        body=calls.VolumeNamed, answer=VolumeState,
+    ),
+    Route(
+        "volume_give_up", "POST", "/-/v1/volumes/give-up", "Give up a volume that is not in use, and what it owes.",
+        "admin", body=calls.VolumeNamed, answer=VolumeState,
+    ),
     Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=calls.NodeState),
     Route(
         "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",

@@ -93,6 +93,7 @@ KIND_CODES: Final = {
     "Busy": "SlowDown",
     "Unavailable": "ServiceUnavailable",
     "NoBackendBucket": "ServiceUnavailable",
+    "VolumeMissing": "ServiceUnavailable",
     "Corrupt": "InternalError",  # S3's word for "try again": SDKs do
     "Closed": "ServiceUnavailable",
     "NotSupported": "NotImplemented",

@@ -212,7 +212,7 @@ class Jobs:
         except ForebayError as error:
             job.failures_in_a_row += 1
             job.change(units_failed=job.state.units_failed + 1)
-            self._note(job, f"{unit.key}: {error}")
+            self._note(job, f"{unit.key}: {error}" if unit.key else str(error))
             if job.failures_in_a_row >= FAILURES_MAX:
                 raise
         else:

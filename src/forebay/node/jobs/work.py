@@ -37,6 +37,7 @@ from forebay.node.read import Ask, Read
 from forebay.node.records import cached_bytes, present_blocks
 from forebay.node.room import Room
 from forebay.node.store import StoreReader
+from forebay.node.store.volumes import missing
 from forebay.node.tally import Tally
 
 SCAN_LIMIT = 1000
@@ -174,11 +175,20 @@ class JobWork:
         owed = self._flusher.owing(call.bucket, call.prefix, call.keys)
         writes = {key: seq for key, seq, _ in owed}
 
+        owners = self._cold.store.owners
+        absent = owners.of_bucket(call.bucket)
+        if call.keys:
+            absent = [known for known in absent if any(owners.of_key(call.bucket, key) is known for key in call.keys)]
+
         async def plan() -> AsyncIterator[JobUnit]:
+            for _ in absent:
+                yield JobUnit("", 0)
             for key, _, size_bytes in owed:
                 yield JobUnit(key, size_bytes)
 
         async def action(unit: JobUnit) -> int:
+            if not unit.key:
+                raise missing(absent.pop(), f"bucket {call.bucket}")
             await self._flusher.flushed(call.bucket, unit.key, writes[unit.key])
             return unit.size_bytes
 

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 _BATCH = 64
 
 
-def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) -> None:
-    """Bring what is owed to the volume that its key belongs to. What cannot move stays, and is told."""
+def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) -> dict[str, set[str]]:
+    """Bring what is owed to the volume that its key belongs to. What cannot move stays, and is told: by volume id, the
+    buckets of which something stayed."""
+    stayed: dict[str, set[str]] = {}
     for volume in all_volumes:
         moved = stuck = 0
         batch: list[Kept] = []
@@ -51,8 +53,13 @@ def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) ->
         if moved or stuck:
             detail = f"{moved} objects and deletes not yet flushed went to the volumes that their keys belong to now"
             if stuck:
-                detail += f"; {stuck} could not, and are out of sight until they can: make room, restart the node"
+                detail += f"; {stuck} could not, and cannot be read until they can: make room, restart the node"
             volumes.tell(StoreEvent("owed-moved", volume.id, detail))
+        if stuck:
+            stayed[volume.id] = {
+                each.bucket for each in owned.kept(volume) if volumes.volume_of(each.bucket, each.key) != volume.id
+            }
+    return stayed
 
 
 def _count(moved: int, stuck: int, outcomes: list[bool]) -> tuple[int, int]:

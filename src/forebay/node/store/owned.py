@@ -19,6 +19,8 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterator
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -196,6 +198,34 @@ def count_in(volume: Volume, bucket: str) -> int:
     for each in kept(volume, prefix):
         count += each.bucket == bucket
     return count
+
+
+def entries_in(volume: Volume, bucket: str) -> Iterator[bytes]:
+    """Index keys of a bucket that the volume owns or owes anything of, lost or about to be forgotten too, one at a
+    time: who asks for the first pays for the first."""
+    prefix = bucket.encode() + b"\0"
+    for entry, _ in takewhile(lambda item: item[0].startswith(prefix), volume.durable.walk(prefix, batch=1)):
+        yield entry
+    for entry, value in takewhile(lambda item: item[0].startswith(prefix), volume.index.walk("notes", prefix, batch=1)):
+        if not decode_entry(value).settled:
+            yield entry
+
+
+def buckets_of(volume: Volume) -> tuple[str, ...]:
+    """Every bucket with such an entry; passes over the entries themselves."""
+    found: set[str] = set()
+    for walk in (volume.durable.walk, partial(volume.index.walk, "notes")):
+        start = b""
+        while (item := next(iter(walk(start, batch=1)), None)) is not None:
+            found.add(item[0].partition(b"\0")[0].decode())
+            start = item[0].partition(b"\0")[0] + b"\1"
+    return tuple(sorted(found))
+
+
+def owes(volume: Volume, entry: bytes) -> bool:
+    """Whether the volume owns or owes something of this index key."""
+    mark = ledger.note_of(volume, entry)
+    return not mark.settled if mark is not None else volume.durable.has(entry)
 
 
 def settle(volume: Volume, entry: bytes, kept_note: Entry | None) -> None:

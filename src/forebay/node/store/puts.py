@@ -220,6 +220,9 @@ class Puts:
         if volume.state == "out":
             raise self._volumes.unusable(volume)
         step.entry = keys.index_key(bucket, key)
+        self._volumes.check_present(bucket, key)
+        if change.note is not None:
+            self._volumes.check_noted(volume, bucket, key)
         step.durable = change.note is not None and change.durable
         if not step.durable:
             try:

@@ -28,6 +28,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +82,14 @@ class Unit(NamedTuple):
     state: int  # core.record.State
 
 
+class Expected(NamedTuple):
+    """What a directory must be to be opened: this volume, which gets its mark back where that was lost. Nothing is made
+    there that was not. An empty id expects some volume."""
+
+    volume_id: str = ""
+    weight: float = 0.0
+
+
 class Mark(msgspec.Struct, omit_defaults=False):
     """`volume.json`. Unknown fields are ignored; a higher `format` is refused."""
 
@@ -114,8 +123,16 @@ def read_mark(path: str) -> Mark | None:
 class Volume:
     """An open volume, held by this process. `state` is ok, full or out."""
 
-    def __init__(self, path: str, tell: Callable[[StoreEvent], None], *, xattrs: bool = True) -> None:
-        """Take the lock and read the mark; `start` does the rest. `Exists`, `Invalid`, or OSError of the disk."""
+    def __init__(
+        self,
+        path: str,
+        tell: Callable[[StoreEvent], None],
+        *,
+        xattrs: bool = True,
+        expected: Expected | None = None,
+    ) -> None:
+        """Take the lock and read the mark; `start` does the rest. Without `expected` the volume is made where there is
+        none. `Exists`, `Invalid`, or OSError of the disk."""
         self.path = str(Path(path).absolute())
         self.tell = tell
         self.xattrs = xattrs
@@ -132,17 +149,27 @@ class Volume:
         self.opened = False
         self._free: tuple[float, int] = (float("-inf"), 0)
         self.free_pages = FreePages(lambda: self.index.pages())
-        os.makedirs(self.path, exist_ok=True)
+        if expected is None:
+            os.makedirs(self.path, exist_ok=True)
+        else:
+            self._refuse_other(expected)
         self._refuse_foreign()
         self._lock_fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._take_lock()
+            self._take_lock(expected)
             for name in ("tmp", "data", "index", "parts"):
                 os.makedirs(os.path.join(self.path, name), exist_ok=True)
             self.root_inode = os.stat(self.path).st_ino
         except BaseException:
             os.close(self._lock_fd)
             raise
+
+    def _refuse_other(self, expected: Expected) -> None:
+        mark = read_mark(self.path)
+        if mark is None and not os.path.exists(os.path.join(self.path, "data")):
+            raise FileNotFoundError(errno.ENOENT, "no volume is there any more", self.path)
+        if mark is not None and expected.volume_id not in ("", mark.id):
+            raise FileNotFoundError(errno.ENOENT, f"volume {mark.id} is there instead", self.path)
 
     def _refuse_foreign(self) -> None:
         foreign = sorted(set(os.listdir(self.path)) - OWN_NAMES)
@@ -151,7 +178,7 @@ class Volume:
                 f"{self.path} holds other files ({', '.join(foreign[:3])}): a volume needs an empty directory"
             )
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, expected: Expected | None) -> None:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,9 +193,9 @@ class Volume:
         self.fresh = mark is None and not os.path.exists(os.path.join(self.path, "data"))
         self.mark = mark or Mark(
             format=FORMAT,
-            id="v" + chance.token_hex(8),
+            id=(expected.volume_id if expected is not None else "") or "v" + chance.token_hex(8),
             created_s=clock.wall_s(),
-            weight=max(1.0, round(total_bytes / limits.GIB, 1)),
+            weight=(expected.weight if expected is not None else 0) or max(1.0, round(total_bytes / limits.GIB, 1)),
         )
 
     # --- names ---
@@ -290,15 +317,20 @@ class Volume:
         finally:
             os.close(fd)
 
-    def age_records(self) -> None:
-        """After a missed session: nothing here counts as confirmed."""
-        for entry, value in self.index.walk("records"):
+    def age_records(self, bucket: str = "") -> None:
+        """Nothing here, or of this bucket, counts as confirmed."""
+        prefix = f"{bucket}\0".encode() if bucket else b""
+        for entry, value in takewhile(lambda item: item[0].startswith(prefix), self.index.walk("records", prefix)):
             self.index.put(
                 "records", entry, encode_record(msgspec.structs.replace(decode_record(value), checked_s=0.0))
             )
             if self.index.pending >= 1000:
                 self.index.flush()
         self.index.flush()
+
+    def missed_session(self) -> None:
+        """Others went on without this volume: what it has may be replaced since."""
+        self.age_records()
         self.tell(StoreEvent("volume-missed-session", self.id, "its objects are asked about before they are served"))
 
     def close(self, *, clean: bool) -> None:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.errors import Corrupt, Invalid, Unavailable, VolumeMissing
 from forebay.core.placement import Members
+from forebay.core.volumes import KnownVolume, Owners
 from forebay.core.wire import VolumeAt
-from forebay.node.store import owned, rebuild
+from forebay.node.store import keys, owned, rebuild
+from forebay.node.store.notes import Owed
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
-from forebay.node.store.volume import StoreEvent, Volume
+from forebay.node.store.volume import Expected, StoreEvent, Volume
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
@@ -44,10 +46,14 @@ class VolumeSet:
         self._next_id = self._ids_below = 0
         self._members = Members([])
         self._by_id: dict[str, Volume] = {}
+        self._known: Sequence[KnownVolume] = ()
+        self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
+        self.owners = Owners()
+        self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
 
-    def _add(self, path: str, xattrs: bool) -> None:
+    def _add(self, path: str, xattrs: bool, expected: Expected | None) -> None:
         try:
-            volume = Volume(path, self.tell, xattrs=xattrs)
+            volume = Volume(path, self.tell, xattrs=xattrs, expected=expected)
         except OSError as error:
             self.tell(StoreEvent("volume-out", "", f"{path}: {error}; left out: mend it and restart the node"))
             return
@@ -68,6 +74,56 @@ class VolumeSet:
         usable = [volume for volume in self._all if volume.state != "out"]
         self._by_id = {volume.id: volume for volume in usable}
         self._members = Members({volume.id: volume.mark.weight for volume in usable})
+        self.owners = Owners(self._known, self._by_id)
+
+    # --- what volumes that are not here may own ---
+
+    def know(self, known: Sequence[KnownVolume], noted: Callable[[str, str, bool], bool]) -> None:
+        """These are the node's volumes, whether here or not. `noted(volume_id, bucket, astray)`: whether the node
+        remembers that a volume may own something of a bucket; without it nothing is owned there."""
+        self._known, self._noted = known, noted
+        self.owners = Owners(known, self._by_id)
+
+    def check_present(self, bucket: str, key: str) -> None:
+        """`VolumeMissing` if what only this node has of the key may lie where it cannot be read."""
+        if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
+            raise missing(absent, f"{bucket}/{key}")
+        if self.astray:
+            self._check_astray(bucket, key)
+
+    def check_bucket(self, bucket: str) -> None:
+        """`VolumeMissing` if that may be so of any key of the bucket."""
+        for absent in self.owners.of_bucket(bucket):
+            raise missing(absent, f"bucket {bucket}")
+        for volume_id, buckets in self.astray.items():
+            if bucket in buckets and volume_id in self._by_id:
+                raise _stuck(self._by_id[volume_id], f"bucket {bucket}")
+
+    def check_noted(self, volume: Volume, bucket: str, key: str) -> None:
+        """`Unavailable` if the node would not remember that this volume owns something of the bucket."""
+        if not self._noted(volume.id, bucket, self.owners.strays(bucket, key, volume.id)):
+            raise Unavailable(f"the volumes changed while {bucket}/{key} was written: write it again")
+
+    def _check_astray(self, bucket: str, key: str) -> None:
+        entry, home = keys.index_key(bucket, key), self.volume_of(bucket, key)
+        for volume_id, buckets in self.astray.items():
+            volume = self._by_id.get(volume_id)
+            if bucket in buckets and volume is not None and volume_id != home and owned.owes(volume, entry):
+                raise _stuck(volume, f"{bucket}/{key}")
+
+    def doubt_buckets(self, buckets: Iterable[str]) -> None:
+        """What is here of these may be older than what an absent volume has: no reader is given it unasked."""
+        for bucket in sorted(set(buckets)):
+            for volume in self._by_id.values():
+                volume.age_records(bucket)
+
+    def owing_buckets(self, volume: Volume) -> tuple[str, ...]:
+        """Every bucket of which this volume owns or owes something, lost or not, in committed state."""
+        return owned.buckets_of(volume)
+
+    def owes_in(self, volume: Volume, bucket: str) -> bool:
+        """As `owing_buckets`, of one."""
+        return next(owned.entries_in(volume, bucket), None) is not None
 
     def _write_epoch(self, epoch: int) -> None:
         ids = sorted(self._by_id)
@@ -165,6 +221,19 @@ class VolumeSet:
         """The id of the volume that a key belongs to; "" when every volume is out."""
         return self._members.first(bucket, key) if self._by_id else ""
 
+    def owed(self) -> Iterator[Owed]:
+        """Every note that is to be flushed, in committed state; for the start."""
+        for volume in list(self._by_id.values()):
+            yield from owned.owed_by(volume)
+
+    def owed_in(self, bucket: str) -> int:
+        """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""
+        return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
+
+    def parts_dir(self, bucket: str, key: str) -> str:
+        """A directory on the key's volume whose content the store leaves alone. `Unavailable` when all are out."""
+        return f"{self.home(bucket, key).path}/parts"
+
     # --- how full ---
 
     def usage(self) -> list[VolumeUsage]:
@@ -213,6 +282,22 @@ class VolumeSet:
         for volume in self._by_id.values():
             volume.mark.ids_below = self._ids_below
         self._write_marks()
+
+
+def missing(absent: KnownVolume, subject: str) -> VolumeMissing:
+    """What is answered for what an absent volume may own."""
+    return VolumeMissing(
+        f"{subject}: the only copy may be on volume {absent.volume_id} at {absent.path or 'an unknown path'}, which is "
+        "not in use: bring it back (is its disk mounted?) and restart the node, or give it up with `forebay volume "
+        f"give-up {absent.volume_id}`; `forebay volume ls` says more"
+    )
+
+
+def _stuck(volume: Volume, subject: str) -> VolumeMissing:
+    return VolumeMissing(
+        f"{subject}: the only copy is on volume {volume.id} at {volume.path} and could not be moved to the volume it "
+        "belongs to: make room there (`forebay status`), then restart the node"
+    )
 
 
 def no_room(volume: Volume, detail: str, remedy: str = "flush or delete objects, or add a volume") -> Unavailable:

@@ -21,7 +21,7 @@ import errno
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,7 @@ from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed, digest_of
 from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import StoreEvent, Unit, Volume
+from forebay.node.store.volume import Expected, StoreEvent, Unit, Volume
 from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
 
@@ -81,6 +81,9 @@ class Store(VolumeSet):
         on_event: Callable[[StoreEvent], None] | None = None,
         xattrs: bool = True,
         block_bytes: int = limits.BLOCK_BYTES,
+        expected: Mapping[str, Expected] | None = None,
+        may_be_empty: bool = False,
+        astray: bool = False,
     ) -> Store:
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
@@ -88,29 +91,31 @@ class Store(VolumeSet):
         A volume that cannot be used (I/O errors) is left out and told to `on_event`; `Unavailable` if none is left.
         `capacity_bytes` bounds all volumes together; without it, what the filesystems have. `xattrs=False` keeps file
         headers in sidecar files, as on a filesystem without xattrs. `block_bytes` is for objects to come; each
-        record says its own.
+        record says its own. At a path in `expected` no volume is made, and no other one opened. With `may_be_empty`
+        a store without any volume is fine. `astray`: what is owed may lie on other volumes than it belongs to, though
+        the volumes are the same as last time.
         """
         store = cls(capacity_bytes, on_event, block_bytes)
         try:
             for path in dirs:
-                store._add(os.fspath(path), xattrs)
-            if not store._all:
+                store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)))
+            if not store._all and not may_be_empty:
                 raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
-            store._agree()
+            store._agree(astray)
         except BaseException:
             for volume in store._all:
                 volume.close(clean=False)
             raise
         return store
 
-    def _agree(self) -> None:
+    def _agree(self, astray: bool) -> None:
         """Find out who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
-        epoch = max(volume.mark.epoch for volume in self._all)
+        epoch = max((volume.mark.epoch for volume in self._all), default=0)
         ids = sorted(volume.id for volume in self._all)
         changed = any(volume.mark.members != ids or volume.mark.epoch != epoch for volume in self._all)
         for volume in self._all:
             if volume.mark.epoch < epoch and volume.mark.epoch > 0:
-                volume.age_records()
+                volume.missed_session()
         self._place()
         start = max(1, int((clock.wall_s() - IDS_SINCE_S) * 1e3))
         for volume in self._all:
@@ -120,9 +125,10 @@ class Store(VolumeSet):
         self._reserve_ids()
         if changed:
             self._tell_absent(ids)
-            if len(self._all) > 1 or epoch > 0:
-                moving.move_owned(self, self._puts, self._all)
-                self._drop_misplaced()
+        if (changed or astray) and (len(self._all) > 1 or epoch > 0):
+            self.astray = moving.move_owned(self, self._puts, self._all)
+            self._drop_misplaced()
+        if changed:
             self._write_epoch(epoch + 1)
 
     def _drop_misplaced(self) -> None:
@@ -455,15 +461,6 @@ class Store(VolumeSet):
         call it every few seconds."""
         self._puts.settle()
 
-    def owed(self) -> Iterator[Owed]:
-        """Every note that is to be flushed, in committed state; for the start."""
-        for volume in list(self._by_id.values()):
-            yield from owned.owed_by(volume)
-
-    def owed_in(self, bucket: str) -> int:
-        """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""
-        return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
-
     def digest(self, bucket: str, key: str, record: Record) -> str:
         """What tells the object's body from another (`notes.digest_of`); "" unless all of it is here, undoubted."""
         if record.inline is not None:
@@ -482,13 +479,10 @@ class Store(VolumeSet):
                 return volume.data_path(record.object_id)
         raise NotFound("the object was replaced or dropped meanwhile: look it up again")
 
-    def parts_dir(self, bucket: str, key: str) -> str:
-        """A directory on the key's volume whose content the store leaves alone. `Unavailable` when all are out."""
-        return f"{self.home(bucket, key).path}/parts"
-
     def free_to_write(self, bucket: str, key: str, size_bytes: int) -> None:
         """`Unavailable` (code `InsufficientStorage`) when that much has no room even if all that can be were evicted;
         without the code when the volume is out."""
+        self.check_present(bucket, key)
         volume = self.home(bucket, key)
         if remedy := self.room(volume, fresh=True).refuses_file(size_bytes):
             raise no_room(volume, f"{size_bytes} bytes do not fit", remedy)
