@@ -152,6 +152,12 @@ class Flight:
             or any(r.start < high and r.took < high and r.end > low for r in self.readers.values())
         )
 
+    def is_waited_for(self, number: int) -> bool:
+        """Whether a reader has taken all that it was told of, and its next byte is in this run."""
+        run = self.runs[number]
+        low, high = run.first * self.block_bytes, run.end * self.block_bytes
+        return any(not r.finished and r.took >= r.told and low <= r.told < high for r in self.readers.values())
+
     def check(self) -> None:
         """Assert the invariants in the module's header."""
         for block in range(self.blocks) if self.blocks <= 4096 else ():

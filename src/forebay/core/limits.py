@@ -72,6 +72,7 @@ FRONT_FILES_OPEN_MAX = 512  # data files a front keeps open between requests
 PASS_BYTES_MAX = 256 * MIB  # memory for bytes in flight that no disk takes (pass-through), over all reads
 READ_WINDOW_BYTES = 64 * MIB  # how far fetching may run ahead of one reader: 0.3 s at 200 MB/s, hides 20 ms latency
 FETCHES_MAX = 64  # backend requests at once per bucket; S3 clients of the vendor default to 10-50
+FETCHES_AHEAD_MAX = 48  # of those, for bytes that nobody waits for yet: who waits finds a free one at once
 FETCHES_PER_READ_MAX = 8  # parallel ranges for one reader: binds when a connection is slower than the link
 TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the engine
 
@@ -113,7 +114,7 @@ assert INLINE_BYTES_MAX < BLOCK_BYTES
 assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
-assert FETCHES_PER_READ_MAX <= FETCHES_MAX
+assert FETCHES_PER_READ_MAX <= FETCHES_AHEAD_MAX < FETCHES_MAX
 assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
 assert BATCH_BODY_BYTES_MAX < FRAME_BYTES_MAX
 assert DOOR_FILES_MAX < CLIENT_FILES_OPEN_MAX <= FRONT_FILES_OPEN_MAX

@@ -62,6 +62,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_engine_connects_total", "counter", "Times a front connected to its engine."),
         # engine
         Metric("forebay_flights", "gauge", "Cold fetches in progress."),
+        Metric("forebay_fetches_waiting", "gauge", "Requests of reads that wait for a permit.", ("bucket",)),
         Metric("forebay_backend_requests_total", "counter", "Requests to backends.", ("bucket", "verb")),
         Metric("forebay_backend_errors_total", "counter", "Backend requests that failed, by kind.", ("bucket", "kind")),
         Metric("forebay_backend_retries_total", "counter", "Backend requests made again after a failure.", ("bucket",)),

@@ -54,11 +54,13 @@ from forebay.core.errors import (
 from forebay.core.freshness import CLOCK_SLACK_S
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
+from forebay.core.shares import Need
 from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.confirming import Confirmations
 from forebay.node.flights import Flight
 from forebay.node.openings import NOWHERE, Answer, Opening, Passing
+from forebay.node.permits import Permits
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
 from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
@@ -116,7 +118,7 @@ class ColdReads:
         self._openings: dict[tuple[str, str], Opening] = {}
         self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
-        self._admissions: dict[str, asyncio.Semaphore] = {}
+        self.all_permits: dict[str, Permits] = {}
         self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -434,7 +436,7 @@ class ColdReads:
     async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
         """The request that finds out what the object is and brings its first bytes."""
         served, asked_s = opening.served, opening.asked_s
-        async with self.admission(served.bucket.name):
+        async with self.permits(served.bucket.name).claim(opening, Need.FIRST):
             try:
                 fetch = await served.backend.fetch(ask.key, _first_request(ask.range), version=ask.version)
             except Invalid as error:
@@ -495,9 +497,9 @@ class ColdReads:
             self.forget(*name)
 
     # --- flights -----------------------------------------------------------------------------------------------------
-    def admission(self, bucket: str) -> asyncio.Semaphore:
+    def permits(self, bucket: str) -> Permits:
         """Bounds the requests of one bucket: a backend that hangs must not hold up the others."""
-        return self._admissions.setdefault(bucket, asyncio.Semaphore(limits.FETCHES_MAX))
+        return self.all_permits.setdefault(bucket, Permits())
 
     def _landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
         """A data file for this version; None if no disk takes it now, or the bucket has moved."""

@@ -35,7 +35,9 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Corrupt, ErrorOnWire, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.ranges import Run, bitmap_full, iterate_present
 from forebay.core.record import Record, blocks_in
+from forebay.core.shares import Need
 from forebay.core.types import ObjectInfo, RangeSpec
+from forebay.node.permits import Claim, Permits
 from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
 from forebay.node.store import Store
 from forebay.ports.clock import Clock
@@ -68,8 +70,8 @@ class Surroundings(Protocol):
     clock: Clock
     workers: Executor
 
-    def admission(self, bucket: str) -> asyncio.Semaphore:
-        """Held while a request of the bucket is under way."""
+    def permits(self, bucket: str) -> Permits:
+        """One is held while a request of the bucket is under way."""
         ...
 
     def block_kept(self, flight: Flight, block: int) -> None:
@@ -124,6 +126,7 @@ class Flight:
         self._readers: dict[int, Reader] = {}
         self._next_reader = 1
         self._tasks: dict[int, asyncio.Task[events.Event]] = {}
+        self._claims: dict[int, Claim] = {}  # of runs that wait for a permit
         self._checks: set[asyncio.Task[None]] = set()  # and the closing of bodies that nobody began to read
         self._ends: dict[int, int] = {}  # run -> block to stop before
         self._events: deque[events.Event] = deque()
@@ -206,6 +209,9 @@ class Flight:
                 event = self._events.popleft()
                 for effect in self.machine.step(self._around.clock.monotonic_s(), event):
                     self._perform(effect)
+            for run, claim in self._claims.items():
+                if self.machine.is_waited_for(run):
+                    claim.hasten()
         except Exception as error:
             log.exception("the flight of %s/%s broke at %r", self.bucket, self.info.key, event)
             self.shut(Bug(f"reading {self.bucket}/{self.info.key} broke: {error!r}"))
@@ -301,7 +307,7 @@ class Flight:
     async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> events.Event:
         """Do the run; what to tell the machine at its end."""
         try:
-            async with self._around.admission(self.bucket) if fetch is None else _nothing():
+            async with self._permit(run) if fetch is None else _nothing():
                 if fetch is None:
                     fetch = await self._open(first, end)
                 try:
@@ -319,6 +325,19 @@ class Flight:
             log.exception("run %d of %s/%s broke", run, self.bucket, self.info.key)
             return events.Failed(run, Bug(f"reading from the backend broke: {error!r}").to_wire())
         return events.Ended(run)
+
+    @asynccontextmanager
+    async def _permit(self, run: int) -> AsyncIterator[None]:
+        """The bucket's permit for a request; `_step` hastens it when somebody comes to wait for these bytes."""
+        need = Need.NEXT if self.machine.is_waited_for(run) else Need.AHEAD
+        claim = self._around.permits(self.bucket).claim(self, need)
+        self._claims[run] = claim
+        try:
+            async with claim:
+                del self._claims[run]
+                yield
+        finally:
+            self._claims.pop(run, None)
 
     def _over(self, run: int, adopted: Fetch | None, done: asyncio.Task[events.Event]) -> None:
         """The run's task has ended, perhaps cancelled before it began."""

@@ -344,6 +344,8 @@ class Verbs:
         counted = engine.tally.snapshot(engine.buckets.counters.items())
         values = dict(counted.values)
         values["forebay_flights"] = len(engine.cold.all_flights)
+        for bucket, permits in engine.cold.all_permits.items():
+            values[series("forebay_fetches_waiting", bucket=bucket)] = permits.waiting
         values["forebay_pass_bytes"] = engine.cold.budget.used_bytes
         values["forebay_jobs_running"] = engine.jobs.running
         values["forebay_prestaging"] = engine.prestaging.waiting
