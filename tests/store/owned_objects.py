@@ -98,11 +98,16 @@ def owed(store: Store) -> dict[str, Note]:
 def machine_stop(bench: Bench, *, reopen: bool = True) -> None:
     """The visible index is gone; what was synced, and here also the rest of the files, is there."""
     bench.close(clean=False)
+    unclean(bench)
+    if reopen:
+        bench.open()
+
+
+def unclean(bench: Bench) -> None:
+    """Let the marks say that another kernel ran."""
     for directory in bench.dirs:
         mark = directory / "volume.json"
         mark.write_text(mark.read_text().replace('"boot_id": "', '"boot_id": "x'))
-    if reopen:
-        bench.open()
 
 
 def read(bench: Bench, key: str, bucket: str = BUCKET) -> bytes | None:

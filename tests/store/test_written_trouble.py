@@ -13,6 +13,7 @@ from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
+from tests.store.test_written_model import kill
 
 from forebay.core.errors import Corrupt, Unavailable, VolumeMissing
 from forebay.core.record import Record, State
@@ -414,3 +415,24 @@ def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeyp
     for key in stuck:
         assert owning.read(bench, key) is not None
     bench.close()
+
+
+@pytest.mark.parametrize("blocks", [[1], [0, 1, 2, 3]])
+def test_what_was_evicted_right_after_its_flush_is_not_owed_after_a_machine_stop(
+    bench: Bench, writer: Writer, blocks: list[int]
+) -> None:
+    """The note of a flush that ended is forgotten before bytes go: it would name a file with holes, or none."""
+    store = bench.store
+    record = writer.write("k", 200 * KIB)
+    assert store.mark_clean(BUCKET, "k", record.object_id, version="b1", checked_s=9.0)
+    store.flush()
+    store.drop_units([(record.object_id, block) for block in blocks])
+    store.flush()
+    store.reclaim()
+    kill(bench)
+    owning.unclean(bench)
+    bench.open()
+    assert "object-lost" not in bench.kinds()
+    assert owning.owed(bench.store) == {}
+    found = bench.store.lookup(BUCKET, "k")
+    assert found is None or not found.complete, "a hole is no block"

@@ -12,7 +12,7 @@ Rejected: punching at once and waiting for readers (a slow client would hold up 
 blocks (takes room when there is none).
 
 Invariants. (1) Nothing is unlinked or punched before the commit it waits for. (2) A block that is being written or
-listed again is not punched.
+listed again is not punched. (3) No bytes go while the durable index still says that they are owed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from forebay.core import commit
+from forebay.core.errors import Corrupt
 from forebay.core.record import Record
 from forebay.node.store import files
 from forebay.node.store.volume import StoreEvent, Volume
@@ -132,8 +133,14 @@ class Reclaimer:
         """Unlink and punch up to so many files (None: all); what is refused stays for the next call."""
         freed_bytes = 0
         deferred = []
+        with self.lock:
+            hollowed = [volume for volume, _ in self._holes.values()]
+        refused = {each.id for each in {*hollowed, *(volume for volume, _ in self._doomed)} if not _forgets(each)}
         for _ in range(len(self._doomed) if steps_max is None else min(steps_max, len(self._doomed))):
             volume, path = self._doomed.popleft()
+            if volume.id in refused:
+                self._doomed.append((volume, path))
+                continue
             with self.lock:
                 self._holes.pop(path, None)
             try:
@@ -142,7 +149,7 @@ class Reclaimer:
                 volume.trouble(error, "removing a data file")
         for path in list(self._holes)[:steps_max]:
             with self.lock:
-                if path in self._holes:
+                if path in self._holes and self._holes[path][0].id not in refused:
                     volume, holes = self._holes[path]
                     if not self._punch(volume, path, holes):
                         deferred.append(holes.object_id)
@@ -162,3 +169,16 @@ class Reclaimer:
             )
             holes.blocks.clear()
             return True
+
+
+def _forgets(volume: Volume) -> bool:
+    """Have the durable index forget what was settled, before any of its bytes go: after a machine stop it would name a
+    file with holes, or none, and call the object lost. Whether it has."""
+    if not volume.durable.unsettled or volume.state == "out":
+        return True
+    try:
+        volume.durable.commit({})
+    except (OSError, Corrupt) as error:
+        volume.trouble(error, "committing to the durable index")
+        return False
+    return True
