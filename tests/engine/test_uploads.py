@@ -83,9 +83,10 @@ class Writing:
     async def drop(self, bucket: str, key: str) -> None:
         self.place.objects.pop(key, None)
 
-    async def _put_there(self, backend: Any, key: str, body: Body, **more: Any) -> ObjectInfo:
+    async def _put_there(self, served: Any, key: str, body: Body, **more: Any) -> ObjectInfo:
         self.whole_puts += 1
-        return await backend.put(key, body, **more)
+        put: ObjectInfo = await served.backend.put(key, body, **more)
+        return put
 
     async def put_file(
         self, served: Any, key: str, path: str, size_bytes: int, sums: list[int], headers: Any, **more: Any
@@ -121,6 +122,7 @@ class Place:
         self.full = False
         self.strict = True
         self.temps = 0
+        self.left: list[str] = []  # keys of uploads whose ids nobody heard
         self.boot_id = "boot-1"
         for name in ("data", "tmp", "parts"):
             (dir / name).mkdir()
@@ -160,6 +162,9 @@ class Place:
         if bucket != "b":
             raise NotFound("no bucket", code="NoSuchBucket")
         return self.served
+
+    async def leave_uploads(self, served: Any, key: str, known: Any) -> None:
+        self.left.append(key)
 
     def volumes(self) -> list[VolumeAt]:
         return [VolumeAt("v1", str(self.dir))]
@@ -641,7 +646,7 @@ def test_a_bucket_takes_no_more_uploads_than_it_may(play: Any) -> None:
     play(story, write="local")
 
 
-def test_an_upload_begun_there_but_not_heard_of_is_aborted(play: Any) -> None:
+def test_an_upload_begun_there_but_not_heard_of_is_told_and_left(play: Any) -> None:
     async def story(place: Place) -> None:
         begin = place.backend.begin_upload
 
@@ -652,7 +657,9 @@ def test_an_upload_begun_there_but_not_heard_of_is_aborted(play: Any) -> None:
         place.backend.begin_upload = lost
         with pytest.raises(Unavailable):
             await place.create()
-        assert await place.backend.list_uploads("") == []
+        [left] = await place.backend.list_uploads("")
+        assert place.left == ["k"]
+        await place.backend.abort_upload("k", left.upload_id)  # by hand
         assert (await place.meta.range("upload/"))[0] == []
 
     play(story, write="through")

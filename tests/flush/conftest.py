@@ -214,6 +214,7 @@ class Node:
         self.seq = 0
         self.locks: dict[str, asyncio.Lock] = {}
         self.cleaned: list[str] = []
+        self.left: list[str] = []  # keys of uploads whose ids nobody heard
         self.capacity_bytes = 1 << 40
         self.workers = ThreadPoolExecutor(2)
         self.boot()
@@ -245,6 +246,9 @@ class Node:
         if name != "b":
             raise NotFound("there is no such bucket", code="NoSuchBucket")
         return Served(self.bucket, self.remote)
+
+    async def leave_uploads(self, served: Any, key: str) -> None:
+        self.left.append(key)
 
     @asynccontextmanager
     async def lock(self, bucket: str, key: str) -> AsyncIterator[None]:

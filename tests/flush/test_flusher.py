@@ -311,15 +311,17 @@ def test_an_upload_goes_on_after_a_kill_with_the_parts_that_are_missing(story):
     story(tell)
 
 
-def test_an_upload_begun_right_before_a_kill_does_not_stay(story):
+def test_an_upload_begun_right_before_a_kill_is_told_and_left_since_it_may_be_anothers(story):
     async def tell(node: Node) -> None:
         node.remote.lose.add("begin")  # it is there, and its id never came
         await node.write("big", large(2))
         await until(lambda: node.flusher.totals("b").error)
         assert len(await node.remote.list_uploads("")) == 1
+        stranger = await node.remote.begin_upload("big")
         await node.crash()
         await node.settle()
-        assert await node.remote.list_uploads("") == []
+        assert stranger in [seen.upload_id for seen in await node.remote.list_uploads("")]
+        assert node.left == ["big"]
         assert node.remote.data("big") == large(2)
 
     story(tell)

@@ -47,7 +47,7 @@ class Lossy:
                 threading.Thread(target=self._serve, args=[client], daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError), client, socket.create_connection(self._server) as server:
+        with suppress(OSError, ValueError), client, socket.create_connection(self._server) as server:
             asking, answering = client.makefile("rb"), server.makefile("rb")
             with asking, answering:
                 while head := _head(asking):
@@ -55,7 +55,8 @@ class Lossy:
                     self.seen.append(line)
                     server.sendall(head)
                     _relay(asking, server.sendall, _length(head))
-                    told = _head(answering)
+                    if not (told := _head(answering)):
+                        return
                     if self.lose(line):
                         self.before()
                         return

@@ -3,7 +3,9 @@ and none that is somebody else's is claimed."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -43,6 +45,14 @@ class Scene:
 
     def put(self, key: str, data: bytes, headers: dict[str, str]) -> int:
         return self.node.ask("PUT", f"/through/{key}", headers, data)[0]
+
+    def uploads(self, bucket: str = "through") -> list[str]:
+        """Keys of uploads that are open at the backend."""
+        with urllib.request.urlopen(f"{self._direct}/{bucket}?uploads") as answer:
+            return [each.decode() for each in re.findall(b"<Key>(.*?)</Key>", answer.read())]
+
+    def kill_engine(self) -> None:
+        os.kill(self.node.children()["engine"], signal.SIGKILL)
 
     def upload(self, key: str, data: bytes, headers: dict[str, str]) -> Callable[[], int]:
         """A client's own multipart upload: what completes it."""
@@ -99,15 +109,14 @@ def test_a_create_whose_answer_was_lost_happened(scene: Scene, size_bytes: int) 
     assert scene.put(key, b"second", ABSENT) == 412, "and that is the truth"
 
 
-@pytest.mark.parametrize("size_bytes", [3_000, BIG])
-def test_a_change_whose_answer_was_lost_happened(scene: Scene, size_bytes: int) -> None:
-    key, data = f"change-{size_bytes}", pattern(size_bytes, size_bytes)
-    scene.place(key, b"before")
-    scene.relay.lose_once(*(("POST", f"/{key}?", "uploadId=") if size_bytes == BIG else ("PUT", f"/{key} ")))
-    assert scene.put(key, data, {"If-Match": scene.etag(key)}) == 200
+def test_a_change_whose_answer_was_lost_happened(scene: Scene) -> None:
+    data = pattern(3_000, 2)
+    scene.place("change", b"before")
+    scene.relay.lose_once("PUT", "/change ")
+    assert scene.put("change", data, {"If-Match": scene.etag("change")}) == 200
     assert scene.relay.lost
-    assert scene.there(key) == data
-    assert scene.node.get("through", key) == data
+    assert scene.there("change") == data
+    assert scene.node.get("through", "change") == data
 
 
 @pytest.mark.parametrize("headers", [ABSENT, {}])
@@ -161,3 +170,36 @@ def test_a_flush_whose_answer_was_lost_is_no_conflict(scene: Scene, size_bytes: 
     until(lambda: scene.node.metric("forebay_dirty_objects") == 0)
     assert scene.there(key, "back") == b"newer"
     assert scene.node.metric("forebay_flush_conflicts_total") == 0
+
+
+# --- uploads whose ids nobody heard ----------------------------------------------------------------------------------
+def test_a_node_that_is_killed_while_it_sends_an_upload_aborts_it_at_its_next_start(scene: Scene) -> None:
+    """It knows its id: that was noted before the first part."""
+    scene.relay.lose_once("PUT", "/midway?", "partNumber=")
+    scene.relay.before = scene.kill_engine
+    scene.put("midway", pattern(BIG, 3), {})  # which the next engine may bring to a good end
+    assert scene.relay.lost
+    until(lambda: "midway" not in scene.uploads())
+
+
+def test_an_upload_whose_id_was_lost_with_the_node_is_told_and_left(scene: Scene) -> None:
+    """As another writer's must be, that has no parts yet either."""
+    left = scene.node.metric("forebay_uploads_left_total")
+    request = urllib.request.Request(f"{scene._direct}/through/begun?uploads", b"", method="POST")
+    with urllib.request.urlopen(request):
+        pass  # a stranger's
+    scene.relay.lose_once("POST", "/begun?uploads")
+    scene.relay.before = scene.kill_engine
+    scene.put("begun", pattern(BIG, 4), {})
+    assert scene.relay.lost
+    until(lambda: "an upload of through/begun may be ours" in scene.node.log)
+    until(lambda: scene.node.metric("forebay_uploads_left_total") >= left + 1)
+    until(lambda: scene.uploads().count("begun") == 2)
+
+
+def test_an_upload_that_is_begun_again_since_the_answer_was_lost_is_counted(scene: Scene) -> None:
+    left = scene.node.metric("forebay_uploads_left_total")
+    scene.relay.lose_once("POST", "/twice?uploads")
+    assert scene.put("twice", pattern(BIG, 8), {}) == 200
+    assert scene.uploads().count("twice") == 1
+    until(lambda: scene.node.metric("forebay_uploads_left_total") == left + 1)

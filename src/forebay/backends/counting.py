@@ -32,7 +32,7 @@ class BackendCounters:
     abort_upload, list_parts, list_uploads) and `errors` by kind count single attempts; `retries` those made again.
     `written_bytes` are those of puts and parts that the backend took. `first_byte_counts[i]` counts fetches whose first
     byte came within `FIRST_BYTE_BUCKETS_S[i]` but not within the bound before; the last item those that came later than
-    all.
+    all. `uploads_left` may be at the backend without anybody knowing their ids.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -42,6 +42,7 @@ class BackendCounters:
     first_byte_counts: list[int] = field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
     first_byte_sum_s: float = 0.0
     written_bytes: int = 0
+    uploads_left: int = 0
 
     def saw_first_byte(self, seconds: float) -> None:
         """A fetch's first body byte came `seconds` after it was asked for."""

@@ -20,6 +20,7 @@ cancelled. (4) A write that is refused by another error than `Unheard` or a bare
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from forebay.core.types import Headers, ListPage, ObjectInfo, RangeSpec
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
+log = logging.getLogger("forebay.backends")
 ResultT = TypeVar("ResultT")
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -172,7 +174,12 @@ class Retrying:
         await self._again(lambda: self.inner.write_tags(key, tags))
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
-        return await self._again(lambda: self.inner.begin_upload(key, headers=headers, tags=tags))
+        attempts = _Attempts()
+        upload_id = await self._again(lambda: self.inner.begin_upload(key, headers=headers, tags=tags), attempts)
+        if attempts.lost:
+            self._counters.uploads_left += 1
+            log.warning("an upload of %s may stay at the backend: its id was in an answer that was lost", key)
+        return upload_id
 
     async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
         sending = _Sending(self, body)

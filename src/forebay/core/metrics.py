@@ -99,6 +99,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_flush_sent_bytes_total", "counter", "Bytes that flushes sent to backends.", ("bucket",)),
         Metric("forebay_flush_failures_total", "counter", "Flushes that failed, by kind.", ("bucket", "kind")),
         Metric("forebay_flush_conflicts_total", "counter", "Conflicts, by how they ended.", ("bucket", "policy")),
+        Metric("forebay_uploads_left_total", "counter", "Uploads that may stay at backends, ids unknown.", ("bucket",)),
         Metric("forebay_write_waits_total", "counter", "Writes that waited for dirty bytes to go.", ("bucket",)),
         Metric("forebay_write_refusals_total", "counter", "Writes refused because they did not go.", ("bucket",)),
         Metric("forebay_process_resident_bytes", "gauge", "Resident memory.", ("process",)),

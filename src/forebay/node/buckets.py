@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -202,6 +202,20 @@ class Buckets:
 
     def _open_backend(self, bucket: Bucket) -> Backend:
         return self._opener(bucket, self.counters.setdefault(bucket.name, BackendCounters()))
+
+    async def leave_uploads(self, served: Served, key: str, known: Collection[str] = ()) -> None:
+        """An upload of `key` was to be begun, and its id was never heard. What the backend has may be another's, so
+        none is aborted: those that may be ours, and are none of those `known`, are told and counted."""
+        try:
+            found = await served.backend.list_uploads(key)
+            there = [seen.upload_id for seen in found if seen.key == key and seen.upload_id not in known]
+            there = [each for each in there if not await served.backend.list_parts(key, each)]  # ours died before
+        except ForebayError as error:
+            there = [f"unknown, since {error}"]
+        name = served.bucket.name
+        self.counters.setdefault(name, BackendCounters()).uploads_left += len(there)
+        for upload_id in there:
+            log.warning("an upload of %s/%s may be ours and stays at the backend: id %s", name, key, upload_id)
 
     def known(self, name: str) -> Served | None:
         """The bucket if it can be had without asking anybody."""

@@ -39,6 +39,7 @@ from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node import child
 from forebay.node.appending import Appends
+from forebay.node.begun import Begun
 from forebay.node.buckets import PREFIX as BUCKETS
 from forebay.node.buckets import Buckets, OpenBackend, decode_bucket
 from forebay.node.cold import ColdReads
@@ -60,6 +61,7 @@ from forebay.node.store.volume import Expected
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
 from forebay.node.tally import Tally
+from forebay.node.through import Through
 from forebay.node.uploads import UploadBook
 from forebay.node.verbs import Verbs
 from forebay.node.vitals import raise_file_limit
@@ -138,13 +140,14 @@ class Engine:
             self.room.set_quotas(self.buckets.all())
             self.flusher.start()
             await self.uploads.load()
+            await self.begun.load()
             await self._listen()
         except BaseException:
             await self.stop(clean=False)
             raise
         self.fronts.beat()
         await self.jobs.resume()
-        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.hinting.tend)
+        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend)
         self._background = [asyncio.create_task(each()) for each in work]
 
     async def _remember_volumes(self) -> None:
@@ -227,6 +230,7 @@ class Engine:
             capacity_bytes=self._capacity_bytes,
             cleaned=lambda bucket, key, record: self.room.settled(record),
         )
+        self.begun = Begun(self._meta, self.buckets, self._chance)
         self.writes = Writes(
             self.store,
             self.buckets,
@@ -235,6 +239,7 @@ class Engine:
             self.flusher,
             self.clock,
             self._workers,
+            through=Through(self.begun),
             flush=self.flush,
             known=self.known,
         )

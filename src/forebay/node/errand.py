@@ -18,8 +18,8 @@ errand may not be cancelled then (`is_cancellable`): a put that arrives after it
 Rejected: marking objects with metadata of ours (users would see it); trusting the time of modification.
 
 Invariants. (1) Nothing is sent without a condition, unless the backend knows none or names no versions; then it is
-asked first. (2) No part is sent to an upload whose id is not noted durably. (3) Before a body or a delete may leave,
-the keeper of the note knows, and it is still what the key owes.
+asked first. (2) No part is sent to an upload whose id is not noted durably, and none is aborted whose id was not
+heard. (3) Before a body or a delete may leave, the keeper of the note knows, and it is still what the key owes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Whose(Enum):
 
 class Place(NamedTuple):
     """Where errands of one bucket go, and what they share. `sends` bounds bodies under way; `linger` closes a file
-    later, when no thread can be sending from it any more."""
+    later, when no thread can be sending from it any more; `leave` tells of uploads of a key that may be ours."""
 
     bucket: Bucket
     backend: Backend
@@ -117,6 +117,7 @@ class Place(NamedTuple):
     node_id: str
     told: set[str]  # what the log has said about this backend
     linger: Callable[[int], None]
+    leave: Callable[[str], Coroutine[Any, Any, None]]
 
 
 def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
@@ -472,9 +473,7 @@ class Errand:
         if upload_id != BEGINNING:
             await self._backend.abort_upload(key, upload_id)
             return
-        for seen in await self._backend.list_uploads(key):  # ours died before its first part: others have parts
-            if seen.key == key and not await self._backend.list_parts(key, seen.upload_id):
-                await self._backend.abort_upload(key, seen.upload_id)
+        await self._place.leave(key)
 
     # --- deleting ----------------------------------------------------------------------------------------------------
     async def _delete(self) -> Delivered | Yielded:

@@ -455,6 +455,7 @@ class Flusher:
                 self._node_id,
                 of.told,
                 self._linger,
+                lambda key: self._buckets.leave_uploads(served, key),
             )
             errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key))
             try:

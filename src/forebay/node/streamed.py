@@ -95,7 +95,7 @@ class Streams:
         body = Body(call.size_bytes, path=call.path, ready=arriving.ready)
         arriving.task = asyncio.create_task(
             self._writes.through.put(
-                served.backend,
+                served,
                 call.key,
                 body,
                 headers=call.headers,

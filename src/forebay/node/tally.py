@@ -55,6 +55,7 @@ class Tally:
             values[series("forebay_backend_retries_total", bucket=bucket)] = counters.retries
             values[series("forebay_backend_read_bytes_total", bucket=bucket)] = counters.read_bytes
             values[series("forebay_backend_written_bytes_total", bucket=bucket)] = counters.written_bytes
+            values[series("forebay_uploads_left_total", bucket=bucket)] = counters.uploads_left
             first_byte_sum_s += counters.first_byte_sum_s
             for index, count in enumerate(counters.first_byte_counts):
                 first_bytes[_bucket_of(index)] += count

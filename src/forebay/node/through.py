@@ -10,20 +10,24 @@ connection. Nothing of an upload is visible before it is completed, and it is ab
 Rejected: trying again here (the backend's own layer does); leaving uploads to be found later (the vendor charges for
 parts that nobody sees).
 
-Invariant. After `put` raised, no upload of it is left at a backend that answers.
+Invariant. After `put` raised, no upload of it is left at a backend that answers; nor after a stop (`begun.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
+from forebay.backends.ours import says_no
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, NotFound, Unavailable
 from forebay.core.record import OWN_HEADERS
 from forebay.core.types import Headers, ObjectInfo
+from forebay.node.begun import Begun
+from forebay.node.buckets import Served
 
 log = logging.getLogger("forebay.writes")
 
@@ -38,12 +42,13 @@ async def _at_once() -> None:
 class Through:
     """See the module's header."""
 
-    def __init__(self) -> None:
-        self._aborting: set[asyncio.Task[None]] = set()
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def put(
         self,
-        backend: Backend,
+        served: Served,
         key: str,
         body: Body,
         *,
@@ -55,13 +60,14 @@ class Through:
         """Make `body` the object at the backend; what it is there. Errors as `Backend.put`. Cancelling it leaves
         nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them."""
         headers = tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
+        backend = served.backend
         if body.size_bytes >= limits.MULTIPART_BYTES_MIN and backend.part_bytes_min:
-            return await self._upload(backend, key, body, headers, expect, tags, leave)
+            return await self._upload(served, key, body, headers, expect, tags, leave)
         return await backend.put(key, _held_back(body, leave), headers=headers, expect=expect, tags=tags)
 
     async def _upload(
         self,
-        backend: Backend,
+        served: Served,
         key: str,
         body: Body,
         headers: Headers,
@@ -69,17 +75,23 @@ class Through:
         tags: str,
         leave: Leave,
     ) -> ObjectInfo:
-        upload_id = await backend.begin_upload(key, headers=headers, tags=tags)
+        backend, bucket = served.backend, served.bucket.name
+        noted, upload_id = await self._begun.begins(bucket, key), ""
+        beginning = asyncio.create_task(backend.begin_upload(key, headers=headers, tags=tags))
         try:
+            upload_id = await asyncio.shield(beginning)
+            await self._begun.began(noted, bucket, key, upload_id)
             parts = await self._send_parts(backend, key, upload_id, body)
             await leave()
-            return await backend.complete_upload(key, upload_id, parts, expect=expect)
+            info = await backend.complete_upload(key, upload_id, parts, expect=expect)
         except NotFound as error:
-            self._abort_later(backend, key, upload_id)
+            self._end_later(self._give_up(served, key, noted, beginning))
             raise Unavailable(f"the backend forgot the upload of {key}: write it again") from error
         except BaseException:
-            self._abort_later(backend, key, upload_id)
+            self._end_later(self._give_up(served, key, noted, beginning))
             raise
+        self._end_later(self._begun.ended(noted))
+        return info
 
     async def _send_parts(self, backend: Backend, key: str, upload_id: str, body: Body) -> list[tuple[int, str]]:
         part_bytes = part_size(body.size_bytes, backend.part_bytes_min)
@@ -100,14 +112,34 @@ class Through:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _abort_later(self, backend: Backend, key: str, upload_id: str) -> None:
-        task = asyncio.create_task(_abort(backend, key, upload_id))
-        self._aborting.add(task)
-        task.add_done_callback(self._aborting.discard)
+    async def _give_up(self, served: Served, key: str, noted: str, beginning: asyncio.Task[str]) -> None:
+        """Have the backend forget the upload, which may be about to be begun still."""
+        try:
+            upload_id = await beginning
+        except ForebayError as error:
+            if not says_no(error):
+                await self._begun.leave(served, key)
+        else:
+            try:
+                await served.backend.abort_upload(key, upload_id)
+            except ForebayError as error:
+                log.warning("the upload %s of %s stays at the backend until the next start: %s", upload_id, key, error)
+                return
+        await self._begun.ended(noted)
+
+    def _end_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("the note of an upload could not be removed: %s", error)
 
     async def aclose(self) -> None:
         """Wait for what is being cleaned up."""
-        await asyncio.gather(*self._aborting)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 def part_size(size_bytes: int, part_bytes_min: int) -> int:
@@ -138,10 +170,3 @@ def _held_back(body: Body, leave: Leave) -> Body:
             await leave()
 
     return body._replace(ready=ready)
-
-
-async def _abort(backend: Backend, key: str, upload_id: str) -> None:
-    try:
-        await backend.abort_upload(key, upload_id)
-    except ForebayError as error:
-        log.warning("the upload %s of %s stays at the backend: %s", upload_id, key, error)

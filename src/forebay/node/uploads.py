@@ -19,8 +19,8 @@ Rejected: parts as objects under hidden keys (listed, evicted and flushed by acc
 are replaced, left out, and come in any order).
 
 Invariants. (1) A file in `parts/` belongs to an upload of the metadata store, or is removed by the next sweep. (2) An
-upload is either open or done, never both: parts are taken from it only after its object is committed. (3) No upload of
-ours is left at a backend that answers.
+upload is either open or done, never both: parts are taken from it only after its object is committed. (3) No upload
+whose id we heard is left at a backend that answers, and none is aborted whose id we did not hear.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from forebay.backends import ours
-from forebay.backends.seam import Backend, Body
+from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core import uploads as rules
 from forebay.core.calls import (
@@ -422,7 +422,8 @@ class UploadBook:
             if kept.backend_id:
                 await served.backend.abort_upload(kept.key, kept.backend_id)
             elif kept.begin:
-                await self._abort_begun(served.backend, kept)
+                known = {upload.kept.backend_id for upload in self._open.values()}
+                await self._buckets.leave_uploads(served, kept.key, known)
         except (NotFound, NotSupported):
             pass
         except ForebayError as error:
@@ -431,19 +432,6 @@ class UploadBook:
             return
         self._aborting.pop(kept.upload_id, None)
         await self._meta.delete(kept.name)
-
-    async def _abort_begun(self, backend: Backend, kept: Kept) -> None:
-        """Abort what may have been begun at the backend without our hearing its id: an upload of this key, of that
-        time, that nobody has sent a part of and that is none of those we know."""
-        known = {upload.kept.backend_id for upload in self._open.values()}
-        for seen in await backend.list_uploads(kept.key):
-            if (
-                seen.key == kept.key
-                and seen.upload_id not in known
-                and seen.started_s >= kept.created_s - limits.CLOCK_SKEW_MAX_S
-                and not await backend.list_parts(kept.key, seen.upload_id)
-            ):
-                await backend.abort_upload(kept.key, seen.upload_id)
 
     # --- completing --------------------------------------------------------------------------------------------------
     async def _complete(self, call: UploadCompleteCall) -> UploadCompleted:
@@ -581,7 +569,7 @@ class UploadBook:
             raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
         body = Body(size_bytes, path=target)
         put: ObjectInfo = await self._writes.through.put(
-            backend, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags
+            served, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags
         )
         return put
 

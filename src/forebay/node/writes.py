@@ -104,13 +104,14 @@ class Writes:
         clock: Clock,
         workers: Executor,
         *,
+        through: Through,
         flush: Callable[[], None],
         known: KnownVolumes | None = None,
     ) -> None:
         self.locks = KeyLocks()
         self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # hears of each new version and delete
         self.commits = Commits(store, published=self._published, flush=flush)
-        self.through = Through()
+        self.through = through
         self._store = store
         self._buckets = buckets
         self._cold = cold
@@ -466,7 +467,7 @@ class Writes:
                 else:
                     body = Body(what.size_bytes, data=what.body, path=what.path, md5=what.md5)
                     seen = await self.through.put(
-                        served.backend, key, body, headers=what.headers, expect=expect, tags=what.tags
+                        served, key, body, headers=what.headers, expect=expect, tags=what.tags
                     )
             except BaseException as error:
                 self.doubt(bucket, key, error)
