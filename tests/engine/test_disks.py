@@ -128,16 +128,16 @@ def test_a_write_that_stalls_moves_its_readers_to_memory(rigged: Rigged, monkeyp
         def __init__(self) -> None:
             self.write = Landing.write
 
-        def __call__(self, landing: Landing, offset: int, data: memoryview) -> None:
+        def __call__(self, landing: Landing, offset: int, *pieces: memoryview) -> None:
             stalled.append(offset)
             if len(stalled) == 3:
                 import time
 
                 time.sleep(0.5)
-            self.write(landing, offset, data)
+            self.write(landing, offset, *pieces)
 
     stall = Stall()
-    monkeypatch.setattr(Landing, "write", lambda landing, offset, data: stall(landing, offset, data))
+    monkeypatch.setattr(Landing, "write", lambda landing, offset, *pieces: stall(landing, offset, *pieces))
 
     async def story(rig: Rig) -> None:
         data = pattern(12 * MIB)

@@ -44,8 +44,10 @@ def test_bytes_held_in_memory_are_served_from_there_until_they_are_written(tmp_p
             first = memoryview(b"first" * 100)
             end = sink.hold(0, first)
             assert end == len(first)
-            writing = asyncio.create_task(sink.write(0, first, hashes))
-            await sink.write(BLOCK_BYTES, memoryview(b"second"), BlockHashes(BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES))
+            writing = asyncio.create_task(sink.write(0, [first], hashes))
+            await sink.write(
+                BLOCK_BYTES, [memoryview(b"second")], BlockHashes(BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES)
+            )
             [(start, stop, path, _, body)] = sink.segments(0, end)
             assert (start, stop, path, body) == (0, end, "", bytes(first))
             landing.may_write.set()
@@ -67,7 +69,7 @@ def test_a_closed_sink_takes_nothing_and_touches_no_descriptor(tmp_path: Path) -
             sink = DiskSink(landing, writers)  # type: ignore[arg-type]
             sink.close()
             with pytest.raises(DiskTrouble):
-                await sink.write(0, memoryview(b"late"), BlockHashes(0, BLOCK_BYTES, BLOCK_BYTES))
+                await sink.write(0, [memoryview(b"late")], BlockHashes(0, BLOCK_BYTES, BLOCK_BYTES))
             assert Path(landing.path).read_bytes()[:4] == bytes(4)
 
     asyncio.run(story())

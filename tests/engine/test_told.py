@@ -24,10 +24,10 @@ class FullFrom:
         self.offset = 1 << 60
         write = Landing.write
 
-        def limited(landing: Landing, offset: int, data: memoryview) -> None:
-            if offset + len(data) > self.offset:
+        def limited(landing: Landing, offset: int, *pieces: memoryview) -> None:
+            if offset + sum(map(len, pieces)) > self.offset:
                 raise Unavailable("the disk is full")
-            write(landing, offset, data)
+            write(landing, offset, *pieces)
 
         monkeypatch.setattr(Landing, "write", limited)
 

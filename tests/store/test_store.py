@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.store import store_objects as objects
 from tests.store.store_objects import Bench
 
@@ -76,6 +78,30 @@ def test_keys_of_every_odd_kind_are_kept_apart(bench: Bench, key: str) -> None:
         size_bytes, version = (70 * KIB, "v2") if each == key else (100 + number, "v1")
         assert objects.read(reader, each) == objects.make(each, size_bytes, version)[1]
     assert [entry.key for entry in reader.scan_entries(objects.BUCKET)] == sorted(ODD_KEYS, key=str.encode)
+
+
+def test_pieces_are_written_one_behind_the_other_however_little_a_call_takes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    write = os.pwritev
+
+    def short(fd: int, pieces: list[bytes | memoryview], offset: int) -> int:
+        asked.append(len(pieces))
+        return write(fd, [b"".join(pieces)[:30_001]], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    info, data = objects.make("k", 150 * KIB)
+    edges = [0, *range(0, 20_000, 7), 20_000, 20_000, 90_000, 150 * KIB]
+    landing = bench.store.begin(objects.BUCKET, info, checked_s=1.0)
+    landing.write(0, *(memoryview(data)[low:high] for low, high in pairwise(edges)))
+    assert max(asked) <= os.sysconf("SC_IOV_MAX") < len(edges)
+    for block in range(3):
+        part = data[block * landing.block_bytes : (block + 1) * landing.block_bytes]
+        landing.finish_block(block, xxhash.xxh3_64_intdigest(part))
+    landing.close()
+    bench.store.flush()
+    assert objects.read(bench.reader(), "k") == data
 
 
 def test_a_version_replaces_another_when_its_first_block_is_whole(bench: Bench) -> None:

@@ -250,7 +250,7 @@ ROWS: tuple[Row, ...] = (
         (COLD_LARGE,),
         (Objects("large", 10 * MIB, 4),),
         Link(),
-        {"rate": at_least(0.5), "first byte": REPORTED},
+        {"rate": at_least(0.6), "first byte": REPORTED},
     ),
     Row(
         "cold-range",

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from forebay.backends.seam import Backend, Fetch
@@ -37,6 +38,7 @@ from forebay.core.ranges import Run, bitmap_full, iterate_present
 from forebay.core.record import Record, blocks_in
 from forebay.core.shares import Need
 from forebay.core.types import ObjectInfo, RangeSpec
+from forebay.node.gathering import Gathering
 from forebay.node.permits import Claim, Permits
 from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
 from forebay.node.store import Store
@@ -378,12 +380,12 @@ class Flight:
     async def _pump(self, run: int, first: int, fetch: Fetch) -> None:
         """Stream the body into the sink up to the run's end, which may come closer meanwhile.
 
-        While one chunk is written the next is on its way: a disk and a network that are used in turn are half as fast.
+        While bytes are written the next are on their way: a disk and a network that are used in turn are half as fast.
         """
         start = first * self.machine.block_bytes
         position = fetch.start
         hashes = BlockHashes(start, self.info.size_bytes, self.machine.block_bytes)
-        writing: asyncio.Task[None] | None = None
+        gathering = Gathering(max(start, position), partial(self._write, run, hashes))
         try:
             async for chunk in fetch:
                 data = memoryview(chunk)
@@ -391,26 +393,19 @@ class Flight:
                     skip = min(len(data), start - position)
                     data, position = data[skip:], position + skip
                 data = data[: max(0, self._stop(run) - position)]
-                if writing is not None:
-                    await writing
-                    writing = None
                 if data:
                     if not self._told_s and isinstance(self.sink, DiskSink):
                         self._landed(run, self.sink.hold(position, data))
-                    writing = asyncio.create_task(self._write(run, position, data, hashes))
                     position += len(data)
+                    await gathering.put(data)
                 if position >= self._stop(run):
                     break
+            await gathering.written()
         except ForebayError:
-            if writing is not None:
-                await writing  # what came before the body broke is as good as any
+            await gathering.written()  # what came before the body broke is as good as any
             raise
-        except asyncio.CancelledError:
-            if writing is not None:
-                writing.cancel()
-            raise
-        if writing is not None:
-            await writing
+        finally:
+            await gathering.stop()
         if position < self._stop(run):
             raise Corrupt(
                 f"the backend's answer for {self.info.key} ended at {position}, before {self._stop(run)}: try again"
@@ -420,9 +415,17 @@ class Flight:
         """Where the run ends now, in bytes."""
         return min(self._ends[run] * self.machine.block_bytes, self.info.size_bytes)
 
-    async def _write(self, run: int, position: int, data: memoryview, hashes: BlockHashes) -> None:
-        whole = await self.sink.write(position, data, hashes)
-        position += len(data)
+    async def _write(self, run: int, hashes: BlockHashes, position: int, pieces: list[memoryview]) -> None:
+        room_bytes = self._stop(run) - position
+        while pieces and (over_bytes := sum(map(len, pieces)) - room_bytes) > 0:
+            # cut while they waited: what lies behind the run's end may be another run's by now
+            last = pieces.pop()
+            if len(last) > over_bytes:
+                pieces.append(last[: len(last) - over_bytes])
+        if not pieces:
+            return
+        whole = await self.sink.write(position, pieces, hashes)
+        position += sum(map(len, pieces))
         if whole:
             self._untold[run] = position
             self._tell()

@@ -1,6 +1,6 @@
 """Where the bytes of a flight go: a data file while the disk takes them, memory when it does not.
 
-Theory. A *disk sink* writes each chunk to its natural offset in the object's data file, in a worker thread: a disk that
+Theory. A *disk sink* writes bytes to their natural offset in the object's data file, in a worker thread: a disk that
 stalls then stalls one thread, not the engine. A write that fails or takes longer than SLOW_WRITE_S ends the flight's
 use of the disk (`DiskTrouble`); its readers go on with private flights over *memory sinks*. There a block lives in an
 anonymous file (memfd) that the front opens through /proc, and is freed when its only reader has taken it.
@@ -31,7 +31,7 @@ from forebay.core import limits
 from forebay.core.errors import Unavailable
 from forebay.node.store import Landing
 
-SLOW_WRITE_S = 2.0  # a chunk is a few MiB at most: a disk that needs longer is slower than any backend worth caching
+SLOW_WRITE_S = 2.0  # a write is a few MiB at most: a disk that needs longer is slower than any backend worth caching
 HELD_BYTES_MAX = 16 * limits.KIB  # it passes two processes: with more, copies and fresh memory cost what it saves
 PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
 
@@ -139,32 +139,33 @@ class DiskSink:
         self._held = Segment(position, position + len(body), "", 0, body)
         return self._held.end
 
-    async def write(self, position: int, data: memoryview, hashes: BlockHashes) -> list[tuple[int, int]]:
-        """Put bytes at their place; the (block, checksum) pairs that became whole."""
+    async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
+        """Put bytes at their place, one piece behind the other; the (block, checksum) pairs that became whole."""
         if self.broken or self._closed:  # closed: the flight was shut in the turn in which this write was to begin
             raise DiskTrouble("the disk stopped taking bytes: passing through")
 
         def work() -> list[tuple[int, int]]:
-            self.landing.write(position, data)
-            return hashes.feed(data)
+            self.landing.write(position, *pieces)
+            return [whole for piece in pieces for whole in hashes.feed(piece)]
 
         loop = asyncio.get_running_loop()
         self._writing += 1
         done = loop.run_in_executor(self._writers, work)
         done.add_done_callback(self._written)
-        try:
-            whole = await asyncio.wait_for(asyncio.shield(done), SLOW_WRITE_S)
-            if self._held is not None and position <= self._held.start < position + len(data):
-                self._held = None  # written: other runs' writes say nothing about these bytes
-            return whole
-        except TimeoutError:
+        await asyncio.wait((done,), timeout=SLOW_WRITE_S)
+        if not done.done():
             self.broken = True
             trouble = DiskTrouble(f"a write took longer than {SLOW_WRITE_S:g} s: passing through")
             trouble.slow = True
-            raise trouble from None
+            raise trouble
+        try:
+            whole = done.result()
         except (Unavailable, OSError) as error:
             self.broken = True
             raise DiskTrouble(f"the disk does not take bytes: {error}") from error
+        if self._held is not None and position <= self._held.start < position + sum(map(len, pieces)):
+            self._held = None  # written: other runs' writes say nothing about these bytes
+        return whole
 
     def _written(self, done: asyncio.Future[list[tuple[int, int]]]) -> None:
         self._writing -= 1
@@ -206,17 +207,21 @@ class MemorySink:
         self._files: dict[int, int] = {}
         self._closed = False
 
-    async def write(self, position: int, data: memoryview, hashes: BlockHashes) -> list[tuple[int, int]]:
+    async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
         """Put bytes at their place. Nothing is hashed by worker threads here: a copy within memory is quick."""
-        at = 0
-        while at < len(data):
-            block, offset = divmod(position + at, self._block_bytes)
-            part = data[at : at + self._block_bytes - offset]
-            if block not in self._files:
-                self._files[block] = os.memfd_create(f"forebay-block-{block}", os.MFD_CLOEXEC)
-            os.pwrite(self._files[block], part, offset)
-            at += len(part)
-        return hashes.feed(data)
+        whole: list[tuple[int, int]] = []
+        for data in pieces:
+            at = 0
+            while at < len(data):
+                block, offset = divmod(position + at, self._block_bytes)
+                part = data[at : at + self._block_bytes - offset]
+                if block not in self._files:
+                    self._files[block] = os.memfd_create(f"forebay-block-{block}", os.MFD_CLOEXEC)
+                os.pwrite(self._files[block], part, offset)
+                at += len(part)
+            position += len(data)
+            whole += hashes.feed(data)
+        return whole
 
     def segments(self, start: int, end: int) -> list[Segment]:
         pieces: list[Segment] = []

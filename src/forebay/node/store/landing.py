@@ -14,6 +14,8 @@ listed block leaves no file. (3) A block being written is never punched.
 from __future__ import annotations
 
 import os
+from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from forebay.core.record import Record
@@ -23,6 +25,8 @@ from forebay.node.store.volume import Volume
 
 if TYPE_CHECKING:
     from forebay.node.store.writer import Store
+
+_PIECES_MAX = os.sysconf("SC_IOV_MAX")  # of one write
 
 
 class Landing:
@@ -81,20 +85,26 @@ class Landing:
         record = self._store.lookup(self.bucket, self.info.key) if not self.gone else None
         return record if record is not None and record.object_id == self.object_id else None
 
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put bytes at their place. Releases the GIL; any thread. `Unavailable` when the disk is full or failing."""
-        size_bytes = len(data) if not isinstance(data, memoryview) else data.nbytes
-        assert 0 <= offset <= self.info.size_bytes - size_bytes, (offset, size_bytes, self.info)
-        for block in range(offset // self.block_bytes, -(-(offset + size_bytes) // self.block_bytes)):
+    def write(self, offset: int, *pieces: bytes | memoryview) -> None:
+        """Put bytes at their place, one piece behind the other. Releases the GIL; any thread. `Unavailable` when the
+        disk is full or failing."""
+        end = offset + sum(map(len, pieces))
+        assert 0 <= offset <= end <= self.info.size_bytes, (offset, end, self.info)
+        for block in range(offset // self.block_bytes, -(-end // self.block_bytes)):
             if block not in self._partial:
                 self._partial.add(block)
                 self._store.before_write(self.path, block)
         if self.volume.state == "out":
             raise self._store.unusable(self.volume)
+        left = deque(pieces)
         try:
-            written = os.pwrite(self._fd, data, offset)
-            while written < size_bytes:
-                written += os.pwrite(self._fd, memoryview(data)[written:], offset + written)
+            while left:
+                written = os.pwritev(self._fd, list(islice(left, _PIECES_MAX)), offset)
+                offset += written
+                while left and written >= len(left[0]):
+                    written -= len(left.popleft())
+                if written:
+                    left[0] = memoryview(left[0])[written:]
         except OSError as error:
             raise self.volume.trouble(error, "writing a data file") from error
 
