@@ -26,13 +26,14 @@ GROUP = 64
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 32 MiB in memory."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A filesystem of 32 MiB in memory, or of as much as is asked for."""
+    size = getattr(request, "param", "32m")
     path = tmp_path / "disk"
     path.mkdir()
     try:
         done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=32m", "forebay-test", str(path)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "forebay-test", str(path)], capture_output=True, check=False
         )
     except FileNotFoundError:
         pytest.skip("there is no mount program here")
@@ -133,6 +134,30 @@ def test_what_a_read_brings_goes_into_free_pages_of_a_full_disk(disk: Path, make
     with pytest.raises(Unavailable):
         objects.land(bench.store, "large", 100 * KIB)
     assert "changes-lost" not in bench.kinds()
+
+
+@pytest.mark.parametrize("disk", ["300m"], indirect=True)
+def test_a_disk_that_others_fill_while_much_is_in_the_journal(disk: Path, make_bench: Callable[..., Bench]) -> None:
+    """What LMDB has yet to hear of finds room, deletes are taken, and what they leave is room again."""
+    bench = make_bench("disk/v0")
+    writer = Writer(bench)
+    keys = [f"k{number:03d}" for number in range(600)]
+    for first in range(0, len(keys), 20):
+        outcomes = owning.commit(bench.store, [writer.put(key, 9000) for key in keys[first : first + 20]])
+        assert all(isinstance(outcome, Record) for outcome in outcomes)
+    durable = bench.store.usable()[0].durable
+    assert sum(path.stat().st_size for path in Path(durable.path).glob("journal.*")) >= 2 * MIB
+    _fill_by_others(disk / "others")
+    bench.store.usable()[0].free_bytes(fresh=True)
+    fill(writer, 1, State.DIRTY, "more")
+    empty(writer, keys[:400], note=True)
+    assert sum(path.stat().st_size for path in Path(durable.path).glob("journal.*")) == 0, "the disk has it back"
+    again = fill(writer, 2, State.DIRTY, "again")
+    assert len(again) > 200
+    bench.close(clean=False)
+    bench.open()
+    for key in [*keys[400::7], *again[::7]]:
+        assert bench.store.lookup(BUCKET, key) is not None, key
 
 
 def test_a_refusal_says_what_helps(disk: Path, make_bench: Callable[..., Bench]) -> None:

@@ -304,6 +304,7 @@ class Durable:
                 raise
         if not kept:
             self._feed_all(updates)
+            self._journal.release()
         self.commits += 1
         self.free_pages.changed()
 
@@ -374,14 +375,23 @@ class Durable:
         """Remove this entry with the next commit, if it is still the note of that seq."""
         self._later[entry] = seq
 
+    def take_settled(self) -> list[bytes]:
+        """Entries whose removal was committed since the last call: their marks may go."""
+        return [self._settled.popleft() for _ in range(len(self._settled))]
+
     @property
     def unsettled(self) -> int:
         """How many changes wait for a commit of others."""
         return len(self._later) + len(self._replaced)
 
-    def take_settled(self) -> list[bytes]:
-        """Entries whose removal was committed since the last call: their marks may go."""
-        return [self._settled.popleft() for _ in range(len(self._settled))]
+    def settle(self) -> None:
+        """Commit what waits. Where the disk has hardly any room left, have all in LMDB while it has. `OSError` or
+        `Corrupt`: what was not done waits on."""
+        self.commit({})
+        with self._commits:
+            if any(self._layers) and not self._journal.provides(0):
+                self._feed_all({})
+                self._journal.release()
 
     def close(self) -> None:
         """Commit what waits, have it all in LMDB, as far as the disk lets us, and close."""

@@ -39,9 +39,9 @@ from forebay.core.errors import Corrupt
 
 MAGIC = b"FBJ1"
 ALIGN_BYTES = 4096
-GENERATION_BYTES = 4 * limits.MIB  # then the other file: also how much a start has to read, twice
+GENERATION_BYTES = 8 * limits.MIB  # then the other file: less, and LMDB's syncs are in the way of the journal's
 PROVIDED_BYTES_MIN = limits.MIB
-ROOM_TIMES = 256  # on a disk with less room than so many times the file, LMDB is written at once
+ROOM_TIMES = 256  # on a disk with less room than so many times the file it is not made longer, nor used
 
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes of the body, generation, number, frames of the generation before
 _SUM = struct.Struct("<Q")
@@ -142,24 +142,37 @@ class Journal:
         self._before, self._number, self._offset = self._number, 0, 0
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether this generation has place for so much more."""
-        return self._offset == 0 or self._offset + _span(size_bytes) <= GENERATION_BYTES
+        """Whether this generation has place for so much more. `OSError`."""
+        end = self._offset + _span(size_bytes)
+        if self._offset == 0:
+            return True
+        return end <= GENERATION_BYTES and (end <= self._provided_bytes or self._has_room(self._longer(end)))
 
     def provides(self, size_bytes: int) -> bool:
         """Have the file long enough for so much more; False where the disk has not room to spare. `OSError`."""
         if self._fd < 0:
             self._open_file()
         end = self._offset + _span(size_bytes)
-        if end <= self._provided_bytes and self._offset:
-            return True
-        wanted_bytes = max(end, min(2 * self._provided_bytes, GENERATION_BYTES), PROVIDED_BYTES_MIN)
-        disk = os.fstatvfs(self._fd)
-        if disk.f_bavail * disk.f_frsize < ROOM_TIMES * wanted_bytes:
+        wanted_bytes = self._provided_bytes if end <= self._provided_bytes else self._longer(end)
+        if not self._has_room(wanted_bytes):
             return False
-        if end > self._provided_bytes:
+        if wanted_bytes > self._provided_bytes:
             os.pwrite(self._fd, bytes(wanted_bytes - self._provided_bytes), self._provided_bytes)
             self._provided_bytes = os.fstat(self._fd).st_size
         return end <= self._provided_bytes
+
+    def _longer(self, end: int) -> int:
+        return max(end, min(2 * self._provided_bytes, GENERATION_BYTES), PROVIDED_BYTES_MIN)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize >= ROOM_TIMES * size_bytes
+
+    def release(self) -> None:
+        """Give the disk its room back. LMDB has heard of everything."""
+        for generation in (0, 1):
+            with suppress(OSError):
+                os.truncate(_path(self._directory, generation), 0)
 
     def append(self, body: bytes) -> None:
         """Have these changes (`pack`) on the disk. `OSError`: they are not, and will not be read again."""
@@ -192,7 +205,7 @@ class Journal:
     def _close_file(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._provided_bytes = -1, 0
 
     def close(self) -> None:
         """Let go of the file. What it holds stays."""

@@ -499,9 +499,9 @@ class Puts:
 
     def settle(self) -> None:
         for volume in self._volumes.usable():
-            if volume.durable.unsettled and volume.state != "out":
+            if volume.state != "out":
                 try:
-                    volume.durable.commit({})
+                    volume.durable.settle()
                 except (OSError, Corrupt) as error:
                     volume.trouble(error, "committing to the durable index")
 
