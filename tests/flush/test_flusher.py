@@ -327,6 +327,19 @@ def test_an_upload_begun_right_before_a_kill_is_told_and_left_since_it_may_be_an
     story(tell)
 
 
+def test_an_upload_that_the_backend_refused_to_begin_is_nobodys_to_look_for(story):
+    async def tell(node: Node) -> None:
+        node.remote.fail.append(Denied("no: ask for the right to write"))
+        await node.write("big", large(2))
+        await until(lambda: node.flusher.totals("b").error)
+        await node.crash()
+        await node.settle()
+        assert node.left == []
+        assert node.remote.data("big") == large(2)
+
+    story(tell)
+
+
 def test_a_large_object_overwritten_after_a_kill_leaves_no_upload_either(story):
     async def tell(node: Node) -> None:
         await node.write("big", large(2))

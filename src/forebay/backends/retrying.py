@@ -175,7 +175,7 @@ class Retrying:
 
     async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
         attempts = _Attempts()
-        upload_id = await self._again(lambda: self.inner.begin_upload(key, headers=headers, tags=tags), attempts)
+        upload_id = await self._write(lambda: self.inner.begin_upload(key, headers=headers, tags=tags), attempts)
         if attempts.lost:
             self._counters.uploads_left += 1
             log.warning("an upload of %s may stay at the backend: its id was in an answer that was lost", key)
@@ -224,7 +224,7 @@ class Retrying:
         await self._sleep(delay_s)
 
     async def _write(self, call: Callable[[], Awaitable[ResultT]], attempts: _Attempts | None = None) -> ResultT:
-        """As `_again`, for what changes an object: `Unheard` for a refusal of which nobody knows what it refused."""
+        """As `_again`, for what leaves something: `Unheard` for a refusal of which nobody knows what it refused."""
         attempts = attempts or _Attempts()
         try:
             return await self._again(call, attempts)

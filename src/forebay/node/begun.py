@@ -20,7 +20,7 @@ import logging
 
 import msgspec
 
-from forebay.core.errors import ForebayError, NotFound, NotSupported
+from forebay.core.errors import ForebayError, NotFound, NotSupported, Unavailable
 from forebay.meta.seam import MetaStore
 from forebay.node.buckets import Buckets, Served
 from forebay.ports.chance import Chance
@@ -56,18 +56,28 @@ class Begun:
         self._left = {entry.key: _decode(entry.value) for entry in entries}
 
     async def begins(self, bucket: str, key: str) -> str:
-        """An upload is about to be begun; the name of its note."""
+        """An upload is about to be begun; the name of its note. "" where the disk takes none: that keeps no write from
+        the backend."""
         name = PREFIX + self._chance.token_hex(12)
-        await self._meta.put(name, _encode(Noted(bucket, key)))
-        return name
+        return name if await self._put(name, Noted(bucket, key)) else ""
 
     async def began(self, name: str, bucket: str, key: str, upload_id: str) -> None:
         """It was, and this is its id."""
-        await self._meta.put(name, _encode(Noted(bucket, key, upload_id)))
+        if name:
+            await self._put(name, Noted(bucket, key, upload_id))
+
+    async def _put(self, name: str, noted: Noted) -> bool:
+        try:
+            await self._meta.put(name, _encode(noted))
+        except Unavailable as error:
+            log.warning("a stop would leave the upload of %s/%s at the backend: %s", noted.bucket, noted.key, error)
+            return False
+        return True
 
     async def ended(self, name: str) -> None:
         """It is completed, aborted, or was never begun."""
-        await self._meta.delete(name)
+        if name:
+            await self._meta.delete(name)
 
     async def leave(self, served: Served, key: str) -> None:
         """It may have been begun, and nobody heard its id."""

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -205,12 +206,16 @@ class Buckets:
 
     async def leave_uploads(self, served: Served, key: str, known: Collection[str] = ()) -> None:
         """An upload of `key` was to be begun, and its id was never heard. What the backend has may be another's, so
-        none is aborted: those that may be ours, and are none of those `known`, are told and counted."""
+        none is aborted: those that may be ours, and are none of those `known`, are told and counted. Raises what keeps
+        the backend from answering for now."""
+        there = []
         try:
-            found = await served.backend.list_uploads(key)
-            there = [seen.upload_id for seen in found if seen.key == key and seen.upload_id not in known]
-            there = [each for each in there if not await served.backend.list_parts(key, each)]  # ours died before
-        except ForebayError as error:
+            for seen in await served.backend.list_uploads(key):
+                if seen.key == key and seen.upload_id not in known:
+                    with suppress(NotFound):  # it ended meanwhile
+                        if not await served.backend.list_parts(key, seen.upload_id):  # ours has none
+                            there.append(seen.upload_id)
+        except (Denied, Invalid, NotSupported) as error:  # it lists no uploads for us: one may be there
             there = [f"unknown, since {error}"]
         name = served.bucket.name
         self.counters.setdefault(name, BackendCounters()).uploads_left += len(there)

@@ -436,13 +436,18 @@ class Errand:
         async def begin() -> None:
             await self._keep(upload_id=BEGINNING, upload_key=upload_key, part_bytes=part_bytes)
             try:
-                upload_id = await self._backend.begin_upload(key, headers=headers, tags=tags)
-            except NotSupported as error:
-                if not tags:
-                    raise
-                self._plain.add("tags")
-                self._tell_once(error)
-                upload_id = await self._backend.begin_upload(key, headers=headers)
+                try:
+                    upload_id = await self._backend.begin_upload(key, headers=headers, tags=tags)
+                except NotSupported as error:
+                    if not tags:
+                        raise
+                    self._plain.add("tags")
+                    self._tell_once(error)
+                    upload_id = await self._backend.begin_upload(key, headers=headers)
+            except ForebayError as error:
+                if says_no(error):
+                    await self._keep(upload_id="", upload_key="", part_bytes=0)
+                raise
             if not self._is_current():
                 await self._backend.abort_upload(key, upload_id)
                 raise Superseded

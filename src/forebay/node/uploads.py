@@ -292,8 +292,11 @@ class UploadBook:
         if kept.begin:
             try:
                 backend_id = await backend.begin_upload(call.key, headers=call.headers, tags=call.tags)
-            except ForebayError:
-                await self._abort_there(msgspec.structs.replace(kept, aborting=True))
+            except ForebayError as error:
+                if ours.says_no(error):
+                    await self._meta.delete(kept.name)
+                else:
+                    await self._abort_there(msgspec.structs.replace(kept, aborting=True))
                 raise
             kept = msgspec.structs.replace(kept, begin=False, backend_id=backend_id)
             await self._keep(kept)
