@@ -194,7 +194,9 @@ def test_a_smaller_capacity_is_met_at_once():
 
 def test_of_a_large_share_that_must_go_the_idle_go_first():
     machine, chance = Eviction(4000), random.Random(7)
-    machine.restore((unit, 1, "b", 1_000_000 + (unit % 3 == 0), False) for unit in chance.sample(range(3000), 3000))
+    machine.restore(
+        ((unit, 1, "b", 1_000_000 + (unit % 3 == 0), False) for unit in chance.sample(range(3000), 3000)), 1_000_001
+    )
     machine.set_capacity(1500)
     left = []
     while machine.excess_bytes:
@@ -208,7 +210,7 @@ def test_of_a_large_share_that_must_go_the_idle_go_first():
 
 def test_a_turn_is_bounded_and_a_bucket_above_its_quota_gives_first():
     machine = Eviction(10_000)
-    machine.restore((unit, 1, "ab"[unit % 2], 5, False) for unit in range(2000))
+    machine.restore([(unit, 1, "ab"[unit % 2], 5, False) for unit in range(2000)], 5)
     machine.set_quota("b", 100)
     left = []
     while machine.excess_bytes:
@@ -221,7 +223,7 @@ def test_a_turn_is_bounded_and_a_bucket_above_its_quota_gives_first():
 def test_memory_comes_back_when_most_have_left_and_the_rest_is_as_it_was():
     def play(shrinks):
         machine = Eviction(1 << 30)
-        machine.restore((unit, 1, "ab"[unit % 2], unit % 977, unit % 5000 == 0) for unit in range(70_000))
+        machine.restore([(unit, 1, "ab"[unit % 2], unit % 977, unit % 5000 == 0) for unit in range(70_000)], 977)
         machine.set_quota("b", 3000)
         machine.set_capacity(5000)
         if not shrinks:
@@ -259,7 +261,11 @@ def test_after_a_restart_long_unused_units_go_first_and_pins_hold():
     machine, day = Eviction(100 * MIB), 1440
     known = [(unit, MIB, "b", 30_000_000 - (30 * day if unit < 40 else 0), unit == 5) for unit in range(100)]
     random.Random(1).shuffle(known)
-    machine.restore(known)
+    machine.landed(1000, MIB, "b")
+    for first in range(0, 100, 30):
+        machine.restore(known[first : first + 30], 30_000_000)
+    machine.restore(known[:50], 30_000_000)
+    assert machine.removed(1000)
     machine.check()
     assert machine.used_bytes == 100 * MIB
     evicted = machine.victims(20 * MIB).units
@@ -271,7 +277,9 @@ def test_random_epochs_go_on_after_a_restart():
     policy = Ours(200 * MIB)
     replay(policy, epochs(data, 3, seed=2))
     again = Ours(200 * MIB)
-    again.machine.restore([(unit, MIB, "b", 30_000_000, False) for [(unit, _)] in data if unit in policy.machine])
+    again.machine.restore(
+        [(unit, MIB, "b", 30_000_000, False) for [(unit, _)] in data if unit in policy.machine], 30_000_000
+    )
     _, hit = replay(again, epochs(data, 5, seed=3))
     assert hit >= 0.95 * 0.5
 

@@ -226,11 +226,11 @@ class Eviction(Slots):
         if not self._held[unit]:
             del self._held[unit]
 
-    def restore(self, units: Iterable[tuple[int, int, str, int, bool]]) -> None:
-        """After a start: (unit, size_bytes, bucket, used_minute, pinned) of everything in the store, in any order.
-        Only the minute of last use was kept: a day without use counts as one capacity's worth of uses."""
-        assert not self._slots, "restore comes first"
-        newest = 0
+    def restore(self, units: Iterable[tuple[int, int, str, int, bool]], newest: int) -> None:
+        """After a start: (unit, size_bytes, bucket, used_minute, pinned) of what is in the store, in any order, and as
+        often as is wanted; what landed since stays as it is. Only the minute of last use was kept: a day before the
+        `newest` use counts as one capacity's worth of uses."""
+        self._now = max(self._now, 16 * TICKS)
         for unit, size_bytes, bucket, used_minute, pinned in units:
             if unit in self._slots:
                 continue
@@ -238,11 +238,7 @@ class Eviction(Slots):
             pool = self._pool_of[self._buckets[slot]]
             pool.main_bytes += size_bytes
             self._state[slot], self._flags[slot] = (APART, _PINNED) if pinned else (pool.code, 0)
-            self._last[slot] = used_minute
-            newest = max(newest, used_minute)
-        self._now = 16 * TICKS
-        for slot, minute in enumerate(self._last):
-            self._last[slot] = max(0, self._now - (newest - minute) * TICKS // 1440)
+            self._last[slot] = max(0, 16 * TICKS - max(0, newest - used_minute) * TICKS // 1440)
 
     # --- questions ---------------------------------------------------------------------------------------------------
     def __len__(self) -> int:

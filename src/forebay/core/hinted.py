@@ -85,10 +85,10 @@ class HintedEviction(Eviction):
         self._fixed_bytes += self._sizes[slot] * (bool(after) - bool(before))
         return True
 
-    def restore(self, units: Iterable[tuple[int, int, str, int, bool]]) -> None:
-        super().restore(units)
-        pinned = (slot for slot in self._slots.values() if self._flags[slot] & _PINNED)
-        self._fixed_bytes = sum(self._sizes[slot] for slot in pinned)
+    def restore(self, units: Iterable[tuple[int, int, str, int, bool]], newest: int) -> None:
+        known = [each for each in units if each[0] not in self._slots]
+        super().restore(known, newest)
+        self._fixed_bytes += sum(size_bytes for _, size_bytes, _, _, pinned in known if pinned)
 
     def _remove(self, slot: int) -> None:
         if self._flags[slot] & (_HINTED | _PINNED):

@@ -136,8 +136,7 @@ class Engine:
         self._assemble()
         try:
             await self.buckets.load()
-            self.room.restore()
-            self.room.set_quotas(self.buckets.all())
+            self.room.restore(self.buckets.all())
             self.flusher.start()
             await self.uploads.load()
             await self.begun.load()

@@ -66,6 +66,8 @@ LISTED_LOOKS, LISTED_S = 50, 0.002
 class Space(Protocol):
     """What hinting needs of `node/room.py`."""
 
+    async def learned(self) -> None: ...
+
     def hint(self, unit: int) -> bool: ...
 
     def unhint(self, units: list[int]) -> None: ...
@@ -240,6 +242,7 @@ class Hinting:
 
     async def _attach(self, source: _Source) -> None:
         """Tell the machine what of a manifest is here already."""
+        await self._room.learned()
         bucket, after = source.manifest.bucket, ""
         while found := self._index.scan(bucket, source.manifest.prefix, after, ATTACH_OBJECTS):
             for key, record in found:

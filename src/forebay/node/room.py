@@ -108,22 +108,43 @@ class Room:
         self._quotas: dict[str, int | None] = {}
         self._reclaiming: asyncio.Task[None] | None = None
         self._making: asyncio.Handle | None = None
+        self._restoring: asyncio.Task[None] | None = None
+        self._newest = 0
         self._unflushed = 0  # units that left since the last commit
         self._left = 0  # and since memory was given back
 
     # --- settings ----------------------------------------------------------------------------------------------------
-    def restore(self) -> None:
-        """Learn what the store holds, after a start."""
-        by_volume: dict[str, list[Unit]] = {}
-        for unit in self._store.units():
-            by_volume.setdefault(self._store.volume_of(unit.bucket, unit.key), []).append(unit)
+    def restore(self, buckets: Iterable[Bucket]) -> None:
+        """Learn what the store holds, after a start, in the background: what is not known yet is no victim, and counts
+        for its volume, but not yet for its bucket's quota."""
+        self._newest = self._store.newest_minute()
         for usage in self._store.usage():
-            if usage.state == "out":
-                continue
-            machine = self._machines[usage.volume_id] = HintedEviction(usage.keep_bytes, self._hints)
-            machine.restore(_restorable(by_volume.pop(usage.volume_id, [])))
-        self.set_quotas(())
-        self.make_room()
+            if usage.state != "out":
+                machine = self._machines[usage.volume_id] = HintedEviction(usage.keep_bytes, self._hints)
+                machine.restore((), self._newest)
+        self.set_quotas(buckets)
+        self._restoring = asyncio.create_task(self._restore())
+
+    async def _restore(self) -> None:
+        try:
+            await self._learn()
+            self._restoring = None
+            self.follow_volumes()
+        except Exception:
+            log.exception("what the volumes hold could not be learned: what is not known stays until the next start")
+
+    async def _learn(self) -> None:
+        for volume_id, units in self._store.unit_batches():
+            machine = self._machines.get(volume_id)
+            if machine is not None:
+                machine.restore(_restorable(units), self._newest)
+            self._follow()
+            await asyncio.sleep(0)
+
+    async def learned(self) -> None:
+        """Return when all that the store held at the start is known."""
+        if self._restoring is not None:
+            await asyncio.wait([self._restoring])
 
     def set_quotas(self, buckets: Iterable[Bucket]) -> None:
         """Bound buckets' shares; each volume takes its part by capacity."""
@@ -134,18 +155,24 @@ class Room:
         for name, quota_bytes in self._quotas.items():
             for volume_id, machine in self._machines.items():
                 machine.set_quota(name, None if quota_bytes is None else quota_bytes * marks[volume_id] // total)
+        self.make_room()
 
     def follow_volumes(self) -> None:
         """Every few seconds: the disks' free space changes, and volumes go out."""
+        self._follow()
+        self.make_room()
+
+    def _follow(self) -> None:
         usages = {usage.volume_id: usage for usage in self._store.usage() if usage.state != "out"}
         for volume_id in list(self._machines):
             if volume_id not in usages:
                 for unit in self._machines.pop(volume_id).units():
                     self.foresight.gone(unit)
         for volume_id, usage in usages.items():
-            if volume_id in self._machines:
-                self._machines[volume_id].set_capacity(usage.keep_bytes)
-        self.make_room()
+            machine = self._machines.get(volume_id)
+            if machine is not None:
+                unknown_bytes = 0 if self._restoring is None else max(0, usage.weighed_bytes - machine.used_bytes)
+                machine.set_capacity(max(0, usage.keep_bytes - unknown_bytes))
 
     # --- what reads tell ---------------------------------------------------------------------------------------------
     def landed(
@@ -317,6 +344,9 @@ class Room:
 
     async def aclose(self) -> None:
         """Stop working in the background."""
+        if self._restoring is not None:
+            self._restoring.cancel()
+            await asyncio.gather(self._restoring, return_exceptions=True)
         if self._making is not None:
             self._making.cancel()
         if self._reclaiming is not None:

@@ -718,5 +718,5 @@ class SimNode:
                 size = min(BLOCK_BYTES, record.size_bytes - block * BLOCK_BYTES)
                 pinned = record.name in self.pinned_keys
                 units.append((eviction.unit_of(record.object_id, block), size, record.name[0], 0, pinned))
-        self.machine.restore(units)
+        self.machine.restore(units, 0)
         self.make_room()

@@ -153,6 +153,10 @@ class Index:
         """With the next `flush`: set, or with None delete."""
         self._pending[table][key] = value
 
+    def pending_or(self, table: str, key: bytes, value: bytes) -> bytes | None:
+        """What the next `flush` makes of a committed value."""
+        return self._pending[table].get(key, value)
+
     def is_pending(self, table: str, key: bytes) -> bool:
         """Whether the next `flush` changes this entry."""
         return key in self._pending[table]

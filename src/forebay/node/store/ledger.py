@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import lmdb
 import msgspec
@@ -33,6 +34,7 @@ from forebay.node.store.usage import small_bytes
 from forebay.node.store.volume import Unit, Volume
 
 GROUP_BLOCKS = 128
+UNITS_BATCH = 256  # records whose units are told together
 _NO_SUM = bytes(8)
 
 
@@ -191,16 +193,24 @@ def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
         raise as_error(error, volume.index.path) from error
 
 
-def units(volume: Volume) -> Iterator[Unit]:
-    """Every committed unit of a volume."""
-    touched = volume.index.count("used") > 0
-    for entry, value in volume.index.walk("records"):
-        record = decode_record(value)
+def unit_batches(volume: Volume) -> Iterator[list[Unit]]:
+    """Every unit of a volume, pending changes included, in batches: each is right until the volume changes."""
+    index = volume.index
+    with volume.walking():
+        start: bytes | None = b""
+        while start is not None:
+            batch = list(islice(index.walk("records", start, batch=UNITS_BATCH), UNITS_BATCH))
+            start = batch[-1][0] + b"\0" if len(batch) == UNITS_BATCH else None
+            records = [(entry, index.pending_or("records", entry, value)) for entry, value in batch]
+            yield list(_units(volume, [(entry, decode_record(value)) for entry, value in records if value is not None]))
+
+
+def _units(volume: Volume, found: list[tuple[bytes, Record]]) -> Iterator[Unit]:
+    used = volume.index.get_many("used", [id_key(record.object_id) for _, record in found])
+    for (entry, record), touched in zip(found, used, strict=True):
         bucket, key = keys.split(entry, record.key)
-        object_id, minute = record.object_id, record.used_minute
-        if touched:
-            used = volume.index.get("used", id_key(object_id))
-            minute = max(minute, int.from_bytes(used or b"", "big"))
+        object_id = record.object_id
+        minute = max(record.used_minute, int.from_bytes(touched or b"", "big"))
         if record.inline is not None:
             yield Unit(bucket, key, object_id, 0, small_bytes(record), minute, record.state)
             continue

@@ -48,18 +48,23 @@ class Kept(NamedTuple):
 
 def restore(volume: Volume) -> None:
     """Make the visible index say what the durable one does, as far as there are bytes. `OSError` or `Corrupt`."""
+    backed = 0
     for entry, owed in volume.durable.walk():
-        _restore_entry(volume, entry, owed)
+        backed += _restore_entry(volume, entry, owed)
         if volume.index.pending >= _BATCH:
             volume.commit()
-    _check_notes(volume)
+    backed += _check_notes(volume)
+    volume.commit()
+    if volume.unbacked is None:
+        volume.unbacked = volume.find_unbacked() if backed != volume.usage.owned_objects else []
     for entry in volume.unbacked:
         _drop_unbacked(volume, entry)
     volume.unbacked.clear()
     volume.commit()
 
 
-def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
+def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
+    """Whether its object is in view, owned, afterwards."""
     bucket, key = owner_of(entry, owed)
     now, mark, record = volume.record(entry, key), ledger.note_of(volume, entry), owed.record
     settled = mark is not None and mark.settled and mark.note.seq == owed.note.seq
@@ -73,7 +78,8 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
     lost_before = volume.lost.pop(entry, None)
     if mark is not None and not settled:  # of what the durable entry had replaced
         ledger.put_note(volume, entry, None)
-    for action in recover.judge_owed(seen, seen_now, settled, size_bytes):
+    actions = recover.judge_owed(seen, seen_now, settled, size_bytes)
+    for action in actions:
         match action:
             case recover.Settle():
                 volume.durable.settle_later(entry, owed.note.seq)
@@ -87,6 +93,7 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
             case recover.DropRecord():
                 assert now is not None
                 ledger.remove_record(volume, bucket, key, now)
+    return record is not None and all(isinstance(action, recover.Restore) for action in actions)
 
 
 def _show(
@@ -136,8 +143,9 @@ def sums_of(volume: Volume, record: Record) -> array[int]:
         os.close(fd)
 
 
-def _check_notes(volume: Volume) -> None:
-    """Marks of notes that are gone go; a note whose object is gone is told and goes."""
+def _check_notes(volume: Volume) -> int:
+    """Marks of notes that are gone go; a note whose object is gone is told and goes. How many objects are owned so."""
+    backed = 0
     for entry, value in volume.index.walk("notes"):
         kept = decode_entry(value)
         bucket, key = owner_of(entry, kept)
@@ -146,14 +154,17 @@ def _check_notes(volume: Volume) -> None:
                 volume.index.put("notes", entry, None)
         elif not kept.note.is_delete:
             now = volume.record(entry, key)
+            backed += now is not None and bool(now.state & State.OWNED)
             if now is not None and now.inline is None:
                 size_bytes = _size_of(volume.data_path(now.object_id))
                 if size_bytes != now.size_bytes:
                     tell_lost(volume, bucket, key, _problem(size_bytes, now.size_bytes))
                     volume.index.put("notes", entry, None)
                     ledger.remove_record(volume, bucket, key, now)
+                    backed -= bool(now.state & State.OWNED)
         if volume.index.pending >= _BATCH:
             volume.commit()
+    return backed
 
 
 def _drop_unbacked(volume: Volume, entry: bytes) -> None:

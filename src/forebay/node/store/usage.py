@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from forebay.core import limits
 from forebay.core.record import OWNED, Record
 from forebay.node.store import presence
@@ -101,6 +103,20 @@ class Usage:
         else:
             self.by_bucket.pop(bucket, None)
 
+    def encode(self, other: Usage, minute: int, next_id: bytes) -> bytes:
+        """The sum with a change, as the index keeps it with what is counted; see `decode_usage`."""
+        numbers = [mine + theirs for mine, theirs in zip(self._numbers(), other._numbers(), strict=True)]
+        by_bucket = dict(self.by_bucket)
+        for bucket, size_bytes in other.by_bucket.items():
+            by_bucket[bucket] = by_bucket.get(bucket, 0) + size_bytes
+        return msgspec.msgpack.encode(_Counted(next_id, minute, numbers, by_bucket))
+
+    def _numbers(self) -> tuple[int, ...]:
+        return (
+            *(self.objects, self.bytes, self.file_bytes, self.small_bytes),
+            *(self.owned_objects, self.owed_bytes, self.owned_file_bytes, self.owned_small_bytes),
+        )
+
     def merge(self, other: Usage) -> None:
         for bucket, size_bytes in other.by_bucket.items():
             self._add(bucket, size_bytes, False)
@@ -111,6 +127,28 @@ class Usage:
         self.owed_bytes += other.owed_bytes
         self.owned_file_bytes += other.owned_file_bytes
         self.owned_small_bytes += other.owned_small_bytes
+
+
+class _Counted(msgspec.Struct, array_like=True, frozen=True):
+    next_id: bytes  # of the same transaction: other writers, which do not count, leave a newer one
+    minute: int
+    numbers: list[int]
+    by_bucket: dict[str, int]
+
+
+def decode_usage(value: bytes | None, next_id: bytes) -> tuple[Usage, int] | None:
+    """What was counted, and in which minute (since the epoch); None where nobody did, or not last."""
+    try:
+        kept = msgspec.msgpack.decode(value or b"", type=_Counted)
+    except msgspec.MsgspecError:
+        return None
+    usage = Usage()
+    if kept.next_id != next_id or len(kept.numbers) != len(usage._numbers()):
+        return None
+    usage.objects, usage.bytes, usage.file_bytes, usage.small_bytes = kept.numbers[:4]
+    usage.owned_objects, usage.owed_bytes, usage.owned_file_bytes, usage.owned_small_bytes = kept.numbers[4:]
+    usage.by_bucket = kept.by_bucket
+    return usage, kept.minute
 
 
 class VolumeUsage(NamedTuple):
@@ -126,6 +164,7 @@ class VolumeUsage(NamedTuple):
     owned_bytes: int = 0  # of used_bytes: what only this node has, never evicted
     owned_objects: int = 0
     owed_bytes: int = 0  # payload of that
+    weighed_bytes: int = 0  # of used_bytes: the sum over units
 
 
 class Room(NamedTuple):

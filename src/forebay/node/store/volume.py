@@ -4,8 +4,9 @@ Theory. `volume.json`, the *mark*, says whose directory this is and whether its 
 synced, so it is right after a process stop, and unknown after a machine stop. The mark therefore carries the kernel's
 boot id, written (synced) when the volume opens, and `clean`, written when everything was synced and closed. Same boot
 id or clean: believe. Otherwise, or when LMDB or the walk over it finds damage, `rebuild.py` makes a new index from the
-files' headers in a new directory, `index/<n>`; the mark then names it. A marker file lies beside the index while it is
-first walked: if that walk kills the process (a torn page may), the next start finds the marker and rebuilds.
+files' headers in a new directory, `index/<n>`; the mark then names it. What the index holds is counted in it with each
+commit, so a start needs no walk; the first one comes while it is served. A marker file lies beside the index meanwhile:
+if walks kill the process again and again (a torn page may), or meet damage, the next start finds it and rebuilds.
 
 A disk that errs is not argued with. Out of space marks the volume `full`: nothing new goes there until space is back.
 Any other trouble puts it `out`: it leaves placement, and only a restart brings it back.
@@ -27,7 +28,8 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +43,7 @@ from forebay.node.store import files, keys, pages
 from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
 from forebay.node.store.pages import FreePages
-from forebay.node.store.usage import Room, Usage, overhead
+from forebay.node.store.usage import Room, Usage, decode_usage, overhead
 from forebay.ports import chance, clock
 from forebay.ports.machine import alive, boot_id
 
@@ -52,6 +54,7 @@ OWN_NAMES = frozenset(
     | {"durable.new"}
 )
 INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
+WALKS_CUT_MAX = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
@@ -143,7 +146,8 @@ class Volume:
         self.index: Index
         self.durable: Durable
         self.lost: dict[bytes, int] = {}  # index key -> object id of what is owed and cannot be had: out of view
-        self.unbacked: list[bytes] = []  # index keys of owned records that no note stands behind, found at the start
+        self.unbacked: list[bytes] | None = []  # index keys of owned records without a note; None: not looked for
+        self.used_minute = int(clock.wall_s() // 60)  # of the last commit before the start
         self.flushes_lost = 0
         self.behind = False  # a flush was lost: what the durable index says may not be in view
         self.opened = False
@@ -263,7 +267,6 @@ class Volume:
     def _believe_index(self) -> str:
         """Open and walk the index; "" when it is good, else why it must be rebuilt."""
         path = self.index_path()
-        marker = os.path.join(path, "opening")
         if self.fresh:
             return "new volume"
         if not self.mark.clean and self.mark.boot_id != boot_id():
@@ -273,33 +276,78 @@ class Volume:
                 return "the index is empty"
         except FileNotFoundError:
             return "the index is missing"
-        if os.path.exists(marker):
-            return "the last start died while it read the index"
-        with open(marker, "wb"):
-            pass
+        if self._walks_cut() >= WALKS_CUT_MAX:
+            return f"the last {WALKS_CUT_MAX} starts died while they read the index"
         try:
             self.index = Index(path, write=True)
             try:
-                self._walk()
+                if not self._take_count():
+                    with self.walking():
+                        self._walk()
             except BaseException:
                 self.index.close()
                 raise
         except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return f"the index is damaged ({error})"
         self.opened = True
-        os.unlink(marker)
         return ""
 
+    def _walks_cut(self) -> int:
+        """How many starts in a row ended while they walked over this index."""
+        try:
+            return os.path.getsize(self._walk_marker())
+        except FileNotFoundError:
+            return 0
+
+    def _walk_marker(self) -> str:
+        return os.path.join(self.index_path(), "opening")
+
+    @contextmanager
+    def walking(self) -> Iterator[None]:
+        """Around a walk over all of the index. A page that kills the process does so again at the next start, where a
+        byte in a file tells of it."""
+        cut = False
+        with suppress(OSError):  # a full disk may have no room for the byte
+            self._mark_walk(1)
+        try:
+            yield
+        except (Corrupt, msgspec.MsgspecError, UnicodeDecodeError):
+            self._mark_walk(WALKS_CUT_MAX)
+            cut = True
+            raise
+        finally:
+            if not cut:
+                Path(self._walk_marker()).unlink(missing_ok=True)
+
+    def _mark_walk(self, count: int) -> None:
+        with open(self._walk_marker(), "ab") as file:
+            file.write(b"." * count)
+
+    def _take_count(self) -> bool:
+        """Whether the index says what it holds, so that nobody need walk over it before it is served."""
+        found = decode_usage(self.index.get("meta", b"usage"), self.index.get("meta", b"next_id") or b"")
+        if found is None or found[0].objects != self.index.count("records"):
+            return False
+        (self.usage, self.used_minute), self.unbacked = found, None
+        return True
+
+    def find_unbacked(self) -> list[bytes]:
+        """Index keys of owned records without a note; looks at every record."""
+        found = []
+        for entry, value in self.index.walk("records"):
+            owned = decode_record(value).state & State.OWNED
+            if owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None:
+                found.append(entry)
+        return found
+
     def _walk(self) -> None:
-        """Read every record once: it counts usage, and meets damage now rather than under a request."""
+        """Read every record once: it counts usage, and meets damage."""
         entries = 0
+        self.unbacked = self.find_unbacked()
         for entry, value in self.index.walk("records"):
             record = decode_record(value)
             self.usage.swap(keys.split(entry, record.key)[0], None, record)
             entries += 1
-            owned = record.state & State.OWNED
-            if owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None:
-                self.unbacked.append(entry)
         if entries != self.index.count("records"):
             raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
 
@@ -325,8 +373,8 @@ class Volume:
                 "records", entry, encode_record(msgspec.structs.replace(decode_record(value), checked_s=0.0))
             )
             if self.index.pending >= 1000:
-                self.index.flush()
-        self.index.flush()
+                self.commit()
+        self.commit()
 
     def missed_session(self) -> None:
         """Others went on without this volume: what it has may be replaced since."""
@@ -422,6 +470,9 @@ class Volume:
 
     def commit(self) -> int:
         """Commit what is pending, and count it; how many changes. `OSError` or `Corrupt`: nothing was changed."""
+        if self.index.pending:
+            next_id = self.index.get("meta", b"next_id") or b""
+            self.index.put("meta", b"usage", self.usage.encode(self.change, int(clock.wall_s() // 60), next_id))
         try:
             done = self.index.flush()
         except OSError as error:

@@ -18,14 +18,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
+
 from forebay.core.errors import Corrupt, Invalid, Unavailable, VolumeMissing
 from forebay.core.placement import Members
 from forebay.core.volumes import KnownVolume, Owners
 from forebay.core.wire import VolumeAt
-from forebay.node.store import keys, owned, rebuild
+from forebay.node.store import keys, ledger, owned, rebuild
 from forebay.node.store.notes import Owed
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
-from forebay.node.store.volume import Expected, StoreEvent, Volume
+from forebay.node.store.volume import Expected, StoreEvent, Unit, Volume
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
@@ -265,7 +267,30 @@ class VolumeSet:
             usage.owned_file_bytes + change.owned_file_bytes + usage.owned_small_bytes + change.owned_small_bytes,
             usage.owned_objects + change.owned_objects,
             usage.owed_bytes + change.owed_bytes,
+            usage.taken_bytes + change.taken_bytes,
         )
+
+    def newest_minute(self) -> int:
+        """When the volumes were last in use before the start, in minutes since the epoch."""
+        return max((volume.used_minute for volume in self._by_id.values()), default=0)
+
+    def unit_batches(self) -> Iterator[tuple[str, list[Unit]]]:
+        """(volume id, units), to teach the eviction machines after a start; each batch is true until something changes.
+        It is the first walk over the indexes: a volume where it meets damage is out."""
+        for volume in list(self._by_id.values()):
+            try:
+                for batch in ledger.unit_batches(volume):
+                    yield volume.id, batch
+                    if volume.state == "out":
+                        break
+            except (OSError, Corrupt, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                damage = f"the index is damaged ({error}): restart the node, which rebuilds it"
+                volume.trouble(error if isinstance(error, OSError) else Corrupt(damage), "walking over the index")
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit. Streams: memory does not grow."""
+        for _, batch in self.unit_batches():
+            yield from batch
 
     # --- object ids ---
 

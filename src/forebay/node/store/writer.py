@@ -38,7 +38,7 @@ from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed, digest_of
 from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import Expected, StoreEvent, Unit, Volume
+from forebay.node.store.volume import Expected, StoreEvent, Volume
 from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
 
@@ -205,11 +205,6 @@ class Store(VolumeSet):
             if found is not None:
                 return (volume, *found)
         return None
-
-    def units(self) -> Iterator[Unit]:
-        """Every committed unit, to rebuild the eviction machine after a start. Streams: memory does not grow."""
-        for volume in list(self._by_id.values()):
-            yield from ledger.units(volume)
 
     # --- landing ---
 
