@@ -158,7 +158,8 @@ class Client(threading.Thread):
         else:
             return self._refused(place, "GET", answer)
         if not labels:
-            return self._wrong(place, f"{headers}: {len(answer.body)} bytes that nobody wrote: {_glimpse(answer.body)}")
+            said = f"{len(answer.body)} bytes that nobody wrote: {_glimpse(answer.body)}, {dict(answer.headers)}"
+            return self._wrong(place, f"{headers}: {said}")
         if len(labels) > 1:
             return None
         self._board.note(place, Call("read", labels[0], began, time.monotonic()))
