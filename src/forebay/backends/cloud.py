@@ -41,6 +41,7 @@ import msgspec
 import obstore
 
 from forebay.backends import errors
+from forebay.backends.pace import Pace, pace_of
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wire import Wire, WireFetch, bare_etag, is_condition, version_of
@@ -52,10 +53,6 @@ from forebay.ports.clock import Clock
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
-
-# The least that a chunk holds. A larger one delays a reader's first byte (128 KiB take 0.7 ms at 200 MB/s), a smaller
-# one costs CPU for each; obstore hands over up to 400 KiB at once when the network is faster than we are.
-CHUNK_BYTES_MIN = 128 * limits.KIB
 
 ResultT = TypeVar("ResultT")
 
@@ -84,9 +81,21 @@ def is_plain(key: str) -> bool:
 class CloudFetch:
     """A body from obstore. It is its own iterator, so that closing it drops the answer whoever still holds it."""
 
-    def __init__(self, result: GetResult, info: ObjectInfo, start: int, end: int, what: str, skip_bytes: int) -> None:
+    def __init__(
+        self,
+        result: GetResult,
+        info: ObjectInfo,
+        start: int,
+        end: int,
+        what: str,
+        skip_bytes: int,
+        pace: Pace,
+        clock: Clock,
+    ) -> None:
         self.info, self.start, self.end = info, start, end
-        self._stream: Any = result.stream(min_chunk_size=CHUNK_BYTES_MIN) if end > start else None
+        self._pace, self._clock = pace, clock
+        self._began = False
+        self._stream: Any = result.stream(min_chunk_size=pace.chunk_bytes) if end > start else None
         # The first chunk is on its way before anybody asks: whoever opened this makes room for it meanwhile.
         self._ahead: Any = self._stream.__anext__() if self._stream is not None else None
         self._what, self._skip_bytes, self._got_bytes = what, skip_bytes, 0
@@ -101,18 +110,35 @@ class CloudFetch:
                 ahead, self._ahead = self._ahead, None
                 chunk = await (ahead or self._stream.__anext__())
             except StopAsyncIteration:
-                self._stream = None
+                self._let_go()
                 raise errors.ended_early(self._what, self._got_bytes, wanted) from None
             except Exception as error:
-                self._stream = None
+                self._let_go()
                 raise errors.from_obstore(error, self._what) from error
+            self._came(len(chunk))
             if self._skip_bytes or self._got_bytes + len(chunk) > wanted:
                 chunk = self._trim(chunk, wanted - self._got_bytes)
             self._got_bytes += len(chunk)
+            if self._got_bytes >= wanted:
+                self._let_go()
             if len(chunk):
                 return chunk
-        self._stream = None
+        self._let_go()
         raise StopAsyncIteration
+
+    def _came(self, size_bytes: int) -> None:
+        if self._began:
+            self._pace.came(self._clock.monotonic_s(), size_bytes)
+        else:
+            self._began = True
+            self._pace.began(self._clock.monotonic_s())
+
+    def _let_go(self) -> None:
+        """Drop the answer, which closes its connection if it is not at its end."""
+        self._stream = None
+        if self._began:
+            self._began = False
+            self._pace.ended(self._clock.monotonic_s())
 
     def _trim(self, chunk: Any, room_bytes: int) -> memoryview:
         """Of a whole body, what lies in the range asked (only where the server knows no ranges)."""
@@ -125,7 +151,7 @@ class CloudFetch:
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
-        self._stream = None  # dropping the answer closes its connection
+        self._let_go()
 
 
 class Writes(Protocol):
@@ -176,6 +202,7 @@ class CloudReads:
         self.scheme = scheme
         self._clock, self._seen_s = clock, float("-inf")  # monotonic: when a request began that the bucket answered
         self._store, self._wire, self._prefix, self._list_page = store, wire, prefix, list_page
+        self._pace = pace_of(wire.url)
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
         self._wary_until_s = float("-inf")  # monotonic: nor before then
@@ -242,10 +269,10 @@ class CloudReads:
         start, end = range.resolve(info.size_bytes) if range is not None else (0, info.size_bytes)
         got_start, got_end = result.range
         if (got_start, got_end) == (0, info.size_bytes):
-            return CloudFetch(result, info, start, end, what, start)
+            return CloudFetch(result, info, start, end, what, start, self._pace, self._clock)
         if (got_start, got_end) != (start, end):
             raise Corrupt(f"{what}: bytes {start}-{end} were asked for and {got_start}-{got_end} came: try again")
-        return CloudFetch(result, info, start, end, what, 0)
+        return CloudFetch(result, info, start, end, what, 0, self._pace, self._clock)
 
     def _by_obstore(self, full: str) -> bool:
         return not self.by_wire and self._clock.monotonic_s() >= self._wary_until_s and is_plain(full)
