@@ -14,24 +14,26 @@ LATE_S = 100.0
 def test_what_left_is_ours_until_a_later_flush_was_answered_and_nothing_can_arrive():
     sent = ours.left(Sent(), "a")
     assert sent.digests == ("a",)
-    sent = ours.answered(sent, 1000.0, LATE_S)  # its successor is there: it may land all the same
+    sent = ours.answered(sent, 990.0, 1000.0, LATE_S)  # its successor is there: it may land all the same
     assert sent.digests == ("a",)
-    sent = ours.answered(sent, 1000.0 + LATE_S - 1, LATE_S)
+    sent = ours.answered(
+        sent, 1000.0 + LATE_S - 1, 2000.0, LATE_S
+    )  # it may have landed while the answer was on its way
     assert sent.digests == ("a",)
-    assert ours.answered(sent, 1000.0 + LATE_S, LATE_S) == Sent()
+    assert ours.answered(sent, 1000.0 + LATE_S, 3000.0, LATE_S) == Sent()
 
 
 def test_without_an_answer_no_time_is_long_enough():
     """What landed unnoticed is met whenever the backend is reached again."""
-    sent = ours.answered(ours.left(Sent(), "a"), 1000.0, LATE_S)
+    sent = ours.answered(ours.left(Sent(), "a"), 1000.0, 1000.0, LATE_S)
     sent = ours.left(sent, "b")
     assert set(sent.digests) == {"a", "b"}, "time alone takes nothing: there was no answer since"
-    sent = ours.answered(sent, 1_000_000.0, LATE_S)
+    sent = ours.answered(sent, 1_000_000.0, 1_000_000.0, LATE_S)
     assert sent == Sent((), (("b", 1_000_000.0 + LATE_S),))
 
 
 def test_what_is_sent_again_counts_anew():
-    sent = ours.left(ours.answered(ours.left(Sent(), "a"), 0.0, LATE_S), "a")
+    sent = ours.left(ours.answered(ours.left(Sent(), "a"), 0.0, 0.0, LATE_S), "a")
     assert sent == Sent(("a",))
     assert ours.left(sent, "a") == sent
 
@@ -51,7 +53,7 @@ def test_a_body_that_was_never_sent_waits_for_a_word_of_the_backend_where_many_a
         sent = ours.left(sent, str(number))
     assert ours.asks_first(sent, "new")
     assert not ours.asks_first(sent, "0"), "sent before: it makes none more"
-    assert not ours.asks_first(ours.answered(sent, 0.0), "new")
+    assert not ours.asks_first(ours.answered(sent, 0.0, 0.0), "new")
 
 
 @given(
@@ -73,7 +75,7 @@ def test_it_is_what_a_dumb_model_says(steps):
             left_at[value] = at
         else:
             now_s += value
-            sent = ours.answered(sent, now_s, LATE_S)
+            sent = ours.answered(sent, now_s, now_s, LATE_S)
             answers.append((at, now_s))
         kept = set()
         for digest, since in left_at.items():

@@ -7,8 +7,8 @@ delete). Who meets something unexpected at the backend compares it with them bef
 A body counts from the moment in which a request with it may leave (`left`), not from its acknowledgement: what was
 overwritten before it was sent can never be met. It counts until a later flush was answered *and* nothing of it can
 still arrive. An answered flush alone does not end it: a put that hung for minutes may land after its successor. So
-`answered` makes of *tried* digests *late* ones, for `late_s` more; those whose time was over before this answer go,
-since whatever landed of them this flush has replaced.
+`answered` makes of *tried* digests *late* ones, for `late_s` more; those whose time was over before this flush began
+go, since whatever landed of them it has replaced.
 
 Nothing is dropped for being many, and so that there are not many, the *sending* is bounded: where UNANSWERED_MAX bodies
 are without an answer, the backend is asked what it has before one more leaves (`asks_first`). A backend that is away
@@ -50,10 +50,11 @@ def left(sent: Sent, digest: str | None) -> Sent:
     return Sent((*sent.tried, digest), tuple(each for each in sent.late if each[0] != digest))
 
 
-def answered(sent: Sent, now_s: float, late_s: float = limits.LATE_S) -> Sent:
-    """A flush was answered at `now_s`, and all of `sent` left before it."""
-    late = tuple(each for each in sent.late if each[1] > now_s)
-    return Sent((), (*late, *((digest, now_s + late_s) for digest in sent.tried)))
+def answered(sent: Sent, began_s: float, ended_s: float, late_s: float = limits.LATE_S) -> Sent:
+    """A flush that was begun at `began_s` was answered by `ended_s`, and all of `sent` left before that. What could
+    still arrive when it was begun may have landed after it took effect, however late its answer was heard."""
+    late = tuple(each for each in sent.late if each[1] > began_s)
+    return Sent((), (*late, *((digest, ended_s + late_s) for digest in sent.tried)))
 
 
 def asks_first(sent: Sent, digest: str, bound: int = limits.UNANSWERED_MAX) -> bool:

@@ -132,10 +132,10 @@ def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
 
 
 class Errand:
-    """See the module's header. `run` once."""
+    """See the module's header. `run` once. `began_s`: now, in Unix time."""
 
-    def __init__(self, place: Place, key: str, note: Note, keeping: Keeping) -> None:
-        self.note = note
+    def __init__(self, place: Place, key: str, note: Note, keeping: Keeping, began_s: float) -> None:
+        self.note, self.began_s = note, began_s
         self.is_cancellable = True
         self._place, self._key, self._keeping = place, key, keeping
         self._backend = place.backend

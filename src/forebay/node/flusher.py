@@ -457,7 +457,7 @@ class Flusher:
                 self._linger,
                 lambda key: self._buckets.leave_uploads(served, key),
             )
-            errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key))
+            errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key), self._clock.wall_s())
             try:
                 outcome = await errand.run()
             except (asyncio.CancelledError, Superseded):
@@ -484,7 +484,7 @@ class Flusher:
 
     async def _settle(self, name: str, of: _Bucket, key: str, errand: Errand, outcome: Delivered | Yielded) -> Event:
         """Make it true here that the errand came to its end."""
-        note, now_s = errand.note, self._clock.wall_s()
+        note, began_s, now_s = errand.note, errand.began_s, self._clock.wall_s()
         async with self._lock(name, key):
             debt = of.debts.get(key)
             since_s = None
@@ -494,11 +494,11 @@ class Flusher:
                 else:
                     await self._commit(Delete(name, key))
                 sent = ours.left(note.sent, note.known_by) if errand.is_repeated else note.sent
-                self._remember_late(of, key, ours.answered(sent, now_s), now_s)
+                self._remember_late(of, key, ours.answered(sent, began_s, now_s), now_s)
                 self._drop(of, key)
             elif debt is not None and isinstance(outcome, Delivered):
                 since_s = debt.rewritten_s if debt.rewritten_s is not None else debt.note.since_s
-                sent = ours.answered(debt.note.sent, now_s)
+                sent = ours.answered(debt.note.sent, began_s, now_s)
                 newer = msgspec.structs.replace(
                     debt.note, based_on=outcome.version, stale=(), since_s=since_s, **sent._asdict()
                 )

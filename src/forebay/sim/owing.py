@@ -318,12 +318,13 @@ class OwingNode:
             self._queue(name[0], flush.Dropped(name[1]))
             return
         data, incarnation = owed.data if owed.object_id else None, self.incarnation
+        began_s = self.schedule.now_s
         self.left.add(owed.seq)
         self.repeated |= {owed.seq} if before else set()
 
         def done(version: str) -> None:
             if incarnation == self.incarnation:
-                self._flushed(name, owed, version)
+                self._flushed(name, owed, version, began_s)
 
         def failed(error: ForebayError) -> None:
             if incarnation != self.incarnation:
@@ -343,7 +344,7 @@ class OwingNode:
 
     def _look(self, name: Name, owed: Owed, expect: str) -> None:
         """The backend may have something else than we took it to have: perhaps our own, whose answer was lost."""
-        incarnation = self.incarnation
+        incarnation, began_s = self.incarnation, self.schedule.now_s
 
         def known(version: str, data: bytes) -> None:
             if incarnation != self.incarnation:
@@ -352,7 +353,7 @@ class OwingNode:
             if owed.based_on is None or version == expect:
                 self._send(name, owed, version)
             elif owed.object_id and digest == owed.digest:
-                self._flushed(name, owed, version)
+                self._flushed(name, owed, version, began_s)
             elif digest in owed.sent.digests:
                 self._send(name, owed, version)
             else:
@@ -364,7 +365,7 @@ class OwingNode:
             if not isinstance(error, NotFound):
                 self._flush_failed(name, error)
             elif not owed.object_id:
-                self._flushed(name, owed, "")
+                self._flushed(name, owed, "", began_s)
             elif owed.based_on is None or expect == "" or ours.ABSENT in owed.sent.digests:
                 self._send(name, owed, "")
             else:
@@ -379,16 +380,17 @@ class OwingNode:
         else:
             then()
 
-    def _flushed(self, name: Name, owed: Owed, version: str) -> None:
-        self._under_lock(name, lambda: self._settle(name, owed, version))
+    def _flushed(self, name: Name, owed: Owed, version: str, began_s: float) -> None:
+        ended_s = self.schedule.now_s
+        self._under_lock(name, lambda: self._settle(name, owed, version, began_s, ended_s))
 
-    def _settle(self, name: Name, owed: Owed, version: str) -> None:
+    def _settle(self, name: Name, owed: Owed, version: str, began_s: float, ended_s: float) -> None:
         """The backend has this write. If it is still the last one, nothing is owed any more."""
         now = self.notes.get(name)
         if now is None or now.seq != owed.seq:
             since_s = None
             if now is not None:
-                sent = ours.answered(now.sent, self.schedule.now_s, LATE_S)
+                sent = ours.answered(now.sent, began_s, ended_s, LATE_S)
                 self.notes[name] = replace(now, based_on=version, sent=sent)
                 if name in self.durable and self.durable[name].seq == now.seq:
                     self.durable[name] = self.notes[name]
@@ -399,7 +401,7 @@ class OwingNode:
         kept_record = self.visible.get(name)
         del self.notes[name]
         sent = ours.left(owed.sent, owed.digest) if owed.seq in self.repeated else owed.sent
-        self.late[name] = ours.answered(sent, self.schedule.now_s, LATE_S)
+        self.late[name] = ours.answered(sent, began_s, ended_s, LATE_S)
         self.settled[name] = owed.seq
         if kept_record is not None:
             kept_record.owned, kept_record.version = False, version

@@ -150,7 +150,7 @@ def _sent(bound: int = 2) -> list[_Patch]:
 
 def _late() -> list[_Patch]:
     """An answered flush is taken for the end of all that was sent before it."""
-    return [(ours, "answered", lambda sent, now_s, late_s=0.0: ours.Sent())]
+    return [(ours, "answered", lambda sent, began_s, ended_s, late_s=0.0: ours.Sent())]
 
 
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {
