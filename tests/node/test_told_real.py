@@ -10,6 +10,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -34,7 +36,7 @@ class GatedBucket:
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+            timeout = PATIENCE_S
 
             def do_GET(self) -> None:
                 if not self.path.endswith("/object"):
@@ -59,13 +61,13 @@ class GatedBucket:
                     bucket.open.wait(PATIENCE_S)
                     self.wfile.write(DATA[max(first, LANDED_BYTES) : last + 1])
                 except ConnectionError:
-                    self.close_connection = True
+                    pass  # the engine died, or nobody reads any more
 
             def log_message(self, *_: object) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.daemon_threads = False  # `close` waits for the requests under way
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -120,11 +122,12 @@ class Getting(threading.Thread):
         self._connection.close()
 
     def front(self, fronts: dict[str, int]) -> int:
-        """Which process has the other end."""
+        """Which process has the other end; 0 while none has."""
         rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         ends = tuple(f":{port:04X}" for port in (self.node_port, self.port))
-        [inode] = [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
-        return next(pid for pid in fronts.values() if f"socket:[{inode}]" in open_files(pid))
+        # The table is read in pieces while it changes, so a row may come twice, or not this time.
+        found = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])}
+        return next((pid for pid in fronts.values() if found & open_files(pid)), 0)
 
 
 def open_files(pid: int) -> set[str]:
@@ -147,14 +150,14 @@ class Story:
         config.write_text("hung_after_s = 0\n")  # one of them hangs for as long as the test says
         self.one = make("--fronts", "2", "--volume", str(disk / "volume"), "--config", str(config))
         self.one.add_bucket("gated", "s3://b", **self.bucket.options)
-        self.fronts = fronts = {name: pid for name, pid in self.one.children().items() if name != "engine"}
+        until(lambda: len(self.one.children()) == 3)
+        fronts = {name: pid for name, pid in self.one.children().items() if name != "engine"}
         self.awake: list[Getting] = []
         self.asleep: list[Getting] = []  # on the front that is stopped
         self.stopped = next(iter(fronts.values()))
         while len(self.awake) < 2 or len(self.asleep) < 3:
             reader = Getting(self.one)
-            until(lambda reader=reader: is_accepted(reader, fronts))  # type: ignore[misc]
-            side = self.asleep if reader.front(fronts) == self.stopped else self.awake
+            side = self.asleep if until(partial(reader.front, fronts)) == self.stopped else self.awake
             side.append(reader)
         self.asking = self.awake.pop()
         for reader in (*self.awake, *self.asleep):
@@ -185,14 +188,6 @@ class Story:
             assert reader.whole, "an answer was cut"
 
 
-def is_accepted(reader: Getting, fronts: dict[str, int]) -> bool:
-    try:
-        reader.front(fronts)
-    except StopIteration:
-        return False
-    return True
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of its own with 64 MiB."""
@@ -215,9 +210,9 @@ def story(node: Make, small_disk: Path) -> Iterator[Story]:
 
 
 def test_a_disk_that_fills_up_under_a_front_that_stands_still(story: Story) -> None:
-    free = os.statvfs(story.disk)
-    with open(story.disk / "somebody-elses", "wb") as file:
-        file.write(bytes(free.f_bavail * free.f_frsize))
+    with open(story.disk / "somebody-elses", "wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(MIB)) == MIB:
+            pass  # until it is full
     story.bucket.open.set()
     for reader in story.awake:
         reader.join(PATIENCE_S)
