@@ -42,6 +42,7 @@ __all__ = [
     "Invalid",
     "NotFound",
     "NotSupported",
+    "ObjectLost",
     "Precondition",
     "Unavailable",
     "VolumeMissing",

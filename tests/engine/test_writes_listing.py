@@ -52,6 +52,12 @@ class Node:
     def check_bucket(self, bucket: str) -> None:
         """No volume is missing."""
 
+    def lost_in(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[Any]:
+        return []
+
+    def lost_of(self, bucket: str, key: str) -> None:
+        return None
+
     def lookup(self, bucket: str, key: str) -> Any:
         note = self.notes.get(key)
         if note is None or note.is_delete:

@@ -166,6 +166,12 @@ class Shelf:
     def check_present(self, bucket: str, key: str) -> None:
         """No volume is missing."""
 
+    def check_lost(self, bucket: str, key: str) -> None:
+        """Nothing is lost."""
+
+    def examine(self, bucket: str, key: str, object_id: int) -> Record | None:
+        return self.lookup(bucket, key)
+
     def lookup(self, bucket: str, key: str) -> Record | None:
         return self.records.get((bucket, key))
 

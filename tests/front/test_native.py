@@ -45,6 +45,8 @@ ANSWERS: dict[str, Any] = {
     "jobs": [JOB],
     "job_cancel": JOB,
     "status": calls.NodeState("n1", "0", 1, 0.0),
+    "lost": [],
+    "lost_give_up": [],
     "volume_add": calls.VolumeState("", "/disk", "new"),
     "volume_give_up": calls.VolumeState("v1", "/disk", "missing"),
     "map": calls.NodeMap(1, [calls.MapNode("n1", "http://x")]),
@@ -65,6 +67,8 @@ def body_for(route: Any) -> Any:
         return Bucket("strict", "memory://")
     if route.body is bytes:
         return "anything"
+    if route.body is calls.LostCall:
+        return calls.LostCall("b")
     if route.body is calls.VolumeNamed:
         return calls.VolumeNamed("v1")
     if route.body is calls.CopyCall:

@@ -362,6 +362,11 @@ def node_state(state: NodeState) -> Iterator[Finding]:
         else:
             change = "check the disk (`dmesg`, SMART), then restart the node; reads go on without it"
             yield Finding("volume", "bad", volume.path, f"{volume.state}: {volume.reason or 'no reason given'}", change)
+    for held in state.buckets:
+        if held.lost_objects:
+            what = f"{held.lost_objects} objects were acknowledged and are lost"
+            change = f"check the disk; `forebay lost ls {held.name}`, then write them again or give them up"
+            yield Finding("lost", "bad", held.name, what, change)
     lost = [front.front for front in state.fronts if not front.connected]
     if lost:
         yield Finding(

@@ -44,7 +44,9 @@ def flush(
         if exact:
             raise Invalid("--exact is for addresses: name the objects to flush")
         with open_client(url) as client:
-            names = [each.name for each in client.status().buckets if each.dirty_objects or each.missing]
+            names = [
+                each.name for each in client.status().buckets if each.dirty_objects or each.missing or each.lost_objects
+            ]
         if not names:
             if as_json:
                 show.document([])

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "evict": ("evict", "Drop objects from the cache."),
     "refresh": ("refresh", "Ask the backend whether cached objects are still current."),
     "flush": ("flush", "Bring to the backends what only the node has."),
+    "lost": ("lost", "List and give up lost objects."),
     "volume": ("volume", "Show, add and give up volumes."),
     "job": ("job", "List, watch and cancel jobs."),
     "key": ("key", "Make keys for clients of a node."),

@@ -40,6 +40,7 @@ EXITS: dict[str, int] = {
     "NoBackendBucket": 6,
     "VolumeMissing": 6,
     "Closed": 6,
+    "ObjectLost": 7,
     "Corrupt": 7,
     "NotSupported": 8,
     "Partial": EXIT_PARTIAL,

@@ -104,10 +104,15 @@ def _dirty(buckets: list[BucketState], now_s: float) -> list[str]:
 
 
 def _missing(state: NodeState) -> list[str]:
-    """What cannot be read because a volume is not in use."""
+    """What cannot be read because a volume is not in use, or because it is lost."""
     lines = [
         f"bucket {bucket.name}: what may be on {', '.join(bucket.missing)} is answered 503: `forebay volume ls`"
         for bucket in state.buckets
         if bucket.missing
+    ]
+    lines += [
+        f"bucket {bucket.name}: {bucket.lost_objects} acknowledged objects are lost: `forebay lost ls {bucket.name}`"
+        for bucket in state.buckets
+        if bucket.lost_objects
     ]
     return ["", *lines] if lines else []

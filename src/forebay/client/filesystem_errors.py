@@ -26,6 +26,7 @@ ERRNO_OF_KIND = {
     "Unavailable": errno.EHOSTUNREACH,
     "NoBackendBucket": errno.EHOSTUNREACH,
     "VolumeMissing": errno.ENODEV,
+    "ObjectLost": errno.EIO,
     "Corrupt": errno.EIO,
     "Closed": errno.ESHUTDOWN,
     "NotSupported": errno.EOPNOTSUPP,

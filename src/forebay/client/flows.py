@@ -25,6 +25,7 @@ from forebay.core.calls import (
     JobCall,
     JobState,
     JobVerb,
+    LostCall,
     NodeMap,
     NodeState,
     ObjectState,
@@ -46,7 +47,7 @@ from forebay.core.errors import (
     Unavailable,
 )
 from forebay.core.types import Bucket, ListPage, RangeSpec
-from forebay.core.volumes import VolumeState
+from forebay.core.volumes import LostObject, VolumeState
 
 T = TypeVar("T")
 Flow = Generator[Request, Response, T]
@@ -323,6 +324,18 @@ def volume_give_up(name: str) -> Flow[VolumeState]:
     call = _post("/-/v1/volumes/give-up", VolumeNamed(name))
     state: VolumeState = yield from ask_json(call, f"volume {name}", VolumeState)
     return state
+
+
+def lost(bucket: str, prefix: str, start_after: str) -> Flow[list[LostObject]]:
+    target = with_query(encode_path("-/v1/lost", bucket), [("prefix", prefix), ("start_after", start_after)])
+    found: list[LostObject] = yield from ask_json(Request("GET", target), f"bucket {bucket}", list[LostObject])
+    return found
+
+
+def lost_give_up(bucket: str, prefix: str, keys: Iterable[str]) -> Flow[list[LostObject]]:
+    call = _post("/-/v1/lost/give-up", LostCall(bucket, prefix, list(keys)))
+    found: list[LostObject] = yield from ask_json(call, f"bucket {bucket}", list[LostObject])
+    return found
 
 
 def node_map() -> Flow[NodeMap]:

@@ -43,7 +43,7 @@ from forebay.core.manifest import Manifest
 from forebay.core.members import MemberIndex
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
-from forebay.core.volumes import VolumeState
+from forebay.core.volumes import LostObject, VolumeState
 
 if TYPE_CHECKING:
     from forebay.client.connection import Trust
@@ -485,6 +485,18 @@ class Client:
     def status(self) -> NodeState:
         """The node's processes, volumes and buckets."""
         return self.run(flows.status())
+
+    def lost(self, bucket: str, prefix: str = "") -> Iterator[LostObject]:
+        """Objects that were acknowledged, that no backend has, and whose bytes are gone."""
+        after = ""
+        while page := self.run(flows.lost(bucket, prefix, after)):
+            yield from page
+            after = page[-1].key
+
+    def lost_give_up(self, bucket: str, prefix: str = "", keys: tuple[str, ...] = ()) -> list[LostObject]:
+        """Give up lost objects under `prefix`, or `keys`: a page of them; those that were. Call it until it is
+        empty."""
+        return self.run(flows.lost_give_up(bucket, prefix, keys))
 
     def volume_add(self, path: str) -> VolumeState:
         """Have the node make a volume at `path`, or take in the one that lies there, when it starts the next time."""

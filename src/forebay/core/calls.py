@@ -24,7 +24,7 @@ from forebay.core.manifest import ManifestCall, ManifestPartCall, ManifestState
 from forebay.core.members import AppendCall
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
-from forebay.core.volumes import VolumeState
+from forebay.core.volumes import LostObject, VolumeState
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -328,6 +328,15 @@ class JobCall(msgspec.Struct, frozen=True, omit_defaults=True):
     dry_run: bool = False
 
 
+class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Lost objects of `bucket`: all under `prefix` and after `start_after`, or exactly `keys` when given."""
+
+    bucket: str
+    prefix: str = ""
+    keys: list[str] = []
+    start_after: str = ""
+
+
 class JobNamed(msgspec.Struct, frozen=True):
     job: str
 
@@ -375,6 +384,7 @@ class BucketState(msgspec.Struct, frozen=True):
     dirty_since_s: float | None = None  # Unix time of the oldest
     flushing: int = 0
     conflicts: int = 0
+    lost_objects: int = 0  # acknowledged, and their bytes are gone
     missing: list[str] = []  # volumes that are not in use, and may hold what only they have of the bucket
 
 
@@ -451,6 +461,8 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "status": (Nothing, NodeState),
     "volume_add": (VolumeNamed, VolumeState),  # by path: made, or taken in, at the next start
     "volume_give_up": (VolumeNamed, VolumeState),  # what it owed is lost; as it was
+    "lost": (LostCall, list[LostObject]),  # at most LIST_KEYS_MAX
+    "lost_give_up": (LostCall, list[LostObject]),  # these are given up; at most LIST_KEYS_MAX
     "map": (Nothing, NodeMap),
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
 }

@@ -120,6 +120,13 @@ class VolumeMissing(ForebayError):
     status = 503
 
 
+class ObjectLost(ForebayError):
+    """Acknowledged bytes that no backend has are gone from their disk. Write the object again, delete it, or give it
+    up."""
+
+    status = 500
+
+
 class Corrupt(ForebayError):
     """Bytes do not match their checksum or declared size, and no good copy was found. Nothing wrong was returned."""
 
@@ -158,6 +165,7 @@ KINDS: dict[str, type[ForebayError]] = {
         Unavailable,
         NoBackendBucket,
         VolumeMissing,
+        ObjectLost,
         Corrupt,
         Closed,
         NotSupported,

@@ -102,6 +102,16 @@ class VolumeState(msgspec.Struct, frozen=True):
     change: str = ""
 
 
+class LostObject(msgspec.Struct, frozen=True):
+    """An object that was acknowledged, that no backend has, and whose bytes are gone."""
+
+    bucket: str
+    key: str
+    size_bytes: int
+    modified_s: float
+    problem: str
+
+
 class Seen(msgspec.Struct, frozen=True):
     """What lies at a path. `mark_id` and `weight` are of its mark ("" without one), `members` the ids it served with;
     `has_data` and `has_durable` say whether data files and a durable index are there, `leftovers` whether anything else

@@ -203,12 +203,13 @@ class ColdReads:
 
     def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
         """What is here, if it is owned, was confirmed late enough, or is the very version that is asked for.
-        `NotFound` for what was deleted here, `VolumeMissing` where something newer may be that cannot be read."""
+        `NotFound` for what was deleted here, `VolumeMissing` or `ObjectLost` where something newer cannot be read."""
         self.store.check_present(*name)
         found, record = self._here(name)
         if found is None:
             if self._deleted(*name):
                 raise _changed(*name) if version else _no_key(*name)
+            self.store.check_lost(*name)
             return None
         if version and _is_of(found, version):
             return found
@@ -265,6 +266,8 @@ class ColdReads:
 
     async def _give_record(self, read: Read, served: Served, record: Record) -> None:
         """A flight over what the store has of the object. It is made only for a reader that joins it at once."""
+        if record.state & State.OWNED and self.store.examine(*read.ask[:2], record.object_id) is None:
+            self.store.check_lost(*read.ask[:2])
         _resolve(read.ask.range, record.size_bytes)
         info = info_of(record, read.ask.key)
         landing = self._landing(served, info, record.checked_s)

@@ -57,7 +57,8 @@ from forebay.node.prestaging import Prestaging
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import KnownVolumes, Scrubber, Store, StoreEvent, StoreReader
-from forebay.node.store.volume import Expected
+from forebay.node.store.volume import Expected, Lost
+from forebay.node.store.volumes import object_lost
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
 from forebay.node.tally import Tally
@@ -298,6 +299,7 @@ class Engine:
             flush_soon=self.flush_soon,
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
+        self.store.on_lost = self._lost
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         paths = [str(path) for path in self.settings.volume_dirs]
         self.volumes = Volumes(self.store, self.known, self.flusher, paths)
@@ -409,6 +411,10 @@ class Engine:
         log.warning("%s on volume %s: %s", event.kind, event.volume_id or "?", event.detail)
         if hasattr(self, "fronts"):
             asyncio.get_running_loop().call_soon(self._volumes_changed)
+
+    def _lost(self, lost: Lost) -> None:
+        self.flusher.forget(lost.bucket, lost.key, object_lost(lost))
+        self.flush()  # before anybody is told: no front shall answer from the record a moment later
 
     def _volumes_changed(self) -> None:
         if not self._stopping:

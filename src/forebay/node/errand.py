@@ -62,6 +62,8 @@ class Books(Protocol):
     """What an errand reads of the store."""
 
     def check_present(self, bucket: str, key: str) -> None: ...
+    def check_lost(self, bucket: str, key: str) -> None: ...
+    def examine(self, bucket: str, key: str, object_id: int) -> Record | None: ...
     def lookup(self, bucket: str, key: str) -> Record | None: ...
     def data_path(self, record: Record) -> str: ...
     def check_blocks(self, record: Record, bucket: str, key: str, blocks: Sequence[int]) -> list[int]: ...
@@ -190,6 +192,7 @@ class Errand:
             if not self._is_current():
                 raise Superseded
             self._place.books.check_present(self._place.bucket.name, self._key)
+            self._place.books.check_lost(self._place.bucket.name, self._key)
             raise Unavailable(
                 f"the bytes of {self._key}, which the backend lacks, are not to be had; see `forebay status`"
             )
@@ -217,6 +220,7 @@ class Errand:
         if bad and not self._is_current():
             raise Superseded
         if bad:
+            self._examine()
             raise Corrupt(
                 f"{len(bad)} blocks of {self._key} do not match their checksums, and the backend has no other copy: "
                 "write the object again; the disk that holds it is failing"
@@ -226,7 +230,14 @@ class Errand:
     def _unreadable(self, error: Exception) -> Exception:
         if not self._is_current():
             return Superseded()
+        self._examine()
         return Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`")
+
+    def _examine(self) -> None:
+        """`ObjectLost` if the file is gone or has not its size."""
+        bucket = self._place.bucket.name
+        self._place.books.examine(bucket, self._key, self.note.object_id)
+        self._place.books.check_lost(bucket, self._key)
 
     def _let_go(self, *, now: bool) -> None:
         """Close the file; not before a thread that may still send from it has noticed that it shall not."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from forebay.core import limits, ours
-from forebay.core.errors import Bug, Busy, Closed, ForebayError, VolumeMissing
+from forebay.core.errors import Bug, Busy, Closed, ForebayError, ObjectLost, VolumeMissing
 from forebay.core.flush import Asked, Dropped, Ended, Event, Failed, Forgot, Held, Queue, Released, Start, Woke, Wrote
 from forebay.core.gate import Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 from forebay.core.metrics import series
@@ -263,14 +263,15 @@ class Flusher:
         of = self._of.get(bucket)
         return of.late.get(key, Sent()) if of is not None else Sent()
 
-    def forget(self, bucket: str, key: str) -> None:
-        """The key owes nothing any more: it was written through, or its bucket went. Who waits for it is content."""
+    def forget(self, bucket: str, key: str, error: ForebayError | None = None) -> None:
+        """The key owes nothing any more: it was written through, its bucket went, or (`error`) it is lost. Who waits
+        for it is content, or told so."""
         of = self._of.get(bucket)
         if of is None:
             return
         if (flight := of.flights.get(key)) is not None:
             flight.give_up()
-        self._drop(of, key)
+        self._drop(of, key, error)
         self._step(bucket, Forgot(key))
 
     def forget_bucket(self, bucket: str) -> None:
@@ -469,8 +470,8 @@ class Flusher:
         except asyncio.CancelledError:
             if self._closed:
                 raise
-        except Superseded:
-            pass
+        except (Superseded, ObjectLost):
+            pass  # what is lost was told, and is owed no more
         except ForebayError as error:
             event = self._failed(name, of, key, error)
         except Exception as error:
@@ -542,13 +543,13 @@ class Flusher:
                 _end(waiting.done, error)
         return Failed(key, self._chance.random(), error.retry_after_s, hopeless, here)
 
-    def _drop(self, of: _Bucket, key: str) -> None:
+    def _drop(self, of: _Bucket, key: str, error: ForebayError | None = None) -> None:
         debt = of.debts.pop(key, None)
         if debt is None:
             return
         del of.keys[bisect_left(of.keys, key)]
         for waiting in debt.waiting:
-            _end(waiting.done)
+            _end(waiting.done, error)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,7 +8,8 @@ page may need, so memory and time depend on the page, not on the bucket or on wh
 A common prefix of which the backend has keys but the node has deleted some is shown only if something below it is left:
 then we look for one key there. That costs a request for each such prefix, and only while deletes wait.
 
-A local bucket is listed from the index: what is there is all there is.
+A local bucket is listed from the index: what is there is all there is. What is lost (`store/owned.py`) is listed too:
+who compares a listing with what he wrote must not conclude that it was deleted.
 
 Rejected: asking for more than a page to make up for deleted keys (a short page is a page; only an empty one that is not
 the last would be odd, and is not given).
@@ -62,7 +63,7 @@ class Listings:
         limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
         bucket, after = served.bucket, call.start_after
         if bucket.write == "local":
-            found, prefixes, after = self._scan(bucket.name, call.prefix, call.delimiter, after, limit)
+            found, prefixes, after = self._scan(bucket.name, call.prefix, call.delimiter, after, limit, lost=True)
             return ListPage([_entry(key, record) for key, record in found], prefixes, after)
         while True:
             page = await self._merged(bucket.name, served.backend, call.prefix, call.delimiter, after, limit)
@@ -111,7 +112,7 @@ class Listings:
         thinned: set[str] = set()
         at = after
         while len(entries) + len(prefixes) + len(removed) + len(thinned) < WINDOW:
-            found = self._owed.window(bucket, prefix, at, WINDOW)
+            found = self._window(bucket, prefix, at)
             for key, note in found:
                 cut = key.find(delimiter, len(prefix)) if delimiter else -1
                 if cut >= 0:
@@ -123,7 +124,7 @@ class Listings:
                     at = after_prefix(group)
                     break
                 at = key
-                record = self._store.lookup(bucket, key)
+                record = self._store.lookup(bucket, key) or self._lost_record(bucket, key)
                 if note.is_delete:
                     removed.add(key)
                 elif record is not None:
@@ -133,10 +134,22 @@ class Listings:
                     return _Ours(ListPage(entries, prefixes), removed, thinned)
         return _Ours(ListPage(entries, prefixes, at), removed, thinned)
 
+    def _window(self, bucket: str, prefix: str, after: str) -> list[tuple[str, Note]]:
+        """What is owed next; what is lost of it too, which is listed until it is given up."""
+        owed = self._owed.window(bucket, prefix, after, WINDOW)
+        lost = self._store.lost_in(bucket, prefix, after, WINDOW)
+        if not lost:
+            return owed
+        return sorted([*owed, *((each.key, each.note) for each in lost)], key=lambda found: found[0])[:WINDOW]
+
+    def _lost_record(self, bucket: str, key: str) -> Record | None:
+        lost = self._store.lost_of(bucket, key)
+        return lost.record if lost is not None else None
+
     def _anything_new(self, bucket: str, group: str, key: str, note: Note) -> bool:
         """Whether an object is owed under the common prefix `group`, from `key` on."""
         while note.is_delete:
-            found = self._owed.window(bucket, group, key, WINDOW)
+            found = self._window(bucket, group, key)
             if not found:
                 return False
             key, note = next(((k, n) for k, n in found if not n.is_delete), found[-1])
@@ -151,13 +164,22 @@ class Listings:
         return CachedPage([_cached_entry(key, record) for key, record in found], prefixes, after)
 
     def _scan(
-        self, bucket: str, prefix: str, delimiter: str, after: str, limit: int
+        self, bucket: str, prefix: str, delimiter: str, after: str, limit: int, *, lost: bool = False
     ) -> tuple[list[tuple[str, Record]], list[str], str]:
+        """A page of the index, and where `lost` is set of what should be there too."""
+
+        def look(after: str, limit: int) -> list[tuple[str, Record]]:
+            found = self._index.scan(bucket, prefix, after, limit)
+            gone = self._store.lost_in(bucket, prefix, after, limit) if lost else []
+            if not gone:
+                return found
+            return sorted([*found, *((each.key, each.record) for each in gone)], key=lambda item: item[0])[:limit]
+
         entries: list[tuple[str, Record]] = []
         prefixes: list[str] = []
         for _ in range(SCAN_PAGES_MAX):
             room = limit - len(entries) - len(prefixes)
-            found = self._index.scan(bucket, prefix, after, room)
+            found = look(after, room)
             for key, record in found:
                 cut = key.find(delimiter, len(prefix)) if delimiter else -1
                 if cut < 0:
@@ -171,7 +193,7 @@ class Listings:
                 if len(found) < room:
                     return entries, prefixes, ""
             if len(entries) + len(prefixes) >= limit:
-                if not self._index.scan(bucket, prefix, after, 1):
+                if not look(after, 1):
                     after = ""  # a full page is the last if nothing follows it: clients are told so
                 break
         return entries, prefixes, after

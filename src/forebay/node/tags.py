@@ -89,6 +89,8 @@ class Tags:
         record = self._store.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:
             return record
+        if record is None:
+            self._store.check_lost(bucket, key)
         note = self._owes.find(bucket, key)
         if (note is not None and note.is_delete) or served.bucket.write == "local":
             raise _no_such_key(key)

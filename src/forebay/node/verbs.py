@@ -24,6 +24,7 @@ from forebay.core.freshness import fresh_until_s
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
+from forebay.core.volumes import LostObject
 from forebay.node.appending import Appends
 from forebay.node.buckets import Buckets
 from forebay.node.cold import ColdReads
@@ -42,6 +43,7 @@ from forebay.node.records import cached_bytes, headers_of, present_blocks
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import Scrubber, Store, StoreReader, VolumeUsage
+from forebay.node.store.volumes import object_lost
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
 from forebay.node.tally import Tally
@@ -126,6 +128,8 @@ class Verbs:
             "jobs": self._jobs,
             "job_cancel": self._job_cancel,
             "status": self._status,
+            "lost": self._lost,
+            "lost_give_up": self._lost_give_up,
             "volume_add": engine.volumes.add,
             "volume_give_up": engine.volumes.give_up,
             "map": self._map,
@@ -222,8 +226,10 @@ class Verbs:
 
     async def _settled(self, bucket: str, change: str) -> None:
         """`Busy` while the node owes the bucket's backend something, which `change` would lose; `VolumeMissing` while
-        nobody knows whether it does."""
+        nobody knows whether it does; `ObjectLost` while something of it is lost and not given up."""
         self._engine.store.check_bucket(bucket)
+        for lost in self._engine.store.lost_in(bucket, limit=1):
+            raise object_lost(lost)
         owed = self._engine.flusher.totals(bucket)
         if owed.objects:
             raise Busy(
@@ -329,8 +335,27 @@ class Verbs:
             owed.since_s,
             owed.flushing,
             owed.conflicts,
+            len(self._engine.store.lost_in(bucket.name)),
             self._engine.volumes.missing(bucket.name),
         )
+
+    async def _lost(self, call: calls.LostCall) -> list[LostObject]:
+        store = self._engine.store
+        if call.keys:
+            named = (store.lost_of(call.bucket, key) for key in call.keys[: limits.LIST_KEYS_MAX])
+            found = [lost for lost in named if lost is not None]
+        else:
+            found = store.lost_in(call.bucket, call.prefix, call.start_after, limits.LIST_KEYS_MAX)
+        return [
+            LostObject(each.bucket, each.key, each.record.size_bytes, each.record.modified_s, each.problem)
+            for each in found
+        ]
+
+    async def _lost_give_up(self, call: calls.LostCall) -> list[LostObject]:
+        found = await self._lost(call)
+        for each in found:
+            await self._engine.writes.give_up(each.bucket, each.key)
+        return found
 
     async def _map(self, _: calls.Nothing) -> calls.NodeMap:
         return calls.NodeMap(1, [calls.MapNode(self._engine.node_id, self._engine.settings.endpoint)])
@@ -358,6 +383,9 @@ class Verbs:
             values[series("forebay_volume_capacity_bytes", volume=volume)] = usage.capacity_bytes
             objects += usage.objects
         values["forebay_objects"] = objects
+        for each in engine.buckets.all():
+            lost = engine.store.lost_in(each.name)
+            values[series("forebay_lost_objects", bucket=each.name)] = len(lost)
         for process, reason, count in engine.restarts:
             values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
         values |= engine.flusher.metrics() | engine.volumes.metrics()

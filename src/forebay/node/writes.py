@@ -348,6 +348,16 @@ class Writes:
                     await self._delete_owned(served, call.key, judged)
         return Nothing()
 
+    async def give_up(self, bucket: str, key: str) -> None:
+        """A lost object counts as deleted here, and the backend hears nothing of it; nothing if it is not lost."""
+        await self.finish(self._give_up(bucket, key))
+
+    async def _give_up(self, bucket: str, key: str) -> None:
+        async with self.entered(bucket), self.lock(bucket, key):
+            if self._store.lost_of(bucket, key) is not None:
+                log.warning("%s/%s is lost, and was given up", bucket, key)
+                await self.commit(Delete(bucket, key))
+
     async def _check_delete(self, served: Served, call: DeleteCall) -> ObjectInfo | None:
         """What is to be deleted, where that was asked for by a condition."""
         if call.if_match is None and call.if_size_bytes is None and call.if_modified_s is None:
@@ -419,7 +429,8 @@ class Writes:
         bucket = served.bucket
         before = self._owes.find(bucket.name, key)
         record = self._store.lookup(bucket.name, key)
-        if record is None and (bucket.write == "local" or (before is not None and before.is_delete)):
+        lost = self._store.lost_of(bucket.name, key) is not None
+        if record is None and not lost and (bucket.write == "local" or (before is not None and before.is_delete)):
             return
         note = None
         if bucket.write == "back":
@@ -431,6 +442,8 @@ class Writes:
     def _following(self, bucket: Bucket, key: str, note: Note, judged: ObjectInfo | None, asked: bool) -> Note:
         """The note as it stands in its key's history: what it is based on, and what may have been sent before."""
         before = self._owes.find(bucket.name, key)
+        if before is None and (lost := self._store.lost_of(bucket.name, key)) is not None:
+            before = lost.note
         if note.local or before is not None:
             return succeeding(note, before)
         record = self._store.lookup(bucket.name, key)

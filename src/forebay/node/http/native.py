@@ -279,6 +279,13 @@ class Native:
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
             arguments = calls.BucketNamed(taken["bucket"])
+        elif route.name == "lost":
+            query = decode_query(request.query)
+            after, prefix = query.get("start_after", ""), query.get("prefix", "")
+            arguments = calls.LostCall(taken["bucket"], prefix, start_after=after)
+        elif route.body is calls.LostCall:
+            arguments = _decode_body(request, calls.LostCall)
+            self._auth.require(self._auth.bearer(request), "admin", arguments.bucket)
         elif route.body is calls.VolumeNamed:
             self._auth.require(self._auth.bearer(request), "admin")
             arguments = _decode_body(request, calls.VolumeNamed)

@@ -19,7 +19,7 @@ from forebay.core.errors import Invalid, NotFound
 from forebay.core.hints import HintsCall, HintsState
 from forebay.core.manifest import MEDIA_TYPE as MANIFEST
 from forebay.core.types import Bucket, ListPage
-from forebay.core.volumes import VolumeState
+from forebay.core.volumes import LostObject, VolumeState
 from forebay.node.http.requests import decode_component
 
 PREFIX = "/-/"
@@ -70,6 +70,10 @@ _MEMBERS = (
     Parameter("format", "`msgpack`: the index as the client reads it, whole; `json`: a page."),
     Parameter("first", "Of a page of JSON: the number of the first member; `next` of the page before.", "integer"),
     Parameter("limit", "At most so many members in a page, up to 10,000.", "integer"),
+)
+_LOST = (
+    Parameter("prefix", "Only keys that start with it."),
+    Parameter("start_after", "Only keys after it; the last key of the page before."),
 )
 _CHECK = (Parameter("check", "1: keep it only if its backend answers.", "boolean"),)
 _BYTES = "application/octet-stream"
@@ -162,6 +166,14 @@ ROUTES: tuple[Route, ...] = (
     Route("hints_at", "PUT", "/-/v1/hints/{job}", "How far a job is.", query=_POSITION, answer=HintsState),
     Route("hints_state", "GET", "/-/v1/hints/{job}", "What is known of a job's reads.", answer=HintsState),
     Route("hints_close", "DELETE", "/-/v1/hints/{job}", "The job is over.", answer=calls.Nothing),
+    Route(
+        "lost", "GET", "/-/v1/lost/{bucket}", "Acknowledged objects whose bytes are gone; a page.", "read",
+        _LOST, answer=list[LostObject],
+    ),
+    Route(
+        "lost_give_up", "POST", "/-/v1/lost/give-up", "Give lost objects up; those that were, at most a page.", "admin",
+        body=calls.LostCall, answer=list[LostObject],
+    ),
     Route(
         "volume_add", "POST", "/-/v1/volumes/add", "Have a volume made, or taken in, at the next start.", "admin",
         body=calls.VolumeNamed, answer=VolumeState,

@@ -94,6 +94,7 @@ KIND_CODES: Final = {
     "Unavailable": "ServiceUnavailable",
     "NoBackendBucket": "ServiceUnavailable",
     "VolumeMissing": "ServiceUnavailable",
+    "ObjectLost": "InternalError",
     "Corrupt": "InternalError",  # S3's word for "try again": SDKs do
     "Closed": "ServiceUnavailable",
     "NotSupported": "NotImplemented",

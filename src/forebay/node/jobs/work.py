@@ -37,7 +37,7 @@ from forebay.node.read import Ask, Read
 from forebay.node.records import cached_bytes, present_blocks
 from forebay.node.room import Room
 from forebay.node.store import StoreReader
-from forebay.node.store.volumes import missing
+from forebay.node.store.volumes import missing, object_lost
 from forebay.node.tally import Tally
 
 SCAN_LIMIT = 1000
@@ -180,15 +180,19 @@ class JobWork:
         if call.keys:
             absent = [known for known in absent if any(owners.of_key(call.bucket, key) is known for key in call.keys)]
 
+        lost = self._cold.store.lost_in(call.bucket, call.prefix)
+        troubles: list[ForebayError] = [missing(known, f"bucket {call.bucket}") for known in absent]
+        troubles += [object_lost(each) for each in lost if not call.keys or each.key in call.keys]
+
         async def plan() -> AsyncIterator[JobUnit]:
-            for _ in absent:
+            for _ in troubles:
                 yield JobUnit("", 0)
             for key, _, size_bytes in owed:
                 yield JobUnit(key, size_bytes)
 
         async def action(unit: JobUnit) -> int:
             if not unit.key:
-                raise missing(absent.pop(), f"bucket {call.bucket}")
+                raise troubles.pop()
             await self._flusher.flushed(call.bucket, unit.key, writes[unit.key])
             return unit.size_bytes
 

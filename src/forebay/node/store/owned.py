@@ -7,8 +7,9 @@ each durable entry is compared with what is in view, which changes nothing when 
 A note in the visible index alone (`durability = memory`) is right after a process stop, since it was committed with its
 record, and gone with the index after a machine stop.
 
-An object whose bytes are gone is kept out of view, where its key then reads as the backend has it; its entry and its
-file, if there is one, stay as evidence until the key is written again or deleted, and each start tells of it.
+An object whose bytes are gone is kept out of view and remembered as lost, where its key then is an error; its entry and
+its file, if there is one, stay as evidence until the key is written again, deleted or given up, and each start tells of
+it. If the file is back by then, so is the object.
 
 Invariants. (1) After `restore`, an owned record in view has its note, and its file of the right size. (2) Doing it
 again changes nothing. (3) No file that a durable entry names is removed.
@@ -24,15 +25,18 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from forebay.core import recover
+from forebay.core.errors import Corrupt
 from forebay.core.record import Record, State, blocks_in, decode_record
 from forebay.node.store import files, keys, ledger, rebuild
 from forebay.node.store.durable import Entry, decode_entry, owner_of
 from forebay.node.store.notes import Note, Owed
-from forebay.node.store.volume import StoreEvent, Volume
+from forebay.node.store.volume import Lost, StoreEvent, Volume
 
 _BATCH = 1000
+_ROTTEN = "?"  # in place of the path of inline bytes that do not match their checksum
 
 
 class Kept(NamedTuple):
@@ -69,11 +73,13 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
     now, mark, record = volume.record(entry, key), ledger.note_of(volume, entry), owed.record
     settled = mark is not None and mark.settled and mark.note.seq == owed.note.seq
     seen = recover.RecordSeen(bucket, key, 0, "", 0, True)
-    size_bytes = None
+    size_bytes, path = None, ""
     if record is not None:
         path = volume.data_path(record.object_id) if record.inline is None else ""
+        if record.inline is not None and xxhash.xxh3_64_intdigest(record.inline) != owed.inline_sum:
+            path = _ROTTEN
         seen = recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, True)
-        size_bytes = _size_of(path) if path else None
+        size_bytes = _size_of(path) if path not in ("", _ROTTEN) else None
     seen_now = rebuild.record_seen(volume, (bucket, key, now) if now is not None else None)
     lost_before = volume.lost.pop(entry, None)
     if mark is not None and not settled:  # of what the durable entry had replaced
@@ -87,9 +93,11 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
                 assert record is not None
                 _show(volume, bucket, key, entry, record, now, owed.inline_sum)
             case recover.DropRecord(lost=True):
-                volume.lost[entry] = seen.object_id
-                if lost_before != seen.object_id:
-                    tell_lost(volume, bucket, key, _problem(size_bytes, seen.size_bytes))
+                assert record is not None
+                problem = _problem(size_bytes, seen.size_bytes) if path != _ROTTEN else "its bytes rotted"
+                volume.lost[entry] = Lost(bucket, key, owed.note, record, problem)
+                if lost_before is None or lost_before.record.object_id != seen.object_id:
+                    tell_lost(volume, bucket, key, problem)
             case recover.DropRecord():
                 assert now is not None
                 ledger.remove_record(volume, bucket, key, now)
@@ -153,18 +161,34 @@ def _check_notes(volume: Volume) -> int:
             if volume.durable.get(entry) is None:
                 volume.index.put("notes", entry, None)
         elif not kept.note.is_delete:
-            now = volume.record(entry, key)
-            backed += now is not None and bool(now.state & State.OWNED)
-            if now is not None and now.inline is None:
-                size_bytes = _size_of(volume.data_path(now.object_id))
-                if size_bytes != now.size_bytes:
-                    tell_lost(volume, bucket, key, _problem(size_bytes, now.size_bytes))
-                    volume.index.put("notes", entry, None)
-                    ledger.remove_record(volume, bucket, key, now)
-                    backed -= bool(now.state & State.OWNED)
+            backed += _check_note(volume, bucket, key, entry, kept)
         if volume.index.pending >= _BATCH:
             volume.commit()
     return backed
+
+
+def _check_note(volume: Volume, bucket: str, key: str, entry: bytes, kept: Entry) -> bool:
+    """An object that is owed with durability `memory`: in view, or lost, by whether its file is whole. Whether it is in
+    view, owned, afterwards."""
+    now = volume.record(entry, key)
+    record = now if now is not None else kept.record
+    if record is None:
+        return False
+    size_bytes = _size_of(volume.data_path(record.object_id)) if record.inline is None else None
+    if now is not None and (record.inline is not None or size_bytes == record.size_bytes):
+        return bool(now.state & State.OWNED)
+    if now is None and record.inline is None and size_bytes == record.size_bytes:  # it is back
+        _show(volume, bucket, key, entry, record, None, 0)
+        ledger.put_note(volume, entry, msgspec.structs.replace(kept, record=None))
+        return True
+    problem = _problem(size_bytes, record.size_bytes) if record.inline is None else "its bytes rotted"
+    if now is not None:
+        ledger.remove_record(volume, bucket, key, now)
+        ledger.put_note(volume, entry, msgspec.structs.replace(kept, record=now))
+    if entry not in volume.lost:
+        tell_lost(volume, bucket, key, problem)
+    volume.lost[entry] = Lost(bucket, key, kept.note, record, problem)
+    return False
 
 
 def _drop_unbacked(volume: Volume, entry: bytes) -> None:
@@ -189,7 +213,7 @@ def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
             yield Kept(*owner_of(entry, owed), entry, owed.note, owed.record, True)
     for entry, value in volume.index.walk("notes", start):
         owed = decode_entry(value)
-        if not owed.settled:
+        if not owed.settled and entry not in volume.lost:
             bucket, key = owner_of(entry, owed)
             record = None if owed.note.is_delete else volume.record(entry, key)
             yield Kept(bucket, key, entry, owed.note, record, False)
@@ -209,6 +233,34 @@ def count_in(volume: Volume, bucket: str) -> int:
     for each in kept(volume, prefix):
         count += each.bucket == bucket
     return count
+
+
+def set_aside(volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
+    """An owned object in view is lost: out of view from the next flush on."""
+    entry = keys.index_key(bucket, key)
+    try:
+        there = volume.durable.get(entry)
+    except (OSError, Corrupt) as error:
+        volume.trouble(error, "reading the durable index")
+        return
+    kept = there or ledger.note_of(volume, entry)
+    assert kept is not None, "an owned record has its note"
+    ledger.remove_record(volume, bucket, key, record)
+    ledger.put_note(volume, entry, None if there is not None else msgspec.structs.replace(kept, record=record))
+    volume.lost[entry] = Lost(bucket, key, kept.note, record, problem)
+    tell_lost(volume, bucket, key, problem)
+
+
+def no_more_lost(volume: Volume, entry: bytes, *, is_home: bool) -> str:
+    """The key was written, deleted or given up on its home: what was lost of it here counts no more. The path of the
+    file that may be left of it, or ""."""
+    lost = volume.lost.pop(entry, None)
+    if lost is None:
+        return ""
+    if not is_home:
+        volume.durable.settle_later(entry, lost.note.seq)
+        ledger.put_note(volume, entry, None)
+    return volume.data_path(lost.record.object_id) if lost.record.inline is None else ""
 
 
 def entries_in(volume: Volume, bucket: str) -> Iterator[bytes]:

@@ -383,7 +383,6 @@ class Puts:
 
     def _show(self, volume: Volume, step: _Step) -> None:
         change = step.change
-        volume.lost.pop(step.entry, None)
         kept = None
         if change.note is not None and not step.durable:
             kept = Entry(change.note, None, 0, keys.long_key(step.entry, step.key))

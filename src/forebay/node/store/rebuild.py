@@ -31,7 +31,7 @@ def rebuild(volume: Volume) -> str:
     """Fill the volume's new index from its files; a line saying what was found."""
     kept = blocks = 0
     next_id = 0
-    lost = set(volume.lost.values())
+    lost = {each.record.object_id for each in volume.lost.values()}
     for path in data_files(volume):
         if _id_of(path) in lost:
             continue
@@ -67,7 +67,7 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
     """
     for directory in _directories(volume):
         removed = 0
-        lost = set(volume.lost.values())
+        lost = {each.record.object_id for each in volume.lost.values()}
         for path in _files_in(directory, busy):
             object_id = _id_of(path)
             if object_id is not None and (busy(object_id) or object_id in lost):

@@ -42,6 +42,7 @@ from forebay.core.record import Record, State, decode_record, encode_record
 from forebay.node.store import files, keys, pages
 from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
+from forebay.node.store.notes import Note
 from forebay.node.store.pages import FreePages
 from forebay.node.store.usage import Room, Usage, decode_usage, overhead
 from forebay.ports import chance, clock
@@ -83,6 +84,16 @@ class Unit(NamedTuple):
     size_bytes: int
     used_minute: int
     state: int  # core.record.State
+
+
+class Lost(NamedTuple):
+    """An owned object whose bytes cannot be had. `record` says what it was."""
+
+    bucket: str
+    key: str
+    note: Note
+    record: Record
+    problem: str
 
 
 class Expected(NamedTuple):
@@ -145,7 +156,7 @@ class Volume:
         self.change = Usage()  # of the pending changes
         self.index: Index
         self.durable: Durable
-        self.lost: dict[bytes, int] = {}  # index key -> object id of what is owed and cannot be had: out of view
+        self.lost: dict[bytes, Lost] = {}  # by index key: what is owned and cannot be had is out of view
         self.unbacked: list[bytes] | None = []  # index keys of owned records without a note; None: not looked for
         self.used_minute = int(clock.wall_s() // 60)  # of the last commit before the start
         self.flushes_lost = 0

@@ -14,20 +14,21 @@ Invariants. (1) An object id is never used twice: ids are noted on every volume 
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from forebay.core.errors import Corrupt, Invalid, Unavailable, VolumeMissing
+from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.placement import Members
 from forebay.core.volumes import KnownVolume, Owners
 from forebay.core.wire import VolumeAt
 from forebay.node.store import keys, ledger, owned, rebuild
 from forebay.node.store.notes import Owed
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
-from forebay.node.store.volume import Expected, StoreEvent, Unit, Volume
+from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
@@ -51,6 +52,7 @@ class VolumeSet:
         self._known: Sequence[KnownVolume] = ()
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
+        self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
         self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None) -> None:
@@ -100,6 +102,26 @@ class VolumeSet:
         for volume_id, buckets in self.astray.items():
             if bucket in buckets and volume_id in self._by_id:
                 raise _stuck(self._by_id[volume_id], f"bucket {bucket}")
+
+    def lost_of(self, bucket: str, key: str) -> Lost | None:
+        """What is known of an owned object whose bytes are gone; None where there is no such, or the key was written
+        since."""
+        entry = keys.index_key(bucket, key)
+        for volume in self._by_id.values():
+            if volume.lost and (lost := volume.lost.get(entry)) is not None and lost.key == key:
+                return lost
+        return None
+
+    def check_lost(self, bucket: str, key: str) -> None:
+        """`ObjectLost` if the key's object is. To be asked where it has no record."""
+        if (lost := self.lost_of(bucket, key)) is not None:
+            raise object_lost(lost)
+
+    def lost_in(self, bucket: str, prefix: str = "", start_after: str = "", limit: int = sys.maxsize) -> list[Lost]:
+        """The lost objects of a bucket under `prefix` and after `start_after`, by key."""
+        found = (lost for volume in self._by_id.values() for lost in volume.lost.values() if lost.bucket == bucket)
+        chosen = [lost for lost in found if lost.key.startswith(prefix) and lost.key > start_after]
+        return sorted(chosen, key=lambda lost: lost.key)[:limit]
 
     def check_noted(self, volume: Volume, bucket: str, key: str) -> None:
         """`Unavailable` if the node would not remember that this volume owns something of the bucket."""
@@ -315,6 +337,15 @@ def missing(absent: KnownVolume, subject: str) -> VolumeMissing:
         f"{subject}: the only copy may be on volume {absent.volume_id} at {absent.path or 'an unknown path'}, which is "
         "not in use: bring it back (is its disk mounted?) and restart the node, or give it up with `forebay volume "
         f"give-up {absent.volume_id}`; `forebay volume ls` says more"
+    )
+
+
+def object_lost(lost: Lost) -> ObjectLost:
+    """What is answered for it."""
+    name = f"{lost.bucket}/{lost.key}"
+    return ObjectLost(
+        f"{name} was acknowledged and is lost: {lost.problem}, and no backend has it; write it again, delete it, or "
+        f"give it up with `forebay lost give-up {name}`"
     )
 
 

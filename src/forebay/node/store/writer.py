@@ -415,6 +415,7 @@ class Store(VolumeSet):
         self, volume: Volume, entry: bytes, bucket: str, key: str, record: Record, inline_sum: int, sums: array[int]
     ) -> Record | None:
         self._take_over(bucket, key)
+        self._no_more_lost(volume, entry)
         old = volume.record(entry, key)
         if old is not None and old.object_id != record.object_id:
             ledger.remove_traces(volume, old)
@@ -427,10 +428,16 @@ class Store(VolumeSet):
 
     def _take_out(self, volume: Volume, bucket: str, key: str) -> Record | None:
         self._take_over(bucket, key)
+        self._no_more_lost(volume, keys.index_key(bucket, key))
         old = volume.record(keys.index_key(bucket, key), key)
         if old is not None:
             self._forget(volume, bucket, key, old)
         return old
+
+    def _no_more_lost(self, home: Volume, entry: bytes) -> None:
+        for volume in self._by_id.values():
+            if volume.lost and (path := owned.no_more_lost(volume, entry, is_home=volume is home)):
+                self._reclaimer.after_commit(volume, [commit.Unlink(path)])
 
     def _take_over(self, bucket: str, key: str) -> None:
         landing = self._landings.get((bucket, key))
@@ -567,12 +574,10 @@ class Store(VolumeSet):
 
     def _set_aside(self, volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
         """Owned bytes cannot be had: out of view, and said aloud; entry and file stay (`owned.py`)."""
-        entry = keys.index_key(bucket, key)
-        ledger.remove_record(volume, bucket, key, record)
-        ledger.put_note(volume, entry, None)
-        volume.lost[entry] = record.object_id
+        owned.set_aside(volume, bucket, key, record, problem)
         self._reclaimer.after_commit(volume, [commit.Announce(record.object_id)])
-        owned.tell_lost(volume, bucket, key, problem)
+        if (lost := self.lost_of(bucket, key)) is not None:
+            self.on_lost(lost)
 
     def examine(self, bucket: str, key: str, object_id: int) -> Record | None:
         """A front could not read this object: look whether its file is there and is its own, and drop it otherwise.
