@@ -279,8 +279,11 @@ class Room:
             self._making = asyncio.get_running_loop().call_soon(self._make_room)
 
     def _make_room(self) -> None:
-        self._making = None
-        again, dropped_bytes = False, 0
+        if self._making is not None:
+            self._making.cancel()  # a landing came between: one of it is enough
+            self._making = None
+        loop = asyncio.get_running_loop()
+        began_s, again, dropped_bytes = loop.time(), False, 0
         for machine in self._machines.values():
             excess_bytes = machine.excess_bytes
             if not excess_bytes:
@@ -300,8 +303,8 @@ class Room:
             self._unflushed = 0
             self._flush()
             self.reclaim()
-        if again:
-            self.make_room()
+        if again:  # and as long for everybody else as it took
+            self._making = loop.call_later(loop.time() - began_s, self._make_room)
         elif self._left >= TRIM_UNITS:
             self._left = 0
             self._workers.submit(release_memory)
