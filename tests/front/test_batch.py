@@ -414,6 +414,7 @@ def test_a_file_that_is_short_is_finished_by_the_engine(node: Node, eventually: 
     data, other = os.urandom(size), os.urandom(size)
     node.put("short", data)
     node.put("other", other)
+    assert node.get("/b/short").body == data, "compared: what happens to it afterwards shows only when it is sent"
     os.truncate(node.data_file("short"), 20_000)
     node.engine.cold["b", "short"] = Cold(data)
     answer, found = ask(node, ("b", "other"), ("b", "short"), ("b", "other"))
@@ -429,6 +430,7 @@ def test_a_file_that_is_short_of_a_version_that_is_gone_cuts(node: Node, size: i
     """Its size was announced: another version's bytes would not do, and an error would not fit."""
     data = os.urandom(size)
     node.put("short", data)
+    assert node.get("/b/short").body == data, "compared: what happens to it afterwards shows only when it is sent"
     os.truncate(node.data_file("short"), 20_000)
     node.engine.cold["b", "short"] = Cold(os.urandom(size), "v2")
     node.engine.cold["b", "cold"] = Cold(b"cold", whole=True)

@@ -278,13 +278,14 @@ def test_an_idle_connection_is_closed_without_a_word(tmp_path: Path) -> None:
 
 
 def test_a_client_that_stops_reading_is_cut_and_its_file_let_go(tmp_path: Path, eventually: Eventually) -> None:
-    with serve(tmp_path, timeouts=QUICK) as node, node.connect() as client:
-        node.put("big", bytes(40_000_000))
-        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.send(head("/b/big"))
-        eventually(lambda: node.snapshot().values['forebay_connections_cut_total{reason="stall"}'] == 1)
-        eventually(lambda: not node.front.server.connections)
-        assert len(client.rest()) < 40_000_000
+    with serve(tmp_path, timeouts=QUICK) as node:
+        node.put("big", bytes(40_000_000))  # before there is a connection, whose patience it may outlast
+        with node.connect() as client:
+            client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.send(head("/b/big"))
+            eventually(lambda: node.snapshot().values['forebay_connections_cut_total{reason="stall"}'] == 1)
+            eventually(lambda: not node.front.server.connections)
+            assert len(client.rest()) < 40_000_000
         assert all(leased._uses == 0 for leased in node.front._store._files.values())
 
 

@@ -230,6 +230,7 @@ def test_a_file_that_ends_midway_is_finished_from_the_engine(node: Node, eventua
     """The head and the first bytes are sent: the rest must be the same version's, and the client sees nothing of it."""
     data = os.urandom(6_000_000)
     node.put("o", data)
+    assert node.get("/b/o").body == data, "compared: what happens to it afterwards shows only when it is sent"
     os.truncate(node.data_file("o"), 3_500_001)
     node.engine.cold["b", "o"] = Cold(data, piece_bytes=700_000)
     with node.connect() as client:
@@ -245,6 +246,7 @@ def test_a_file_that_ends_midway_is_finished_from_the_engine(node: Node, eventua
 def test_a_file_that_ends_midway_is_never_finished_with_another_version(node: Node, trouble: str) -> None:
     data = os.urandom(6_000_000)
     node.put("o", data)
+    assert node.get("/b/o").body == data, "compared: what happens to it afterwards shows only when it is sent"
     os.truncate(node.data_file("o"), 3_500_001)
     if trouble == "changed":
         node.engine.cold["b", "o"] = Cold(os.urandom(6_000_000), "v2")

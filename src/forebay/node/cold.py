@@ -66,6 +66,7 @@ from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, m
 from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
 from forebay.node.store import Landing, Store
 from forebay.node.store.usage import taken_bytes
+from forebay.node.suspicions import Suspicions
 from forebay.node.tally import Tally
 from forebay.ports.clock import Clock
 
@@ -107,6 +108,8 @@ class ColdReads:
         self.flights: dict[tuple[str, str], Flight] = {}
         self.all_flights: set[Flight] = set()
         self._by_object: dict[int, list[Flight]] = {}
+        self.suspicions = Suspicions(self, tally, flush_soon)
+        self.compared = self.suspicions.compared
         self.reads = 0
         self.confirmations = Confirmations(store, flush_soon)
         self._buckets = buckets
@@ -116,7 +119,6 @@ class ColdReads:
         self._wrote = wrote
         self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # who reads it told what comes next
         self._openings: dict[tuple[str, str], Opening] = {}
-        self._suspected: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
         self.all_permits: dict[str, Permits] = {}
         self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
@@ -160,8 +162,7 @@ class ColdReads:
         ask, name = read.ask, (read.ask.bucket, read.ask.key)
         need_s, tolerant = _need(ask, served, self.clock.wall_s()), _tolerant(ask, served)
         while not read.closed:
-            if name in self._suspected:
-                await asyncio.wait([self._suspected[name]])
+            await self.suspicions.settled(name)
             found = self._found(name, need_s, ask.version)
             if found is not None:
                 await self._give_found(read, served, found)
@@ -229,7 +230,7 @@ class ColdReads:
 
         No flight whose bytes are not kept any more, or that knows the object by the version it had before its flush.
         """
-        record = self.store.lookup(*name)
+        record = self.suspicions.first_look(name, self.store.lookup(*name))
         flight = self.flights.get(name)
         if flight is None:
             return record, record
@@ -567,7 +568,7 @@ class ColdReads:
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
             record, below = self._still_there(record)
             promised = 0
-            if record is None or not record.has(start, end) or record.state & State.UNVERIFIED:
+            if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
                 promised = min(PASS_WINDOW_BYTES + _BLOCK, -(-info.size_bytes // _BLOCK) * _BLOCK)
                 await self.budget.take(promised)
                 record, below = self._still_there(record)  # blocks may have been evicted while we waited
@@ -665,38 +666,13 @@ class ColdReads:
 
     def evicted(self, object_id: int, blocks: list[int]) -> None:
         """Blocks left the store: whoever fetches this object must know."""
+        self.compared.forget(object_id)
         for flight in list(self._by_object.get(object_id, ())):
             flight.lost(blocks)
 
-    # --- suspicion ---------------------------------------------------------------------------------------------------
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        """A front could not read what the record says is there: check it before anybody is told so again."""
-        name = (bucket, key)
-        if name not in self._suspected:
-            log.warning("%s/%s could not be read (%s): checking it", bucket, key, reason)
-            task = self._suspected[name] = self.spawn(self._examine(bucket, key, object_id))
-            task.add_done_callback(lambda done: self._suspected.pop(name, None))
-
-    async def _examine(self, bucket: str, key: str, object_id: int) -> None:
-        before = self.store.lookup(bucket, key)
-        if before is None or before.object_id != object_id:
-            return
-        record = self.store.examine(bucket, key, object_id)
-        blocks = present_blocks(before)
-        if record is None:
-            bad = blocks
-        else:
-            loop = asyncio.get_running_loop()
-            bad = await loop.run_in_executor(self.workers, self.store.check_blocks, record, bucket, key, blocks)
-            self.store.settle_checked(bucket, key, object_id, [b for b in blocks if b not in set(bad)], bad)
-            self._tally.corrupt_blocks += len(bad)
-        if bad:
-            self.evictor.removed(object_id, bad)
-            self.evicted(object_id, bad)
-            if record is None and (flight := self.flights.get((bucket, key))) is not None:
-                del self.flights[bucket, key]  # its file is gone
-                log.warning("%s/%s: %d readers keep a file that was removed", bucket, key, len(flight.machine.readers))
-        self._flush_soon()
+        """A front could not use what the record says is there."""
+        self.suspicions.suspect(bucket, key, object_id, reason)
 
     # --- the end -----------------------------------------------------------------------------------------------------
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -67,6 +67,7 @@ log = logging.getLogger("forebay.door")
 BACKLOG = 256  # processes of a job that start at once
 HELLO_TIMEOUT_S = limits.HEADER_TIMEOUT_S
 QUEUED_BYTES_MAX = 2 * limits.DOOR_ANSWER_BYTES_MAX  # an answer under way, and what was dropped meanwhile
+COMPARED_BYTES_MAX = 64 * limits.MIB  # of an object that a client waits for: some 30 ms in memory
 TICK_S = 1.0
 READS_MAX, READ_BYTES_MAX = 1 << 32, 1 << 50  # in one report
 _COLD = DoorCold()
@@ -84,6 +85,8 @@ class _Guest:
         self._asks: deque[DoorOpen] = deque()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
+        self._comparing = False  # what the first of `_asks` is about
+        self._compared = False
         self.identity: Identity | None = None
         self.given: dict[int, int] = {}  # object id to its number of blocks
         self.waits_since_s = door.clock.monotonic_s()  # for a hello, or for the client to take what is in `_out`
@@ -180,8 +183,13 @@ class _Guest:
     # --- what goes out -----------------------------------------------------------------------------------------------
     def _answer(self) -> None:
         """One question. The next follows in another turn, when this answer has left."""
-        if self._out or not self._asks or self.closed:
+        if self._out or not self._asks or self.closed or self._comparing:
             return
+        if not self._compared and (waiting := self._door.compare(self, self._asks[0].objects)):
+            self._comparing = True
+            asyncio.gather(*waiting, return_exceptions=True).add_done_callback(self._done_comparing)
+            return
+        self._compared = False
         ask = self._asks.popleft()
         assert self.identity is not None
         fds: list[int] = []
@@ -195,6 +203,10 @@ class _Guest:
         self._post(message, fds)
         if self._asks:
             self._door.loop.call_soon(self._answer)
+
+    def _done_comparing(self, done: object) -> None:
+        self._comparing, self._compared = False, True
+        self._answer()
 
     def dropped(self, object_ids: Iterable[int]) -> None:
         """Tell the client, of those that it has."""
@@ -377,6 +389,26 @@ class Door:
             self.link.flush()
         return results
 
+    def compare(self, guest: _Guest, objects: list[tuple[str, str]]) -> list[asyncio.Task[bool]]:
+        """What must be compared before these are given: a client reads past everybody. It waits for objects of a
+        moderate size; a larger one is compared too, but first comes over HTTP."""
+        waiting = []
+        for name, key in objects:
+            if name not in self.reads.buckets or isinstance(self._bucket(guest, name), ForebayError):
+                continue
+            record = self._store.lookup(name, key)
+            if record is None or record.inline is not None or not record.complete or not record.size_bytes:
+                continue
+            if self._store.compared.whole(record.object_id):
+                continue
+            file = self._store.acquire_apart(name, key, record)
+            if file is not None:
+                if file.record.object_id == record.object_id and file.record.complete:
+                    task = self.reads.compare(file, name, key, 0, record.size_bytes)
+                    waiting += [task] if record.size_bytes <= COMPARED_BYTES_MAX else []
+                file.release()
+        return waiting
+
     def _bucket(self, guest: _Guest, name: str) -> Bucket | ForebayError:
         assert guest.identity is not None
         try:
@@ -401,6 +433,8 @@ class Door:
             counts.hit_bytes += len(inline)
             return DoorInline(inline, record.etag, record.version)
         if not record.complete or len(guest.given) >= limits.DOOR_GIVEN_MAX:
+            return _COLD
+        if not self._store.compared.whole(record.object_id):
             return _COLD
         opened = self._store.open_apart(bucket.name, key, record)
         if opened is None:

@@ -229,6 +229,7 @@ class Engine:
             node_id=self.node_id,
             capacity_bytes=self._capacity_bytes,
             cleaned=lambda bucket, key, record: self.room.settled(record),
+            found_bad=lambda bucket, key, record, bad: self.cold.suspicions.found_bad((bucket, key), record, bad),
         )
         self.begun = Begun(self._meta, self.buckets, self._chance)
         self.writes = Writes(

@@ -120,6 +120,7 @@ class Place(NamedTuple):
     told: set[str]  # what the log has said about this backend
     linger: Callable[[int], None]
     leave: Callable[[str], Coroutine[Any, Any, None]]
+    found_bad: Callable[[str, str, Record, list[int]], object]  # blocks of an object: nobody shall be given them
 
 
 def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
@@ -221,6 +222,7 @@ class Errand:
             raise Superseded
         if bad:
             self._examine()
+            self._place.found_bad(self._place.bucket.name, self._key, record, bad)
             raise Corrupt(
                 f"{len(bad)} blocks of {self._key} do not match their checksums, and the backend has no other copy: "
                 "write the object again; the disk that holds it is failing"

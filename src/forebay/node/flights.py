@@ -42,6 +42,7 @@ from forebay.node.gathering import Gathering
 from forebay.node.permits import Claim, Permits
 from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
 from forebay.node.store import Store
+from forebay.node.store.compared import Compared
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.flights")
@@ -71,6 +72,7 @@ class Surroundings(Protocol):
     store: Store
     clock: Clock
     workers: Executor
+    compared: Compared
 
     def permits(self, bucket: str) -> Permits:
         """One is held while a request of the bucket is under way."""
@@ -152,7 +154,11 @@ class Flight:
         if record is None:
             return b"", set()
         present = bitmap_full(blocks_in(record.size_bytes)) if record.complete else record.present
-        return present, set(self._around.store.doubtful(record, list(iterate_present(present))))
+        blocks, compared = list(iterate_present(present)), self._around.compared
+        doubted = set(self._around.store.doubtful(record, blocks))
+        if not compared.whole(record.object_id):
+            doubted.update(block for block in blocks if not compared.has(record.object_id, block, block + 1))
+        return present, doubted
 
     # --- readers -----------------------------------------------------------------------------------------------------
     def join(self, reader: Reader, start: int, end: int, ahead_to: int = 0) -> int:
@@ -443,6 +449,7 @@ class Flight:
                 except Unavailable as error:
                     raise DiskTrouble(str(error)) from error
                 if listed:
+                    self._around.compared.add(self.object_id, (block,), blocks_in(self.info.size_bytes))
                     self._around.block_kept(self, block)
             self._untold.pop(run, None)
             self._step(events.Arrived(run, block, kept=not self.private))
@@ -462,6 +469,8 @@ class Flight:
                 )
                 good = not bad
                 store.settle_checked(self.bucket, key, record.object_id, [block] if good else [], bad)
+                if good:
+                    self._around.compared.add(record.object_id, (block,), blocks_in(record.size_bytes))
                 if bad:
                     self._around.blocks_bad(self, bad)
         except ForebayError as error:

@@ -175,7 +175,7 @@ class Flusher:
 
     `lock` is the key's lock, which writers hold from their judgement to their `add`; `commit` makes a change to the
     index durable and visible. `capacity_bytes` says what the node may hold now. `cleaned` hears of each record that
-    became clean, which may be evicted from then on.
+    became clean, which may be evicted from then on; `found_bad` of blocks that do not match their checksums.
     """
 
     def __init__(
@@ -192,10 +192,11 @@ class Flusher:
         node_id: str,
         capacity_bytes: Callable[[], int],
         cleaned: Callable[[str, str, Record], None] = lambda bucket, key, record: None,
+        found_bad: Callable[[str, str, Record, list[int]], object] = lambda bucket, key, record, bad: None,
     ) -> None:
         self._store, self._buckets, self._clock, self._chance, self._workers = store, buckets, clock, chance, workers
         self._lock, self._commit, self._flush_soon, self._cleaned = lock, commit, flush_soon, cleaned
-        self._node_id, self._capacity_bytes = node_id, capacity_bytes
+        self._node_id, self._capacity_bytes, self._found_bad = node_id, capacity_bytes, found_bad
         self._of: dict[str, _Bucket] = {}
         self._numbers = 0
         self._closed = False
@@ -457,6 +458,7 @@ class Flusher:
                 of.told,
                 self._linger,
                 lambda key: self._buckets.leave_uploads(served, key),
+                self._found_bad,
             )
             errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key), self._clock.wall_s())
             try:

@@ -74,7 +74,7 @@ class Front:
         self._clock = clock
         self._timeouts = timeouts
         self._started_s = clock.wall_s()
-        self._store = StoreReader([])
+        self._store = StoreReader([], suspect=lambda *suspicion: self._reads.suspect(*suspicion))
         domains = (settings.domain,) if settings.domain else ()
         self._addressing = Addressing((*BASE_DOMAINS, *domains))
         self._auth = Auth(clock.wall_s, self._addressing)

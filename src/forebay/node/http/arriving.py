@@ -48,6 +48,7 @@ class Arriving:
     def __init__(self, store: StoreReader, link: Link, read: Read, opened: Opened) -> None:
         self.position, self._end = opened.start, opened.end
         self.reopened = 0
+        self.as_stored = opened.body is None and opened.record.object_id != 0  # all of it is in the object's file
         self._store, self._link, self._read = store, link, read
         self._version = opened.record.version
         self._opened: Opened | None = opened  # until its body was given
@@ -119,6 +120,7 @@ class Arriving:
         if self._file is not None and path == self._path and not path.startswith("/proc/"):
             return self._file  # its lease is older than what was told of it
         self.close()
+        self.as_stored &= not path.startswith("/proc/")
         self._file, self._path = await self._store.open_landing(path), path
         if self._file is not None and not self._read.stands:
             self.close()
@@ -131,6 +133,7 @@ class Arriving:
             raise Unavailable("the bytes cannot be read where they landed: read again")
         self._tries += 1
         self.reopened += 1
+        self.as_stored = False
         await self._link.open_again(self._read, RangeSpec(self.position, self._end - 1), version=self._version)
         try:
             self._opened = opened = await self._read.opened()

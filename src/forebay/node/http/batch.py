@@ -54,6 +54,7 @@ SMALL_BYTES_MAX = 64 * limits.KIB  # up to here a copy costs no more than a seco
 BUFFER_BYTES = PIECE_BYTES + SMALL_BYTES_MAX + FRAME.size
 HELD_MAX = 128  # leases (and inline objects read again) that one batch holds at once
 PATIENCE_S = 1.0
+COMPARED_AHEAD = 32  # hits whose first use they are, at a time
 
 _HEADER_BYTES = FRAME.size
 log = logging.getLogger("forebay.http")
@@ -98,6 +99,7 @@ class _Answer:
         self._view = memoryview(self._buffer)
         self._used = 0
         self._held: list[Known] = []
+        self._wrong: set[int] = set()  # objects that did not match their checksums: they are asked for
         self._unasked: deque[int] = deque()  # positions
         self._ahead: dict[int, Read | ForebayError] = {}
         self._due: Read | None = None
@@ -224,7 +226,7 @@ class _Answer:
             return True
         if at.file is None and not self._open(at):
             return False
-        return at.whole or (at.file is not None and at.file.record.has(start, end))
+        return at.whole or (at.file is not None and at.file.has(start, end))
 
     def _open(self, at: Known) -> bool:
         """Have the object's bytes at hand, if it is still what was planned."""
@@ -242,7 +244,7 @@ class _Answer:
             if file.record.object_id != at.object_id:
                 file.release()
                 return False
-            at.file, at.whole = file, file.record.complete
+            at.file, at.whole = file, file.record.complete and file.has(0, record.size_bytes)
         self._held.append(at)
         return True
 
@@ -279,6 +281,7 @@ class _Answer:
         elif type(step) is Packed:
             await self._send_packed(item, step)
         elif type(step) is tuple:
+            await self._compare(position)
             if not await self._send_hit(item, *step):
                 ask = self._asked_instead(item, step)
                 await self._send_asked(item, await self._ask(ask), step[2] - step[1], total=ask.total)
@@ -287,6 +290,22 @@ class _Answer:
             asked = self._ahead.pop(position, None)
             assert type(step) is Ask
             await self._send_asked(item, await self._ask(step) if asked is None else asked, total=step.total)
+
+    async def _compare(self, position: int) -> None:
+        """Have the hit at `position` compared if it never was, and of those that follow what was never either."""
+        waiting = {}
+        for step in self._plan.steps[position : position + COMPARED_AHEAD]:
+            if type(step) is not tuple:
+                continue
+            at, start, end, _ = step
+            if at.object_id in self._wrong or (at.inline is None and at.file is None and not self._open(at)):
+                continue
+            file = at.file
+            if file is not None and start < end and file.record.has(start, end) and not file.has(start, end):
+                waiting[self._reads.compare(file, at.bucket, at.key, start, end)] = at.object_id
+        if waiting:
+            await asyncio.wait(waiting)
+        self._wrong.update(object_id for task, object_id in waiting.items() if not task.result())
 
     def _asked_instead(self, item: Item, step: Hit) -> Ask:
         """The question for a hit that is not at hand after all."""

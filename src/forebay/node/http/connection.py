@@ -199,7 +199,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        if self._phase == BUSY and self._task is None:
+        if self._phase == BUSY and (self._task is None or getattr(self._task, "is_brief", False)):
             self._keep = False  # the client may still read the answer that is under way
             self._eof = True
             self._pending.clear()

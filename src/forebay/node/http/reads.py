@@ -17,6 +17,7 @@ record that was read *after* the lease was taken has them. (3) A read given to t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from typing import NamedTuple
 from forebay.core.calls import ObjectNamed
 from forebay.core.errors import ForebayError
 from forebay.core.freshness import is_fresh
-from forebay.core.record import Record, State, split_head
+from forebay.core.record import Record, State, blocks_in, split_head
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.core.wire import Opened, Welcome
 from forebay.node.http.arriving import Arriving, check_same
@@ -37,6 +38,7 @@ from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
 PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
+WINDOW_BLOCKS = 2  # of a large first use: compared before it is sent, and while what is before it is sent
 _UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
@@ -48,6 +50,26 @@ class Plan(NamedTuple):
     head: bytes
     start: int
     end: int
+
+
+class Question(NamedTuple):
+    """What a miss asks, should a first use become one."""
+
+    range: RangeSpec | None
+    decide: Decide | None
+    extra: bytes
+
+
+class _Comparing:
+    """What a held exchange waits for. When the client goes the comparison goes on: a thread uses the file."""
+
+    is_brief = True
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 Decide = Callable[[Record], Plan]  # may raise ForebayError (Precondition, Invalid InvalidRange, …)
@@ -73,6 +95,13 @@ def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
     return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
 
 
+def whole_blocks(record: Record, start: int, end: int) -> tuple[range, int]:
+    """The object's blocks that lie whole in [start, end), and how many it has."""
+    block_bytes = record.block_bytes
+    stop = -(-end // block_bytes) if end == record.size_bytes else end // block_bytes
+    return range(-(-start // block_bytes), stop), blocks_in(record.size_bytes, block_bytes)
+
+
 class Reads:
     """See the module's header. One for each front."""
 
@@ -89,6 +118,7 @@ class Reads:
         self._link = link
         self.counts = counts
         self._clock = clock
+        self._comparing: dict[tuple[int, int, int], asyncio.Task[bool]] = {}
 
     def follow(self, welcome: Welcome) -> None:
         """Take the buckets and volumes that the engine says there are."""
@@ -126,6 +156,8 @@ class Reads:
             plan = plan_plain(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, plan):
                 return
+            if self._first_use(exchange, name, key, record, plan, Question(range, decide, extra)):
+                return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
 
     def prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
@@ -160,7 +192,7 @@ class Reads:
             file = self._store.acquire(bucket, key, record)
             if file is None:
                 return False
-            if file.record.object_id != record.object_id or not file.record.has(start, end):
+            if file.record.object_id != record.object_id or not file.has(start, end):
                 file.release()
                 return False
             if size > PREAD_BYTES_MAX:
@@ -210,6 +242,91 @@ class Reads:
         self.counts.suspects += 1
         self._store.dropped([object_id])
         self._link.suspect(bucket, key, object_id, reason)
+
+    # --- first uses ------------------------------------------------------------------------------------------------
+    def compare(self, file: LeasedFile, bucket: str, key: str, start: int, end: int) -> asyncio.Task[bool]:
+        """Have listed bytes of a file compared, in a thread, once for all who ask meanwhile; False if they are wrong:
+        then the engine knows. The file is leased until that is done."""
+        block_bytes = file.record.block_bytes
+        name = (file.object_id, start // block_bytes, -(-end // block_bytes))
+        task = self._comparing.get(name)
+        if task is None:
+            task = asyncio.create_task(self._compare(file.again(), bucket, key, start, end))
+            self._comparing[name] = task
+            task.add_done_callback(lambda done: self._comparing.pop(name, None))
+        return task
+
+    async def _compare(self, file: LeasedFile, bucket: str, key: str, start: int, end: int) -> bool:
+        try:
+            right = await asyncio.get_running_loop().run_in_executor(None, file.prove, start, end)
+        finally:
+            file.release()
+        now = None if right else self._store.lookup(bucket, key)
+        if now is not None and now.object_id == file.object_id and now.has(start, end):
+            self.suspect(bucket, key, file.object_id, "bytes of the file do not match their checksum")
+        return right
+
+    def _first_use(
+        self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan, question: Question
+    ) -> bool:
+        """Answer a hit whose bytes were never compared here, once they are; False if that is not what it is.
+
+        The exchange is held, not a task of its own: to a client that has said all it will say (its half of the
+        connection is closed) a hit stays a hit.
+        """
+        file = self._store.acquire(bucket, key, record) if plan.end > plan.start and record.inline is None else None
+        if file is None:
+            return False
+        try:
+            if file.record.object_id != record.object_id or not file.record.has(plan.start, plan.end):
+                return False
+            stop = min(plan.end, (plan.start // record.block_bytes + WINDOW_BLOCKS) * record.block_bytes)
+            compared = self.compare(file, bucket, key, plan.start, stop)
+        finally:
+            file.release()
+
+        def answer() -> None:
+            if compared.result() and stop < plan.end:
+                exchange.spawn(self._by_and_by(exchange, bucket, key, record, plan, question))
+            elif not compared.result() or not self.hit(exchange, bucket, key, record, plan):
+                exchange.spawn(self._miss(exchange, bucket, key, *question))
+
+        waiting = _Comparing()
+        exchange.hold(waiting)
+        compared.add_done_callback(lambda done: None if waiting.cancelled else exchange.resume(answer))
+        return True
+
+    async def _by_and_by(
+        self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan, question: Question
+    ) -> None:
+        """A large hit: the blocks that come next are compared while those before are sent."""
+        status, head, start, end = plan
+        file = self._store.acquire(bucket, key, record)
+        if file is None or file.record.object_id != record.object_id or not file.record.has(start, end):
+            if file is not None:
+                file.release()
+            await self._miss(exchange, bucket, key, *question)
+            return
+        window_bytes = WINDOW_BLOCKS * record.block_bytes
+        position, stop = start, (start // window_bytes + 1) * window_bytes
+        self._link.touch(record.object_id, start // record.block_bytes, (end - 1) // record.block_bytes + 1)
+        exchange.start(status, head, end - start)
+        try:
+            right = await asyncio.shield(self.compare(file, bucket, key, start, min(stop, end)))
+            while right and position < end:
+                stop = min(stop, end)
+                following = self.compare(file, bucket, key, stop, min(stop + window_bytes, end)) if stop < end else None
+                await exchange.write_file(file.fd, position, stop - position)
+                self.counts.hit_bytes += stop - position
+                position, stop = stop, stop + window_bytes
+                right = following is None or await asyncio.shield(following)
+        finally:
+            file.release()
+        self.counts.hits += 1
+        if position < end:
+            await self._rest(exchange, bucket, key, record.version, position, end)
+        else:
+            await exchange.end()
 
     # --- misses ------------------------------------------------------------------------------------------------------
     async def _miss(
@@ -275,7 +392,8 @@ class Reads:
         return read, opened
 
     async def stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
-        """Send [start, end) as it lands, as pieces of the body that was begun."""
+        """Send [start, end) as it lands, as pieces of the body that was begun. What lands in a file was hashed, or
+        compared, by the engine."""
         assert (opened.start, opened.end) == (start, end), "what was opened is what is sent"
         arriving = Arriving(self._store, self._link, read, opened)
         try:
@@ -295,6 +413,9 @@ class Reads:
                         end -= error.left_bytes
                         arriving.failed()
                 arriving.took(end)
+            if arriving.as_stored:
+                blocks, count = whole_blocks(opened.record, opened.start, opened.end)
+                self._store.compared.add(opened.record.object_id, blocks, count)
         finally:
             arriving.close()
             self.counts.reads_resumed += arriving.reopened

@@ -85,7 +85,8 @@ class File(Protocol):
 
 
 class Waiting(Protocol):
-    """What a request waits for."""
+    """What a request waits for. One whose `is_brief` is true goes on for a client that has closed its own half of the
+    connection; the others take that for a client that is gone."""
 
     def cancel(self) -> object:
         """Nobody waits any more."""

@@ -358,7 +358,7 @@ class Shards:
         async with self._source(bucket, key, record) as source:
             if source.has(start, end) and end - start <= SMALL_BYTES_MAX:
                 return source.read(start, end - start)
-            if source.has(start, end):
+            if source.lists(start, end):
                 return await self._in_worker(lambda: source.read(start, end - start))
         return await self._range_asked(bucket, key, record, start, end - start)
 
@@ -494,6 +494,9 @@ class Shards:
         try:
             if not file.record.has(start, end):
                 return False
+            right = span.plain or file.has(start, end)
+            if not right and not await asyncio.shield(self._reads.compare(file, span.bucket, span.key, start, end)):
+                return False
             block_bytes = file.record.block_bytes
             self._link.touch(file.object_id, start // block_bytes, -(-end // block_bytes))
             await exchange.write_file(file.fd, start, end - start)
@@ -611,6 +614,10 @@ class _Source:
         self.here = inline is not None or (file is not None and file.record.complete)
 
     def has(self, start: int, end: int) -> bool:
+        """Whether these bytes can be read at once."""
+        return self._inline is not None or (self._file is not None and self._file.has(start, end))
+
+    def lists(self, start: int, end: int) -> bool:
         return self._inline is not None or (self._file is not None and self._file.record.has(start, end))
 
     def read(self, start: int, size: int) -> bytes:
@@ -620,7 +627,7 @@ class _Source:
             return b""
         if self._inline is not None:
             return self._inline[start:end]
-        if self._file is not None and (self.here or self._file.record.has(start, end)):
+        if self._file is not None and self.lists(start, end) and self._file.prove(start, end):
             data = os.pread(self._file.fd, end - start, start)
             if len(data) == end - start:
                 return data

@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 import lmdb
 import msgspec
@@ -117,7 +118,13 @@ def keep_sums(volume: Volume, object_id: int, sums: dict[int, int]) -> None:
         volume.index.put("sums", name, bytes(data))
 
 
-def sums_of(volume: Volume, object_id: int, blocks: Iterable[int]) -> dict[int, int]:
+class Tables(Protocol):
+    """An index, or a volume with what is pending of it."""
+
+    def get(self, table: str, key: bytes) -> bytes | None: ...
+
+
+def sums_of(volume: Tables, object_id: int, blocks: Iterable[int]) -> dict[int, int]:
     """The stored checksums of these blocks, 0 where there is none. Any thread."""
     groups: dict[int, bytes] = {}
     found = {}
