@@ -20,7 +20,7 @@ import pytest
 from tests.node.conftest import alive
 from tests.patience import until
 from tests.storm.judging import Crew
-from tests.storm.weather import FAULTS, FRONTS, NEEDS_MOUNTS, WHEN_NAMED, Sea, pause_s
+from tests.storm.weather import FAULTS, FRONTS, NEEDS_MOUNTS, Sea, pause_s
 
 from forebay.bench import servers
 
@@ -38,7 +38,7 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
     print(f"FOREBAY_STORM_SEED={SEED}")
     chance = random.Random(SEED)
     with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea:
-        faults = NAMED.split(",") if NAMED else [name for name in FAULTS if name not in WHEN_NAMED]
+        faults = NAMED.split(",") if NAMED else list(FAULTS)
         faults = [name for name in faults if sea.has_mounts or name not in NEEDS_MOUNTS]
         crew = Crew(sea.ask, sea.buckets, SEED)
         before = open_files(sea)

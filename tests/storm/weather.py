@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from tests.node.conftest import NodeProcess
 from tests.patience import until
+from tests.storm.careful import CarefulGate
 from tests.storm.clients import MIB, Answer
 
 from forebay.bench import servers
@@ -41,7 +42,8 @@ class Sea:
         self.backed = self.buckets[:-1]
         for bucket in self.backed:
             seaweed.create_bucket(bucket)
-        self.link = Shaper(f"127.0.0.1:{seaweed.port}")
+        self.gate = CarefulGate(seaweed.port)
+        self.link = Shaper(f"127.0.0.1:{self.gate.port}")
         self.first, self.second, self._behind = (folder / each for each in ("first", "second", "behind"))
         for each in (self.first, self.second, self._behind):
             each.mkdir(parents=True)
@@ -50,6 +52,7 @@ class Sea:
         self.node = NodeProcess(folder, "--fronts", str(FRONTS), "--capacity", "300MiB", *volumes)
 
     def __enter__(self) -> Sea:
+        self.gate.start()
         self.link.start()
         if self.has_mounts:
             size = f"size={SMALL_VOLUME}"
@@ -67,6 +70,7 @@ class Sea:
         if self.node.process is not None and self.node.process.poll() is None:
             self.node.process.kill()
         self.link.stop()
+        self.gate.stop()
         if self.has_mounts:
             for each in (self.second, self._behind):
                 subprocess.run(["umount", "-l", str(each)], check=False, stderr=subprocess.DEVNULL)
@@ -261,4 +265,3 @@ FAULTS = {
     "absent": absent,
 }
 NEEDS_MOUNTS = {"full", "absent"}
-WHEN_NAMED = {"absent"}  # strike only when FOREBAY_STORM_FAULTS names them
