@@ -115,6 +115,7 @@ class SimNode:
         self.budget.tokens = BUDGET_AT_START
         self.flights: dict[Name, SimFlight] = {}
         self.all_flights: list[SimFlight] = []
+        self.forgotten: set[str] = set()  # files of objects that the backend lost
         self.reads: dict[int, Read] = {}
         self.ahead: dict[Name, ReadAhead] = {}
         self.units: dict[int, Name] = {}  # object id -> whose it is, for the eviction machine's units
@@ -369,6 +370,10 @@ class SimNode:
         start, end = read.untaken.popleft()
         assert read.start + len(read.got) == start, "pieces come in order"
         if flight.path and not read.leased:
+            if (flight.gone or flight.path in self.forgotten) and not self.store.disk.exists(flight.path):
+                # The backend lost this version meanwhile. The front asks for its rest anew, and there is none.
+                self._answer(read, Precondition("changed under an open read"))
+                return
             assert self.store.disk.exists(flight.path), f"read {read.number} was told of a file that is gone"
             self.store.lease(flight.path)
             read.leased = flight.path
@@ -656,6 +661,7 @@ class SimNode:
             if now is None or now.object_id != record.object_id:
                 return []
             self._forget_units(now)
+            self.forgotten.add(now.path)
             return commit.plan_forget(now.place)
 
         self.store.submit(name, make, Subject("", 0), lambda ok: None)
