@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.front.fake_engine import Cold, Node, serve
+from tests.patience import PATIENCE_S
 
 from forebay.core import limits, wire
 from forebay.core.errors import Denied, Unavailable
@@ -329,6 +330,21 @@ def test_a_restart_of_the_engine_within_the_grace_is_not_noticed(tmp_path: Path,
             eventually(lambda: node.snapshot().values["forebay_reads_waiting"] == 1)
             node.run(node.engine.start())
             assert client.answer().body == b"cold"
+
+
+def test_a_read_under_way_goes_on_with_the_next_engine(tmp_path: Path, eventually: Eventually) -> None:
+    data = os.urandom(450_000)
+    with serve(tmp_path, grace_s=PATIENCE_S) as node, node.connect() as client:
+        node.engine.cold["b", "o"] = cold = Cold(data, hold_at=250_000)
+        client.send(b"GET /b/o HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.until(b"\r\n\r\n")
+        assert client.exactly(200_000) == data[:200_000]
+        node.run(node.engine.stop())
+        cold.release.set()
+        node.run(node.engine.start())
+        assert client.exactly(250_000) == data[200_000:]
+        assert [read.range for read in node.seen_reads("o")][1:] == [RangeSpec(200_000, 449_999)]
+        assert node.snapshot().values["forebay_reads_resumed_total"] == 1
 
 
 def test_reads_under_way_end_cleanly_when_the_engine_dies(node: Node, eventually: Eventually) -> None:
