@@ -286,7 +286,7 @@ def test_the_rest_is_not_asked_for_without_end_nor_of_another_version(node: Node
         eventually(lambda: bool(node.seen_reads("changes")))
         node.engine.cold["b", "changes"] = Cold(os.urandom(450_000), "v2")
         changing.release.set()
-        assert client.rest().partition(b"\r\n\r\n")[2] == b"", "at most a head"
+        assert data.startswith(client.rest().partition(b"\r\n\r\n")[2]), "of the old version, as far as it came"
 
 
 def test_an_evicted_objects_file_is_closed_when_the_engine_says_so(node: Node, eventually: Eventually) -> None:
