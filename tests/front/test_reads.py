@@ -277,12 +277,12 @@ def test_the_rest_is_not_asked_for_without_end_nor_of_another_version(node: Node
     node.engine.cold["b", "ends"] = Cold(data, spoiled=100, spoil_at=150_001)
     node.engine.cold["b", "changes"] = changing = Cold(data, hold_at=150_000, spoiled=1, gone=True)
     with node.connect() as client:
-        client.send(b"GET /b/ends HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.send(b"GET /b/ends HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         client.until(b"\r\n\r\n")
         assert data[:150_001].startswith(client.rest())  # a reset may take what was under way
     assert len(node.seen_reads("ends")) == 4
     with node.connect() as client:
-        client.send(b"GET /b/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.send(b"GET /b/changes HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         eventually(lambda: bool(node.seen_reads("changes")))
         node.engine.cold["b", "changes"] = Cold(os.urandom(450_000), "v2")
         changing.release.set()

@@ -118,12 +118,25 @@ def test_a_cold_read_and_a_slow_reader(node: Node, secure: Callable[..., Client]
 
 
 def test_a_file_that_ends_early_is_never_filled_up(node: Node, secure: Callable[..., Client]) -> None:
-    node.put("broken", os.urandom(3 * MIB))
-    os.truncate(node.data_file("broken"), MIB)
+    data = os.urandom(3 * MIB)
+    node.put("broken", data)
+    node.engine.cold["b", "broken"] = Cold(data)
     with secure() as client:
+        assert client.ask("/b/broken").body == data, "compared with its checksums: from now on it is taken as it is"
+        os.truncate(node.data_file("broken"), MIB)
+        del node.engine.cold["b", "broken"]  # nor has the engine the rest
         client.send(b"GET /b/broken HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with pytest.raises((EOFError, OSError)):
             client.answer()
+
+
+def test_a_file_that_was_cut_before_its_first_use_is_fetched_anew(node: Node, secure: Callable[..., Client]) -> None:
+    data = os.urandom(3 * MIB)
+    node.put("broken", data)
+    node.engine.cold["b", "broken"] = Cold(data)
+    os.truncate(node.data_file("broken"), MIB)
+    with secure() as client:
+        assert client.ask("/b/broken").body == data
 
 
 def test_a_refused_body_is_answered_before_the_end(node: Node, secure: Callable[..., Client]) -> None:

@@ -361,7 +361,7 @@ ROWS: tuple[Row, ...] = (
         "forebay.bench.write:small",
         (Objects("few", 4 * KIB, 1),),
         (Objects("few", 4 * KIB, 1),),
-        goals={"rate": at_least(0.5), "rate / SeaweedFS": at_least(1.5)},
+        goals={"rate": at_least(0.3), "rate / SeaweedFS": at_least(1.5)},
         connections=16,
         peer="fio",
     ),
