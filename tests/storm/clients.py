@@ -34,6 +34,7 @@ SIZE_WEIGHTS = [6, 6, 4, 4, 2, 2, 1]
 PART_BYTES = 5 * MIB
 OPEN_MAX = 4  # calls without an answer that a key may have before it is only read: each doubles what the judge tries
 AFTER_UNSURE_S = 0.1  # as a client's own retry would wait
+FULL = 507
 UNSURE = 503  # the status of "may have been done or not"
 
 Place = tuple[str, str]  # bucket and key
@@ -70,6 +71,7 @@ class Board:
         self.tried: dict[Place, dict[str, int]] = defaultdict(dict)  # labels and sizes in bytes
         self.wrong: list[str] = []
         self.answered = self.unsure = 0
+        self.may_be_full = False  # a disk is, or was since the last quiet moment
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self._lock = threading.Lock()
 
@@ -291,6 +293,9 @@ class Client(threading.Thread):
         self._board.complain(f"{self.name}, {place[0]}/{place[1]}: {what}")
 
     def _refused(self, place: Place, what: str, answer: Answer) -> None:
+        """507 while a disk is full says that nothing was done, and is held to it: no call is noted."""
+        if answer.status == FULL and self._board.may_be_full:
+            return
         self._wrong(place, f"{what}: status {answer.status}, {answer.body[:300]!r}")
 
 

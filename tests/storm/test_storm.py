@@ -2,9 +2,9 @@
 
 `FOREBAY_STORM_ROUNDS=500 pytest tests/storm/test_storm.py` runs five hundred rounds; in the suite they are few.
 `FOREBAY_STORM_SEED` repeats one, as far as chance in the machine allows; `FOREBAY_STORM_FAULTS=kill,lost` names what
-may strike (default: all that can strike here). A round: up to two faults strike while clients work, and pass; the
-clients rest; each key's history is judged, listings are compared with reads; now and then everything is flushed, and
-the bucket service has to hold exactly what the node shows.
+may strike (default: all that can, except `WHEN_NAMED`). A round: up to two faults strike while clients work, and pass;
+the clients rest; each key's history is judged, listings are compared with reads; now and then everything is flushed,
+and the bucket service has to hold exactly what the node shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from tests.node.conftest import alive
 from tests.patience import until
 from tests.storm.judging import Crew
-from tests.storm.weather import FAULTS, FRONTS, NEEDS_MOUNTS, Sea, pause_s
+from tests.storm.weather import FAULTS, FRONTS, NEEDS_MOUNTS, WHEN_NAMED, Sea, pause_s
 
 from forebay.bench import servers
 
@@ -38,7 +38,7 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
     print(f"FOREBAY_STORM_SEED={SEED}")
     chance = random.Random(SEED)
     with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea:
-        faults = NAMED.split(",") if NAMED else list(FAULTS)
+        faults = NAMED.split(",") if NAMED else [name for name in FAULTS if name not in WHEN_NAMED]
         faults = [name for name in faults if sea.has_mounts or name not in NEEDS_MOUNTS]
         crew = Crew(sea.ask, sea.buckets, SEED)
         before = open_files(sea)
@@ -62,6 +62,7 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
 
 
 def one_round(sea: Sea, crew: Crew, names: list[str], chance: random.Random) -> None:
+    crew.board.may_be_full = "full" in names
     with contextlib.ExitStack() as lasting:
         for name in names:
             pause_s(chance, 0.0, 0.5)
