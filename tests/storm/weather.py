@@ -90,17 +90,7 @@ class Sea:
 
     # --- what clients and the judge ask ------------------------------------------------------------------------------
     def ask(self, method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
-        url = urlsplit(self.node.endpoint)
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CALL_TIMEOUT_S)
-        try:
-            connection.request(method, target, body=body, headers=headers)
-            response = connection.getresponse()
-            told = {name.lower(): value for name, value in response.getheaders()}
-            if response.status == 200 and not {"content-length", "transfer-encoding"} & told.keys():
-                raise http.client.IncompleteRead(b"")  # cut within its head, which http.client does not notice
-            return Answer(response.status, told, response.read())
-        finally:
-            connection.close()
+        return _asked(self.node.endpoint, method, target, headers, body)
 
     def is_settled(self) -> bool:
         try:
@@ -112,15 +102,14 @@ class Sea:
 
     def listed(self, bucket: str, endpoint: str = "") -> dict[str, str]:
         """Keys and ETags, as the node lists them; with `endpoint`, as that server does."""
-        ask = self.ask if not endpoint else _asking(endpoint)
-        answer = ask("GET", f"/{bucket}?list-type=2", {}, None)
+        answer = _asked(endpoint or self.node.endpoint, "GET", f"/{bucket}?list-type=2")
         assert answer.status == 200, answer
         found = re.findall(r"<Key>([^<]+)</Key>.*?<ETag>([^<]+)</ETag>", answer.body.decode(), re.DOTALL)
         return {key: etag.replace("&quot;", '"').replace("&#34;", '"') for key, etag in found}
 
     def behind(self, bucket: str, key: str) -> bytes:
         """What the bucket service itself holds."""
-        answer = _asking(self.seaweed.endpoint)("GET", f"/{bucket}/{key}", {}, None)
+        answer = _asked(self.seaweed.endpoint, "GET", f"/{bucket}/{key}")
         assert answer.status == 200, answer
         return answer.body
 
@@ -157,16 +146,19 @@ class Sea:
             (self._behind / "filler").unlink()
 
 
-def _asking(endpoint: str):  # type: ignore[no-untyped-def]
-    def ask(method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
-        url = urlsplit(endpoint)
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CALL_TIMEOUT_S)
-        with contextlib.closing(connection):
-            connection.request(method, target, body=body, headers=headers)
-            response = connection.getresponse()
-            return Answer(response.status, {}, response.read())
-
-    return ask
+def _asked(
+    endpoint: str, method: str, target: str, headers: dict[str, str] | None = None, body: bytes | None = None
+) -> Answer:
+    """One request on a connection of its own; raises OSError or HTTPException without a whole answer."""
+    url = urlsplit(endpoint)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CALL_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request(method, target, body=body, headers=headers or {})
+        response = connection.getresponse()
+        told = {name.lower(): value for name, value in response.getheaders()}
+        if response.status == 200 and not {"content-length", "transfer-encoding"} & told.keys():
+            raise http.client.IncompleteRead(b"")  # cut within its head, which http.client does not notice
+        return Answer(response.status, told, response.read())
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
