@@ -13,8 +13,8 @@ from forebay.core import calls, limits
 from forebay.core.derived import DERIVED_KINDS, KeepCall, name_of, names_under, reserved
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.types import Bucket, check_bucket_name
-from forebay.node.derived import Derived
 from forebay.node.store import LeasedFile, StoreReader
+from forebay.node.store.derived import Derived
 
 from .conftest import MIB, Front, Rig, pattern, rig, until
 from .writing import put, temp_files, written

@@ -1,9 +1,9 @@
 """Names of derived objects, and the call that keeps one.
 
 Theory. What a node computes from an object is stored in a reserved bucket of its kind, under the source's name
-(`node/derived.py` says why). Names of reserved buckets begin with `-`, which no bucket's may. The name of a derived
-object is `BUCKET/=KEY`; where that is longer than a key may be, `BUCKET/#` with the beginning of the key and a hash of
-all of it.
+(`node/store/derived.py` says why). Names of reserved buckets begin with `-`, which no bucket's may. The name of a
+derived object is `BUCKET/=KEY`; where that is longer than a key may be, `BUCKET/#` with the beginning of the key and
+a hash of all of it.
 
 Invariants. (1) Different sources, different names (but for 128-bit collisions). (2) No name is longer than
 KEY_BYTES_MAX. (3) The name of what is derived from any key under a prefix begins with one of `names_under`.

@@ -39,10 +39,10 @@ from forebay.core.record import Record, State
 from forebay.core.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, check_key
 from forebay.node.buckets import Served
-from forebay.node.derived import Derived
 from forebay.node.locks import KeyLocks
 from forebay.node.records import own_version
 from forebay.node.store import LeasedFile, StoreReader
+from forebay.node.store.derived import Derived
 from forebay.node.writes import Writes, remove_temp
 
 TRIES = 8  # a shard that is overwritten so often while it is appended to is not appended to

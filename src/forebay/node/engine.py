@@ -44,7 +44,7 @@ from forebay.node.buckets import PREFIX as BUCKETS
 from forebay.node.buckets import Buckets, OpenBackend, decode_bucket
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
-from forebay.node.derived import Derived, Keeping
+from forebay.node.derived import Keeping
 from forebay.node.flusher import Flusher
 from forebay.node.fronts import Connection, Fronts
 from forebay.node.hinting import Hinting
@@ -57,6 +57,7 @@ from forebay.node.prestaging import Prestaging
 from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import KnownVolumes, Scrubber, Store, StoreEvent, StoreReader
+from forebay.node.store.derived import Derived
 from forebay.node.store.volume import Expected, Lost
 from forebay.node.store.volumes import object_lost
 from forebay.node.streamed import Streams

@@ -28,7 +28,6 @@ from forebay.core.pulse import interval_s
 from forebay.core.s3names import BASE_DOMAINS, Addressing
 from forebay.core.wire import Welcome
 from forebay.node import child
-from forebay.node.derived import Derived
 from forebay.node.door import Door
 from forebay.node.http.auth import Auth
 from forebay.node.http.batch import Batches
@@ -46,6 +45,7 @@ from forebay.node.http.server import Server, Timeouts, listen
 from forebay.node.http.shards import Shards
 from forebay.node.link import GRACE_S, Link
 from forebay.node.settings import Settings
+from forebay.node.store.derived import Derived
 from forebay.node.store.reader import StoreReader
 from forebay.node.tls import tls_files
 from forebay.node.vitals import raise_file_limit, vitals

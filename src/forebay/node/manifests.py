@@ -33,8 +33,8 @@ from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
 from forebay.core.manifest import Manifest, ManifestCall, ManifestPartCall, ManifestState, build, derived_key
 from forebay.core.types import FRESH_IMMUTABLE, ListPage
 from forebay.node.buckets import Buckets, Served
-from forebay.node.derived import Derived
 from forebay.node.listing import Listings
+from forebay.node.store.derived import Derived
 from forebay.node.survey import HANDS, Survey
 from forebay.ports.clock import Clock
 
@@ -43,7 +43,6 @@ log = logging.getLogger("forebay.manifests")
 WAIT_S = 10.0
 HELD_BYTES_MAX = 128 * limits.MIB
 KNOWN_MAX = 256  # (bucket, prefix) pairs whose newest manifest is remembered
-PART_BYTES_MAX = 4 * limits.MIB
 ONE_BY_ONE = ("az", "https", "http")  # they list from the beginning to find a place
 
 
@@ -188,8 +187,10 @@ class Manifests:
         data = self._held.get(call.id)
         if data is None:
             raise NotFound(f"the manifest {call.id} is not held any more: ask for it again", code="NoSuchManifest")
-        if not 0 <= call.start <= call.end <= len(data) or call.end - call.start > PART_BYTES_MAX:
-            raise Invalid(f"a part of a manifest is at most {PART_BYTES_MAX} bytes of the {len(data)} there are")
+        if not 0 <= call.start <= call.end <= len(data) or call.end - call.start > limits.MANIFEST_PART_BYTES_MAX:
+            raise Invalid(
+                f"a part of a manifest is at most {limits.MANIFEST_PART_BYTES_MAX} bytes of the {len(data)} there are"
+            )
         return data[call.start : call.end]
 
     async def load(self, bucket: str, prefix: str, id: str) -> Manifest:

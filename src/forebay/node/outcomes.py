@@ -1,13 +1,15 @@
-"""An outcome is an answer or the `ForebayError` that stands in its place: how it reaches who awaits it."""
+"""How the engine is asked, and how an outcome (an answer, or the `ForebayError` in its place) reaches who awaits it."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from forebay.core.errors import ForebayError
 
 AnswerT = TypeVar("AnswerT")
+Call = Callable[[str, Any], Coroutine[Any, Any, Any]]  # (verb, arguments) -> answer, as core/calls.py types them
 
 
 def resolve(future: asyncio.Future[AnswerT], outcome: AnswerT | ForebayError) -> None:

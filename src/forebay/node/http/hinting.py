@@ -17,7 +17,8 @@ from forebay.core.access import Identity
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
 from forebay.node.http.auth import Auth
-from forebay.node.http.requests import Call, Exchange, Request, decode_query
+from forebay.node.http.requests import Exchange, Request, decode_query
+from forebay.node.outcomes import Call
 
 BODY_BYTES_MAX = 4 * limits.MIB  # 349,000 accesses
 _JSON = b"Content-Type: application/json\r\n"

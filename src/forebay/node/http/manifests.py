@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import msgspec
 
+from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, Unavailable
 from forebay.core.manifest import MEDIA_TYPE, ManifestCall, ManifestPartCall, ManifestState, derived_key
-from forebay.node.derived import Derived
-from forebay.node.http.requests import Call, Exchange, decode_query, header_line
-from forebay.node.manifests import PART_BYTES_MAX
+from forebay.node.http.requests import Exchange, decode_query, header_line
+from forebay.node.outcomes import Call
+from forebay.node.store.derived import Derived
 
 _JSON = b"Content-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
@@ -65,8 +66,8 @@ class ManifestAnswers:
 
     async def _in_parts(self, exchange: Exchange, head: bytes, state: ManifestState) -> None:
         exchange.start(200, head, state.size_bytes)
-        for start in range(0, state.size_bytes, PART_BYTES_MAX):
-            end = min(start + PART_BYTES_MAX, state.size_bytes)
+        for start in range(0, state.size_bytes, limits.MANIFEST_PART_BYTES_MAX):
+            end = min(start + limits.MANIFEST_PART_BYTES_MAX, state.size_bytes)
             try:
                 part: bytes = await self._call("manifest_part", ManifestPartCall(state.id, start, end))
             except NotFound:

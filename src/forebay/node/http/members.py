@@ -26,8 +26,9 @@ from forebay.node.http.object_headers import write_conditions
 from forebay.node.http.puts import Plan as Wanted
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Plan, Reads, plan_plain
-from forebay.node.http.requests import Call, Exchange, Request, decode_query
+from forebay.node.http.requests import Exchange, Request, decode_query
 from forebay.node.http.shards import Shards, Span
+from forebay.node.outcomes import Call
 
 PAGE_MAX = 10_000  # members in one page of JSON
 TRIES = 4

@@ -43,7 +43,6 @@ from forebay.node.http.reads import Reads
 from forebay.node.http.requests import (
     BodySink,
     BoundedBody,
-    Call,
     Exchange,
     Request,
     Response,
@@ -52,6 +51,7 @@ from forebay.node.http.requests import (
     status_of,
 )
 from forebay.node.http.routes import Route, find
+from forebay.node.outcomes import Call
 from forebay.node.store.reader import StoreReader
 
 JSON = b"Content-Type: application/json\r\n"

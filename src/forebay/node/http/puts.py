@@ -39,7 +39,8 @@ from forebay.node.http.object_headers import (
     tags_of,
     write_conditions,
 )
-from forebay.node.http.requests import Begin, Call, Request
+from forebay.node.http.requests import Begin, Request
+from forebay.node.outcomes import Call
 
 GROWN_BYTES: Final = 1024 * 1024  # how often the engine hears of a body that arrives
 

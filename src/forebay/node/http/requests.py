@@ -241,7 +241,7 @@ class Handler(Protocol):
 
 
 Begin = Callable[[str, Any, Callable[[Any], None]], bool]  # Link.begin
-Call = Callable[[str, Any], Coroutine[Any, Any, Any]]  # (verb, arguments) -> answer, as core/calls.py types them
+
 Lines = Callable[[Request], bytes]  # the finished header lines that the answer to a request begins with
 
 REASONS = {

@@ -38,22 +38,14 @@ from forebay.node.http.bodies import Incoming
 from forebay.node.http.deciding import DECIDED_BY, asked_range, decide_by
 from forebay.node.http.puts import Puts
 from forebay.node.http.reads import Reads
-from forebay.node.http.requests import (
-    BodySink,
-    BoundedBody,
-    Call,
-    Exchange,
-    Request,
-    Response,
-    decode_query,
-    header_line,
-)
+from forebay.node.http.requests import BodySink, BoundedBody, Exchange, Request, Response, decode_query, header_line
 from forebay.node.http.s3_buckets import BucketsApi
 from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
 from forebay.node.http.s3_uploads import UploadsApi
 from forebay.node.http.s3_versions import parse_versions, render_versions
 from forebay.node.http.s3_write import Objects
 from forebay.node.http.s3_xml import CONTENT_TYPE, document
+from forebay.node.outcomes import Call
 
 REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
 

@@ -40,11 +40,12 @@ from forebay.core.types import LOCAL_URL, Bucket, ListPage, check_bucket_name, c
 from forebay.node.http import s3_acl, s3_cors, s3_tagging
 from forebay.node.http.auth import Auth, Caller
 from forebay.node.http.puts import Puts
-from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
+from forebay.node.http.requests import BodySink, Exchange, Lines, Request
 from forebay.node.http.s3_absent import LOCKS, find_absent, no_bucket_lock, no_object_lock, render_absent
 from forebay.node.http.s3_post import Forms
 from forebay.node.http.s3_unserved import refuse
 from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, parse
+from forebay.node.outcomes import Call
 
 _REGION: Final = re.compile(r"[A-Za-z0-9\-]{0,64}")  # any region is accepted, as in signatures
 _NO_NEW_NAME: Final = re.compile(

@@ -37,8 +37,8 @@ from forebay.core.calls import ListCall
 from forebay.core.errors import Invalid
 from forebay.core.listing import last_shown, marker_of, start_of_marker
 from forebay.core.types import Bucket, ListEntry, ListPage
-from forebay.node.http.requests import Call
 from forebay.node.http.s3_xml import UNREADABLE, document, element, escape, timestamp
+from forebay.node.outcomes import Call
 
 _TOKEN_FORMAT: Final = b"1"
 _INTEGER: Final = re.compile(r"[0-9]{1,10}")

@@ -49,10 +49,11 @@ from forebay.node.http.bodies import Incoming
 from forebay.node.http.checksums import ALGORITHMS, HEADERS
 from forebay.node.http.object_headers import check_acl, refuse_unserved, stored_headers, tags_of, write_conditions
 from forebay.node.http.puts import Puts
-from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
+from forebay.node.http.requests import BodySink, Exchange, Lines, Request
 from forebay.node.http.s3_listing import OWNER
 from forebay.node.http.s3_write import copy_source, source_conditions
 from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, escape, malformed, parse, timestamp
+from forebay.node.outcomes import Call
 
 _SOURCE: Final = b"x-amz-copy-source"
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")

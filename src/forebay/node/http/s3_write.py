@@ -30,9 +30,10 @@ from forebay.node.http.bodies import Incoming
 from forebay.node.http.checksums import HEADERS, check_algorithm
 from forebay.node.http.object_headers import check_acl, refuse_unserved, stored_headers, tags_of, write_conditions
 from forebay.node.http.puts import Puts
-from forebay.node.http.requests import BodySink, Call, Exchange, Lines, Request
+from forebay.node.http.requests import BodySink, Exchange, Lines, Request
 from forebay.node.http.s3_unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
 from forebay.node.http.s3_xml import CONTENT_TYPE, document, element, malformed, parse, readable, timestamp
+from forebay.node.outcomes import Call
 
 DELETES_AT_ONCE: Final = 32  # of one DeleteObjects: enough to hide 20 ms of a backend, few enough to leave it to others
 _SOURCE: Final = b"x-amz-copy-source"

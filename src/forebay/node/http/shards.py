@@ -1,11 +1,11 @@
 """Shards at a front: where a member's bytes are, found out once for each version of a shard, and reading them.
 
 Theory. A read of a member is a look-up in the shard's index (`core/members.py`) and then a read of a range. The index
-is in this process's memory, else a derived object of kind `members` (`node/derived.py`), else it is built: the shard is
-fetched through the engine as by any reader, so that it is here for the reads that follow, and its headers are read in a
-worker thread. A `.tar.gz` or `.tar.zst` is unpacked once into a derived object of kind `plain`; its members are ranges
-of that. Deflated members of a zip are inflated for whoever asks, and their checksum is compared before the last bytes
-are given out.
+is in this process's memory, else a derived object of kind `members` (`store/derived.py`), else it is built: the shard
+is fetched through the engine as by any reader, so that it is here for the reads that follow, and its headers are read
+in a worker thread. A `.tar.gz` or `.tar.zst` is unpacked once into a derived object of kind `plain`; its members are
+ranges of that. Deflated members of a zip are inflated for whoever asks, and their checksum is compared before the last
+bytes are given out.
 
 Everybody in this process who waits for one shard waits for one build; between fronts, who builds holds the name of an
 abstract socket, which ends with its holder, and the others look now and then whether the outcome is there. What cannot
@@ -52,13 +52,13 @@ from forebay.core.members import SNIFF_BYTES, Form, Member, MemberIndex, form_of
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 from forebay.core.zipdir import STORED
-from forebay.node.derived import Derived, DerivedWriter
 from forebay.node.http.arriving import Arriving, check_same
 from forebay.node.http.reads import Reads, may_serve
 from forebay.node.http.requests import Exchange
 from forebay.node.http.unpacking import unpack
 from forebay.node.link import Link
 from forebay.node.records import is_version, own_version
+from forebay.node.store.derived import Derived, DerivedWriter
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock as clocks
 
