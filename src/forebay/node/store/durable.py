@@ -43,7 +43,7 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt
 from forebay.core.record import Record
 from forebay.node.store import journal, keys, pages
-from forebay.node.store.index import as_error, check_size, open_env
+from forebay.node.store.index import as_error, check_size, close_env, open_env
 from forebay.node.store.journal import Journal
 from forebay.node.store.notes import Note
 from forebay.node.store.pages import FreePages, Pages
@@ -129,7 +129,7 @@ class Durable:
             self._table = self._env.open_db(b"owed")
             self._about = self._env.open_db(b"journal")
         except BaseException:
-            self._env.close()
+            close_env(self.path, self._env, write=True)
             raise
 
     def _take_journal(self) -> None:
@@ -151,7 +151,7 @@ class Durable:
                 self._feed(dict(itertools.chain(*self._journal.found)), self._journal.generation - 1)
                 self._journal.found.clear()
         except BaseException:
-            self._env.close()
+            close_env(self.path, self._env, write=True)
             raise
 
     def _compacted(self) -> bool:
@@ -160,7 +160,7 @@ class Durable:
         if not pages.compact(self._env, self._pages(), copy):
             shutil.rmtree(copy, ignore_errors=True)
             return False
-        self._env.close()
+        close_env(self.path, self._env, write=True)
         sync_path(os.path.join(copy, "data.mdb"))
         os.replace(os.path.join(copy, "data.mdb"), os.path.join(self.path, "data.mdb"))
         sync_path(self.path)
@@ -405,7 +405,7 @@ class Durable:
         if self._feeder is not None:
             self._feeder.join()
         self._journal.close()
-        self._env.close()
+        close_env(self.path, self._env, write=True)
 
 
 def _taken_bytes(value: bytes | memoryview) -> int:

@@ -30,7 +30,7 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Corrupt
 from forebay.core.record import Record, decode_record
 from forebay.core.types import ListEntry
-from forebay.node.store import keys, pages
+from forebay.node.store import keys, pages, seats
 from forebay.node.store.pages import Pages
 
 TABLES = ("records", "ids", "sums", "doubts", "used", "meta", "notes")
@@ -65,21 +65,29 @@ def open_env(path: str, map_bytes: int, *, write: bool, sync: bool, tables: int)
     """An LMDB environment. Where address space is bounded (ulimit -v, a container), with a smaller map: it grows."""
     while True:
         try:
-            return lmdb.open(
-                path,
-                map_size=map_bytes,
-                readonly=not write,
-                create=write,
-                sync=sync,
-                metasync=sync,
-                max_dbs=tables,
-                max_readers=limits.INDEX_READERS_MAX,
-                max_spare_txns=4,
-            )
+            with seats.seated(path):
+                return lmdb.open(
+                    path,
+                    map_size=map_bytes,
+                    readonly=not write,
+                    create=write,
+                    sync=sync,
+                    metasync=sync,
+                    max_dbs=tables,
+                    max_readers=limits.INDEX_READERS_MAX,
+                    max_spare_txns=4,
+                )
         except (lmdb.MemoryError, MemoryError):
             if map_bytes <= limits.GIB:
                 raise
             map_bytes //= 4
+
+
+def close_env(path: str, env: Any, *, write: bool) -> None:
+    """Close what `open_env` opened."""
+    table = seats.place(path)
+    env.close()
+    seats.left(path, table, wrote=write)
 
 
 def check_size(env: Any, data: str) -> None:
@@ -251,7 +259,7 @@ class Index:
         shared.uses -= 1
         if not shared.uses:
             _open.pop(self.path, None)
-            shared.env.close()
+            close_env(self.path, shared.env, write=shared.writable)
 
 
 def as_error(error: lmdb.Error, path: str) -> Exception:
