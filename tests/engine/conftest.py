@@ -69,6 +69,7 @@ class Remote:
         self.refuses: ForebayError | None = None  # what writes are answered, and they do not happen
         self.answers: dict[str, asyncio.Event] = {}  # answers to these verbs come when it is set; the write happens
         self.unheard: Counter[str] = Counter()  # how many of them are held so
+        self.hung_check: asyncio.Future[None] | None = None  # the next check waits for it, and fails as it does
 
     def place(self, key: str, data: bytes) -> ObjectInfo:
         return self.objects.place(key, data, (("content-type", "text/x-story"),))
@@ -103,6 +104,9 @@ class Remote:
         await asyncio.sleep(0.001)
         self._may()
         self.asked.append(("check", key, 0, 0))
+        hung, self.hung_check = self.hung_check, None
+        if hung is not None:
+            await hung
         return await self.objects.check(key, version)
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:

@@ -13,7 +13,7 @@ from forebay.core.record import State
 from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
 
 from .conftest import MIB, Rig, pattern, until
-from .writing import delete, flushed, put, written
+from .writing import AWAY, delete, flushed, put, written
 
 Rigged = Callable[..., None]
 
@@ -224,5 +224,79 @@ def test_a_request_of_an_earlier_flush_that_arrives_late_is_not_a_strangers(rigg
             await rig.remote.objects.head("key")
         with pytest.raises(NotFound):
             await rig.front.get("key")
+
+    rigged(story)
+
+
+async def doubted(rig: Rig) -> tuple[str, str]:
+    """A bucket written through, and a write of `key` that happened and was not answered; the ETags before and after."""
+    await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+    old = await put(rig, "key", b"one")
+    rig.remote.lose_answers = 1
+    with pytest.raises(Unavailable):
+        await put(rig, "key", b"two")
+    return old.etag, (await rig.remote.objects.head("key")).etag
+
+
+def test_what_is_in_doubt_is_asked_about_once_the_backend_answers_anything(rigged: Rigged) -> None:
+    """While nobody answers, the version before is as good as the one that may have replaced it. A listing that shows
+    the new one ends that: no reader sees the old one after it, however short ago the backend was away."""
+
+    async def story(rig: Rig) -> None:
+        old, new = await doubted(rig)
+        rig.remote.down = AWAY
+        assert await rig.front.get("key") == b"one"
+        assert await rig.front.get("key") == b"one"
+        rig.remote.down = None
+        page = await rig.front.call("list", calls.ListCall("remote"))
+        assert [entry.etag for entry in page.entries] == [new] != [old]
+        seen = rig.front.open("key", head_only=True)
+        await seen.until(lambda: seen.opened is not None)
+        assert seen.opened is not None
+        assert seen.opened.record.etag == new
+        seen.close()
+        assert await rig.front.get("key") == b"two"
+
+    rigged(story)
+
+
+def test_who_comes_after_an_answer_does_not_share_a_question_from_before_it(rigged: Rigged) -> None:
+    """A question about a version in doubt hangs; the backend answers others; the question fails at last."""
+
+    async def story(rig: Rig) -> None:
+        _, new = await doubted(rig)
+        hung = rig.remote.hung_check = asyncio.get_running_loop().create_future()
+        early = asyncio.create_task(rig.front.get("key"))
+        await until(lambda: rig.remote.hung_check is None)
+        page = await rig.front.call("list", calls.ListCall("remote"))
+        assert [entry.etag for entry in page.entries] == [new]
+        late = asyncio.create_task(rig.front.get("key"))
+        await until(lambda: rig.engine.cold.reads == 2)
+        if not hung.done():
+            hung.set_exception(AWAY)
+        assert await early in (b"one", b"two")
+        assert await late == b"two"
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_condition_that_the_backend_refuses_tells_that_what_is_here_is_old(rigged: Rigged, gone: bool) -> None:
+    """Whoever was told 412 (or 404) reads nothing afterwards that would have met his condition."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        old = await put(rig, "key", b"one")
+        if gone:
+            await rig.remote.objects.delete("key")
+        else:
+            rig.remote.place("key", b"another's")
+        for ask in (put(rig, "key", b"two", if_match=old.etag), delete(rig, "key", if_match=old.etag)):
+            with pytest.raises((Precondition, NotFound)):
+                await ask
+            rig.remote.down = AWAY
+            with pytest.raises(Unavailable):
+                await rig.front.get("key")
+            rig.remote.down = None
 
     rigged(story)

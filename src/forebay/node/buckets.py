@@ -63,6 +63,8 @@ class Served:
         self.implicit = implicit
         self.error = ""
         self.down_until_s = 0.0  # monotonic: until then the backend is not asked where a cached answer will do
+        self.answers = 0  # that the backend gave, whatever they said
+        self.answers_before_down = 0  # how many they were when the question was asked that found it away
 
     def same_place(self, other: Served) -> bool:
         """Whether both read the same objects, whatever else differs."""
@@ -80,13 +82,17 @@ class _Watched:
         try:
             result = await call
         except (NotFound, Precondition, Invalid, NotSupported):
-            self._served.error = ""
+            self._answered()
             raise
         except ForebayError as error:
             self._served.error = f"{error.kind}: {error}"
             raise
-        self._served.error = ""
+        self._answered()
         return result
+
+    def _answered(self) -> None:
+        self._served.error = ""
+        self._served.answers += 1
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         return await self._watch(self._inner.fetch(key, range, version=version))
@@ -145,7 +151,7 @@ class _Watched:
         except ForebayError as error:
             self._served.error = f"{error.kind}: {error}"
             raise
-        self._served.error = ""
+        self._answered()
 
     async def aclose(self) -> None:
         await self._inner.aclose()

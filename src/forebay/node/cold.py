@@ -16,7 +16,9 @@ than the suffix, which covers the blocks it touches wherever they begin.
 
 When the backend does not answer and a confirmed version is here: `always` and `revalidate` fail; a bucket with a time
 is served the version it has, because that time already says that an old answer is better than none. It is counted
-(`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S.
+(`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S. What was never confirmed since a
+write of ours may have replaced it is served only as long as the backend answers nobody: the first answer of any kind,
+say a listing, may have shown the new version, and whoever comes after it must not read the old one.
 
 What was written here and is owed to the backend (`State.OWNED`, or a delete that it has not heard of) is the truth: it
 is served without asking. A write *overtakes* the flights and openings of its key: who waits for them gets what there
@@ -311,10 +313,9 @@ class ColdReads:
             found, _ = self._here(name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
-            version = _version_of(found)
-            changed = await self._check(served, ask.key, version, _tolerant(ask, served), asked_s)
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served), asked_s)
             if isinstance(changed, ObjectInfo):
-                self._replaced(name, version)
+                self.replaced(name, _version_of(found))
                 if ask.version not in ("", changed.version):
                     raise _changed(*name)
                 return make_record(changed, asked_s)
@@ -336,6 +337,7 @@ class ColdReads:
             self._openings[name] = opening
             opening.done.add_done_callback(lambda done: self._opened(name, done))
             return await asyncio.shield(opening.done)
+        answers = opening.served.answers
         try:
             answer = await asyncio.shield(opening.done)
         except (Invalid, Precondition):
@@ -344,6 +346,8 @@ class ColdReads:
             if opening.asked_s < need_s:
                 return None
             raise
+        if answer.stale and opening.answers < answers:
+            return None  # others heard of the backend after it had begun, and before we came
         return answer if opening.asked_s >= need_s else None
 
     def _leave_to_its_own(self, opening: Opening) -> None:
@@ -372,23 +376,23 @@ class ColdReads:
         if record is not None and record.state & State.OWNED:
             return Answer(asked_s)  # written since we were asked
         if found is not None:
-            version = _version_of(found)
-            changed = await self._check(served, ask.key, version, _tolerant(ask, served), asked_s)
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served), asked_s)
             if changed is None:
                 return Answer(asked_s)
             if not isinstance(changed, ObjectInfo):
                 return Answer(asked_s, stale=True)
-            self._replaced(name, version)
+            self.replaced(name, _version_of(found))
             if ask.version not in ("", changed.version):
                 raise _changed(*name)
         return await self._first_fetch(ask, opening)
 
     async def _check(
-        self, served: Served, key: str, version: str, tolerant: bool, asked_s: float
+        self, served: Served, key: str, found: Flight | Record, tolerant: bool, asked_s: float
     ) -> ObjectInfo | str | None:
         """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
-        name = (served.bucket.name, key)
-        if tolerant and self.clock.monotonic_s() < served.down_until_s:
+        name, version, answers = (served.bucket.name, key), _version_of(found), served.answers
+        settled = found.checked_s > 0 or answers == served.answers_before_down
+        if tolerant and settled and self.clock.monotonic_s() < served.down_until_s:
             self._tally.revalidations["unreachable"] += 1
             return ""
         try:
@@ -397,7 +401,7 @@ class ColdReads:
                     changed = await served.backend.check(key, version)
         except NotFound:
             self._tally.revalidations["gone"] += 1
-            self._replaced(name, version)
+            self.replaced(name, version)
             raise
         except (Unavailable, Busy, TimeoutError) as error:
             self._tally.revalidations["unreachable"] += 1
@@ -406,7 +410,7 @@ class ColdReads:
             now_s = self.clock.monotonic_s()
             if served.down_until_s <= now_s:
                 log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
-            served.down_until_s = now_s + DOWN_FOR_S
+            served.down_until_s, served.answers_before_down = now_s + DOWN_FOR_S, answers
             return ""
         self._tally.revalidations["unchanged" if changed is None else "changed"] += 1
         if changed is None and not question.overtaken:
@@ -416,7 +420,7 @@ class ColdReads:
                 flight.checked_s = asked_s
         return changed
 
-    def _replaced(self, name: tuple[str, str], version: str) -> None:
+    def replaced(self, name: tuple[str, str], version: str) -> None:
         """The backend has another version, or none: nobody shall be given this one any more."""
         flight = self.flights.get(name)
         landing = flight is not None and flight.info.version == version
@@ -632,7 +636,7 @@ class ColdReads:
             del self.flights[name]
 
     def flight_gone(self, flight: Flight) -> None:
-        self._replaced((flight.bucket, flight.info.key), flight.info.version)
+        self.replaced((flight.bucket, flight.info.key), flight.info.version)
 
     def disk_trouble(self, flight: Flight, error: DiskTrouble) -> None:
         name = (flight.bucket, flight.info.key)

@@ -52,12 +52,14 @@ class Answer(NamedTuple):
 
 
 class Opening:
-    """One question to the backend about one key. `overtaken`: the key was written since; keep nothing of the answer."""
+    """One question to the backend about one key. `overtaken`: the key was written since; keep nothing of the answer.
+    `answers`: how many the backend had given when it began."""
 
-    __slots__ = ("asked_s", "done", "overtaken", "served")
+    __slots__ = ("answers", "asked_s", "done", "overtaken", "served")
 
     def __init__(self, asked_s: float, served: Served) -> None:
         self.asked_s, self.served = asked_s, served
+        self.answers = served.answers
         self.done: asyncio.Task[Answer]
         self.overtaken = False
 

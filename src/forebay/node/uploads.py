@@ -530,7 +530,7 @@ class UploadBook:
                 try:
                     info = await self._complete_there(served, upload, chosen, "", expect)
                 except BaseException as error:
-                    writes.doubt(served.bucket, key, error)
+                    writes.doubt(served.bucket, key, error, expect)
                     raise
                 await writes.drop(bucket, key)
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)

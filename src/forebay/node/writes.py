@@ -483,7 +483,7 @@ class Writes:
                         served, key, body, headers=what.headers, expect=expect, tags=what.tags
                     )
             except BaseException as error:
-                self.doubt(bucket, key, error)
+                self.doubt(bucket, key, error, expect)
                 raise
             return await self._keep(bucket, what, seen, asked_s)
 
@@ -517,7 +517,7 @@ class Writes:
             try:
                 await served.backend.delete(key, expect=expect)
             except BaseException as error:
-                self.doubt(bucket, key, error)
+                self.doubt(bucket, key, error, expect)
                 raise
             await self.drop(bucket.name, key)
 
@@ -548,13 +548,16 @@ class Writes:
         else:
             await self.commit(Delete(bucket, key))
 
-    def doubt(self, bucket: Bucket, key: str, error: BaseException) -> None:
+    def doubt(self, bucket: Bucket, key: str, error: BaseException, expect: str | None = None) -> None:
         """In `asking`: the backend did not do what it was asked; or nobody knows whether it did, and what is here stays
-        unconfirmed: whoever reads it next asks."""
+        unconfirmed: whoever reads it next asks. If the backend has not the version that it was asked to `expect`,
+        nobody reads that here any more."""
         if isinstance(error, Denied | Invalid | NotSupported):
             self._cold.confirmations.restore(bucket.name, key)  # it did not
-        else:
-            self._cold.written(bucket.name, key)
+            return
+        self._cold.written(bucket.name, key)
+        if expect and isinstance(error, Precondition | NotFound):
+            self._cold.replaced((bucket.name, key), expect)
 
     # --- making it so ------------------------------------------------------------------------------------------------
     async def commit(self, change: Change) -> Record | None:
