@@ -71,6 +71,8 @@ class FlightStory(RuleBasedStateMachine):
         self.verifying: set[int] = set()
         self.readers: dict[int, ReaderSeen] = {}
         self.ended: set[int] = set()
+        self.withdrawn: set[int] = set()
+        self.rotten: set[int] = set()
         self.next_reader = 1
         self.ahead: set[int] = set()
         self.gone = False
@@ -115,11 +117,21 @@ class FlightStory(RuleBasedStateMachine):
                 assert not self.readers[reader].finished
                 assert reader not in self.ended
                 self.end(reader)
+            case f.Withdraw(reader):
+                seen = self.readers[reader]
+                assert any(self.may_take(seen, block) for block in self.rotten), "what it was told of is right"
+                assert reader not in self.withdrawn
+                self.withdrawn.add(reader)
+                self.end(reader)
             case f.Drop(block):
                 self.in_memory.remove(block)
                 self.nobody_was_told_of(block)
             case _:
                 raise AssertionError(effect)
+
+    def may_take(self, seen: ReaderSeen, block: int) -> bool:
+        """Whether a reader was told of bytes of the block, and has not taken them."""
+        return any(seen.took <= position < seen.told for position in range(block * BLOCK, (block + 1) * BLOCK))
 
     def end(self, reader: int) -> None:
         """It is told nothing more, and has a right to what it was told."""
@@ -164,6 +176,7 @@ class FlightStory(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.readers)))
         del self.readers[number]
         self.ended.discard(number)
+        self.withdrawn.discard(number)
         self.step(f.Leave(number))
 
     @precondition(lambda self: self.started and any(not self.readers[n].finished for n in self.live()))
@@ -215,6 +228,18 @@ class FlightStory(RuleBasedStateMachine):
         self.on_disk.remove(block)
         self.nobody_was_told_of(block)
         self.step(f.Lost((block,)))
+
+    @precondition(lambda self: self.started and any(self.on_disk))
+    @rule(data=st.data())
+    def rot(self, data: st.DataObject) -> None:
+        """A block turns out to be wrong, whoever was told of it."""
+        block = data.draw(st.sampled_from(sorted(self.on_disk)))
+        self.on_disk.remove(block)
+        self.rotten = {block}
+        told = {number for number, seen in self.readers.items() if self.may_take(seen, block)}
+        self.step(f.Lost((block,)))
+        assert told <= self.withdrawn
+        self.rotten = set()
 
     @precondition(lambda self: self.started and not self.gone)
     @rule()

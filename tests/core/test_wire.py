@@ -28,6 +28,7 @@ MESSAGES = [
     wire.Welcome("node", [wire.VolumeAt("v0", "/data")], [Bucket("corpus", "memory://")]),
     wire.Opened(1, RECORD, 0, 10, hit=True, body=b"0123456789"),
     wire.Landed(1, 0, 4096, "/data/x", 0),
+    wire.Withdrawn(1),
     wire.Grown(1, 4096),
     wire.GaveUp(1),
     wire.Failed(1, NotFound("no such key", code="NoSuchKey").to_wire()),

@@ -271,6 +271,8 @@ class ReadSeen:
             self.data += piece
             if self.takes:
                 self.front.post(wire.Consumed(self.number, message.end))
+        elif isinstance(message, wire.Withdrawn):
+            self.error = Unavailable("what was told is withdrawn: read again")  # a front asks anew
         else:
             assert self.error is None, "failed once"
             self.error = from_wire(message.error)
@@ -323,7 +325,7 @@ class Front:
     async def _listen(self) -> None:
         while data := await self._reader.read(1 << 16):
             for message in self._frames.feed(data):
-                if isinstance(message, wire.Opened | wire.Landed):
+                if isinstance(message, wire.Opened | wire.Landed | wire.Withdrawn):
                     self.reads[message.read].take(message)
                 elif isinstance(message, wire.Answer):
                     self.calls.pop(message.call).set_result(message.body)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from forebay.core import wire
 from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.types import RangeSpec
 from forebay.node.store import Landing
 
 from .conftest import MIB, Rig, pattern, until
+from .test_first_use import flip
 from .test_races import data_files
 
 Rigged = Callable[..., None]
@@ -126,6 +129,60 @@ def test_memory_that_was_told_of_is_not_anothers_before_it_was_taken(rigged: Rig
         await rig.idle()
 
     rigged(story, capacity_bytes=32 * MIB, pinned=("pinned/",))
+
+
+@pytest.mark.parametrize("found_by", ["another reader", "another flight"])
+def test_a_block_that_turns_out_to_be_wrong_is_withdrawn_and_makes_no_hole(rigged: Rigged, found_by: str) -> None:
+    async def story(rig: Rig) -> None:
+        data = pattern(14 * MIB)
+        rig.remote.place("object", data)
+        rig.remote.open.clear()
+        rig.remote.free_bytes = 6 * MIB
+        first, late, taken = (rig.front.open("object") for _ in range(3))
+        late.stand_still()
+        taken.takes = False
+        await first.until(lambda: len(first.data) == 6 * MIB)
+        await taken.until(lambda: len(taken.data) == 6 * MIB)
+        await late.until(lambda: bool(late.stopped))
+        rig.front.post(wire.Consumed(taken.number, 4 * MIB))
+        await reclaimed(rig)
+        [path] = data_files(Path(rig.settings.dir))
+        flip(rig, "object", 5)
+        rotted = path.read_bytes()[: 6 * MIB]
+        record = rig.engine.store.lookup("remote", "object")
+        assert record is not None
+        if found_by == "another reader":
+            rig.engine.cold.suspect("remote", "object", record.object_id, "a front compared it")
+        else:
+            rig.engine.cold.compared.forget(record.object_id)
+            del rig.engine.cold.flights["remote", "object"]
+            again = rig.front.open("object", RangeSpec(0, 99))
+            await again.until(lambda: rig.engine.tally.corrupt_blocks == 1)
+        await late.until(lambda: isinstance((late.stopped or [None])[-1], wire.Withdrawn))
+        await reclaimed_but(rig, record.object_id)
+        late.go_on()
+        with pytest.raises(Unavailable, match="withdrawn"):
+            await late.whole()
+        assert late.data in (rotted, data[: 6 * MIB]), "as it was told, or put right since"
+        rig.remote.open.set()
+        assert await first.whole() == data, "it has the block, as it was"
+        assert await taken.whole() == data
+        if found_by == "another flight":
+            assert await again.whole() == data[:100]
+        assert await rig.front.get("object") == data
+        await rig.idle()
+        await reclaimed(rig)
+        assert not +rig.engine.store.held
+
+    rigged(story)
+
+
+async def reclaimed_but(rig: Rig, object_id: int) -> None:
+    """Everything that may be given back to the disk is, and that object's file waits."""
+    rig.engine.flush()
+    await until(lambda: not rig.engine.store.pending)
+    assert rig.engine.store.reclaim().freed_bytes == 0
+    assert rig.engine.store.held[object_id]
 
 
 def test_an_engine_that_stops_keeps_what_it_told_of_while_its_fronts_see_it(rigged: Rigged) -> None:

@@ -49,7 +49,8 @@ def info(key: str, data_bytes: int, version: str = "v1", **headers: str) -> Obje
 class Cold:
     """An object that only the backend has. `pieces` are how it lands; `hold_at` waits for `release` before the piece
     that reaches it; `fail_at` fails there; `whole` sends it inside `Opened`; `memory` lands in a memfd; `silent` says
-    nothing at all. From `spoil_at` on, the file of the next `spoiled` reads ends, or is `gone` from the beginning."""
+    nothing at all; of the next `withdrawn` reads, what was told up to `hold_at` is taken back there. From `spoil_at`
+    on, the file of the next `spoiled` reads ends, or is `gone` from the beginning."""
 
     data: bytes
     version: str = "v1"
@@ -60,6 +61,7 @@ class Cold:
     memory: bool = False
     error: ForebayError | None = None
     silent: bool = False
+    withdrawn: int = 0
     spoiled: int = 0
     spoil_at: int = 0
     gone: bool = False
@@ -225,6 +227,10 @@ class FakeEngine:
             piece_end = min(end, position + cold.piece_bytes)
             if cold.hold_at is not None and piece_end > cold.hold_at:
                 await _until(cold.release.is_set)
+                if cold.withdrawn:
+                    cold.withdrawn -= 1
+                    talk.say(wire.Withdrawn(asked.read))
+                    return
             if cold.fail_at is not None and piece_end > cold.fail_at:
                 raise ForebayError("the backend broke")
             piece = cold.data[position:piece_end]

@@ -272,6 +272,23 @@ def test_what_cannot_be_read_where_it_landed_is_asked_for_anew(node: Node, gone:
     assert node.front.link.waiting == 0
 
 
+def test_what_the_engine_takes_back_is_asked_for_anew(node: Node, eventually: Eventually) -> None:
+    """What was sent before is the client's; of what follows the same version comes."""
+    data = os.urandom(450_000)
+    node.engine.cold["b", "o"] = cold = Cold(data, hold_at=150_000, withdrawn=1)
+    with node.connect() as client:
+        client.send(b"GET /b/o HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        eventually(lambda: bool(node.seen(wire.Consumed)))
+        cold.release.set()
+        client.until(b"\r\n\r\n")
+        assert client.rest() == data
+    assert [(read.version, read.range and read.range.first) for read in node.seen_reads("o")] == [
+        ("", None),
+        ("v1", 100_000),
+    ]
+    assert node.front.link.waiting == 0
+
+
 def test_the_rest_is_not_asked_for_without_end_nor_of_another_version(node: Node, eventually: Eventually) -> None:
     data = os.urandom(450_000)
     node.engine.cold["b", "ends"] = Cold(data, spoiled=100, spoil_at=150_001)

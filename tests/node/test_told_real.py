@@ -20,6 +20,7 @@ import pytest
 from tests.patience import PATIENCE_S, until
 
 from .conftest import MIB, NodeProcess, pattern
+from .test_rot import flip
 
 Make = Callable[..., NodeProcess]
 pytestmark = pytest.mark.real
@@ -85,7 +86,8 @@ class GatedBucket:
 
 
 class Getting(threading.Thread):
-    """One GET of the object on a connection of its own; `body` is what came, `whole` whether it was all."""
+    """One GET of the object, or of its `first_bytes`, on a connection of its own; `body` is what came, `whole` whether
+    it was all."""
 
     def __init__(self, one: NodeProcess) -> None:
         super().__init__(daemon=True)
@@ -94,16 +96,20 @@ class Getting(threading.Thread):
         self._connection.connect()
         self.node_port = url.port or 0
         self.port = self._connection.sock.getsockname()[1]
+        self.expected, self.headers = DATA, {}
         self.body = bytearray()
         self.whole = False
 
+    def first_bytes(self, size: int) -> None:
+        self.expected, self.headers = DATA[:size], {"Range": f"bytes=0-{size - 1}"}
+
     def run(self) -> None:
         try:
-            self._connection.request("GET", "/gated/object")
+            self._connection.request("GET", "/gated/object", headers=self.headers)
             response = self._connection.getresponse()
             while piece := response.read(MIB):
                 self.body += piece
-            self.whole = len(self.body) == len(DATA)
+            self.whole = len(self.body) == len(self.expected)
         except http.client.IncompleteRead as error:
             self.body += error.partial
         except OSError:
@@ -141,9 +147,10 @@ def open_files(pid: int) -> set[str]:
 
 
 class Story:
-    """A node on a small disk with readers of one object on two fronts, one of which was stopped before bytes came."""
+    """A node on a small disk with readers of one object on two fronts, one of which was stopped before bytes came.
+    `alone`: on that front only, since whoever has the file open keeps holes away from it; `finder` may read later."""
 
-    def __init__(self, make: Make, disk: Path) -> None:
+    def __init__(self, make: Make, disk: Path, *, alone: bool) -> None:
         self.bucket = GatedBucket()
         self.disk = disk
         config = disk / "node.toml"
@@ -155,11 +162,12 @@ class Story:
         self.awake: list[Getting] = []
         self.asleep: list[Getting] = []  # on the front that is stopped
         self.stopped = next(iter(fronts.values()))
-        while len(self.awake) < 2 or len(self.asleep) < 3:
+        while len(self.awake) < 2 or len(self.asleep) < 4:
             reader = Getting(self.one)
             side = self.asleep if until(partial(reader.front, fronts)) == self.stopped else self.awake
             side.append(reader)
-        self.asking = self.awake.pop()
+        self.asking, self.asking_asleep = self.awake.pop(), self.asleep.pop()
+        self.finder = self.awake.pop() if alone else None
         for reader in (*self.awake, *self.asleep):
             reader.start()
         until(lambda: self.one.metric("forebay_reads_waiting") == len(self.awake) + len(self.asleep))
@@ -185,7 +193,7 @@ class Story:
         for reader in (*self.awake, *self.asleep):
             reader.join(PATIENCE_S)
             assert not reader.is_alive()
-            assert reader.body == DATA[: len(reader.body)], "wrong bytes in an answer"
+            assert reader.body == reader.expected[: len(reader.body)], "wrong bytes in an answer"
             assert reader.whole or not whole, "an answer was cut"
 
 
@@ -201,11 +209,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def story(node: Make, small_disk: Path) -> Iterator[Story]:
-    made = Story(node, small_disk)
+def alone() -> bool:
+    return False
+
+
+@pytest.fixture
+def story(node: Make, small_disk: Path, alone: bool) -> Iterator[Story]:
+    made = Story(node, small_disk, alone=alone)
     yield made
     made.bucket.close()
     made.asking.close()
+    made.asking_asleep.close()
     if made.stopped in made.one.children().values():
         os.kill(made.stopped, signal.SIGCONT)
 
@@ -222,6 +236,25 @@ def test_a_disk_that_fills_up_under_a_front_that_stands_still(story: Story) -> N
     story.wake_and_compare(whole=True)
     assert story.one.metric("forebay_passed_bytes_total") > 0
     until(lambda: story.one.json("GET", "status")["reads"] == 0)
+
+
+@pytest.mark.parametrize("alone", [True])
+def test_a_block_that_turns_out_to_be_wrong_under_a_front_that_stands_still(story: Story) -> None:
+    [file] = [path for path in (story.disk / "volume" / "data").rglob("*") if path.is_file()]
+    flip(file, MIB)
+    story.bucket.begin.clear()  # nobody puts it right before the front has come to what it was told of
+    assert story.finder is not None
+    story.finder.first_bytes(10)
+    story.finder.start()
+    until(lambda: "did not match their checksum" in story.one.log)
+    story.reclaim()
+    os.kill(story.stopped, signal.SIGCONT)
+    for _ in range(10):
+        story.asking_asleep.ask("GET", "/-/v1/status", None)
+    story.bucket.begin.set()
+    story.bucket.open.set()
+    story.awake.append(story.finder)
+    story.wake_and_compare(whole=True)
 
 
 def test_an_engine_that_dies_under_a_front_that_stands_still(story: Story) -> None:

@@ -14,7 +14,8 @@ with each run that ends, for backends whose single connections are slow), and ne
 what its client took. Blocks beyond the asked range (*ahead*) are fetched once and wait for nobody.
 
 A reader stays after it was failed, or sent elsewhere for the rest (`Part`), until it leaves: it may not have taken all
-that it was told of, and until then those blocks are neither evicted nor dropped, nor is the flight idle.
+that it was told of, and until then those blocks are neither evicted nor dropped, nor is the flight idle. A block that
+turns out to be wrong is lost all the same: what a reader was told of it and has not taken is withdrawn.
 
 When nobody wants the rest of a run it is cut after the block in progress: a range of 1 KiB leaves its block whole, and
 a client that vanishes does not cost the rest of the object.
@@ -24,14 +25,15 @@ needs an election); failing only the reader that reaches a failed block (the fet
 others would wait for the same answer).
 
 Invariants. (1) A block is in at most one of: here, in flight, verifying, doubted. (2) A reader is told each byte of its
-range once, in order, and then `Finish`; or `Fail`, once; and nothing after either. (3) Runs at work are disjoint.
+range once, in order, and then `Finish`; or `Fail`, once; and nothing after either but `Withdraw`, once. (3) Runs at
+work are disjoint.
 (4) A passing block is kept exactly while a reader still needs it. (5) Idle means: no run, no reader, nothing passing.
-(6) What a reader was told of and has not taken, stays.
+(6) What a reader was told of and has not taken stays, or is withdrawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from forebay.core import limits
@@ -58,6 +60,7 @@ from forebay.core.flight_events import (
     Took,
     Verified,
     Verify,
+    Withdraw,
 )
 from forebay.core.ranges import Run, absent_runs, blocks_touched, next_absent
 
@@ -76,6 +79,7 @@ class Seat:
     told: int  # every byte below was announced
     took: int  # every byte below was taken by the client
     finished: bool = False
+    withdrawn: bool = False
 
     def wants_no_more(self) -> None:
         """What it was told of is all that it reads here."""
@@ -152,6 +156,15 @@ class Flight:
             or any(r.start < high and r.took < high and r.end > low for r in self.readers.values())
         )
 
+    def told_of(self, blocks: Iterable[int]) -> list[int]:
+        """The readers that were told of bytes of these blocks, and have not taken them."""
+        spans = [(block * self.block_bytes, (block + 1) * self.block_bytes) for block in blocks]
+        return [
+            number
+            for number, r in self.readers.items()
+            if any(max(r.took, low) < min(r.told, high) for low, high in spans)
+        ]
+
     def is_waited_for(self, number: int) -> bool:
         """Whether a reader has taken all that it was told of, and its next byte is in this run."""
         run = self.runs[number]
@@ -207,7 +220,7 @@ class Flight:
             case Gone(error):
                 self.gone = self.gone or error
             case Lost(blocks):
-                self._lost(blocks)
+                effects += self._lost(blocks)
             case Verified(block, good):
                 self.verifying.remove(block)
                 if good:
@@ -259,11 +272,16 @@ class Flight:
     def _waits_for(self, reader: Seat, low: int, high: int) -> bool:
         return not reader.finished and reader.told < high and low < self._fetch_limit(reader)
 
-    def _lost(self, blocks: tuple[int, ...]) -> None:
+    def _lost(self, blocks: tuple[int, ...]) -> Iterator[Effect]:
         for block in blocks:
             self._set_absent(block)
             self.passing.discard(block)
             self.doubted.discard(block)
+        for number in self.told_of(blocks):
+            if not self.readers[number].withdrawn:
+                self.readers[number].withdrawn = True
+                self.readers[number].wants_no_more()
+                yield Withdraw(number)
 
     def _set_here(self, block: int) -> None:
         self.here[block >> 3] |= 1 << (block & 7)

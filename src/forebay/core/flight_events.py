@@ -95,7 +95,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Blocks that were here are not (evicted, or found bad)."""
+    """Blocks that were here are not: evicted (none that a reader was told of and has not taken), or found bad."""
 
     blocks: tuple[int, ...]
 
@@ -161,10 +161,17 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """What the reader was told of and has not taken is wrong: it shall ask anew. It stays until it leaves."""
+
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Nobody needs this passing block any more: free its memory."""
 
     block: int
 
 
-Effect = Fetch | Cut | Verify | Land | Finish | Fail | Drop
+Effect = Fetch | Cut | Verify | Land | Finish | Fail | Withdraw | Drop

@@ -8,10 +8,12 @@ say. A *read* is a conversation with a number chosen by the front:
                            <- Landed* (bytes [start, end) may be sent from this file at this offset), in order
     Consumed* ->           (the client took bytes up to here: lets fetching run on, and memory be freed)
                            <- Failed  at any point: nothing more will land
+                           <- Withdrawn  what landed and was not consumed is wrong: close, and ask anew
     CloseRead ->           (done, failed, or the client is gone)
 
 What `Landed` said stays true until the front consumed it, closed the read, or the connection ended: the engine keeps
-the bytes in that file, at that place, whatever became of the object and of the read.
+the bytes in that file, at that place, whatever became of the object and of the read. Bytes that are found to be wrong
+meanwhile are withdrawn, and stay there too: a front that has not heard of it yet must not meet a hole.
 
 Small objects come whole inside `Opened`. A *call* is one question and one answer (`Call` -> `Answer` | `Failed`);
 listing and administration are calls. `Touched` reports hits, which otherwise never reach the engine. `Dropped` asks
@@ -37,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -163,6 +165,13 @@ class Landed(_Message):
     body: bytes | None = None
 
 
+class Withdrawn(_Message):
+    """What the read was told of and has not consumed does not match its checksums: nothing of it shall be sent any
+    more. Nothing more will land."""
+
+    read: int
+
+
 class Failed(_Message):
     """Ends the call numbered `number`; or says that nothing more of that read will land, which is closed as any."""
 
@@ -190,7 +199,7 @@ class Beat(_Message):
 
 
 ToEngine = Hello | OpenRead | Consumed | CloseRead | Touched | Suspect | Call | Grown | GaveUp | Reported
-ToFront = Welcome | Opened | Landed | Failed | Answer | Dropped | Report | Beat
+ToFront = Welcome | Opened | Landed | Withdrawn | Failed | Answer | Dropped | Report | Beat
 Message = ToEngine | ToFront
 
 _encoder = msgspec.msgpack.Encoder()

@@ -666,6 +666,7 @@ class ColdReads:
     def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
         self._tally.corrupt_blocks += len(blocks)
         self.evictor.removed(flight.object_id, blocks)
+        self.evicted(flight.object_id, blocks)  # other flights may have told of them
         self._flush_soon()
 
     def evicted(self, object_id: int, blocks: list[int]) -> None:

@@ -84,6 +84,9 @@ class _Pieces:
     def failed(self, error: ErrorOnWire) -> None:
         self.queue.put_nowait(from_wire(error))
 
+    def withdrawn(self) -> None:
+        self.queue.put_nowait(Unavailable("what is copied does not match its checksums: try again"))
+
 
 class Drawn:
     """The bytes of an object, drawn into a new file `path` (into memory when it is ""), and what is known of them."""

@@ -65,6 +65,10 @@ class Reader(Protocol):
         """Nothing more will come. What was announced can be read until the reader leaves."""
         ...
 
+    def withdrawn(self) -> None:
+        """What was announced and not taken is wrong, and nothing more will come."""
+        ...
+
 
 class Surroundings(Protocol):
     """What a flight needs of the engine."""
@@ -126,6 +130,7 @@ class Flight:
         self.object_id = sink.landing.object_id if isinstance(sink, DiskSink) else record.object_id if record else 0
         self.gone = False
         self.closed = False
+        self._holds = False  # off holes in the file
         self._around = around
         self._readers: dict[int, Reader] = {}
         self._next_reader = 1
@@ -192,6 +197,9 @@ class Flight:
 
     def lost(self, blocks: list[int]) -> None:
         """Blocks were evicted or found bad by somebody else."""
+        if not self._holds and self.machine.told_of(blocks):
+            self._holds = True
+            self._around.store.held[self.object_id] += 1
         self._step(events.Lost(tuple(blocks)))
 
     def depart(self) -> list[tuple[Reader, int, int]]:
@@ -241,6 +249,9 @@ class Flight:
             case events.Fail(number, error):
                 if reader := self._readers.get(number):
                     reader.failed(error)
+            case events.Withdraw(number):
+                if reader := self._readers.get(number):
+                    reader.withdrawn()
             case events.Fetch(run, first, end):
                 self._start_run(run, first, end, None)
             case events.Cut(run, end):
@@ -276,6 +287,8 @@ class Flight:
 
     def _let_go(self) -> None:
         assert not self._readers, "somebody may still take what it was told of"
+        if self._holds:
+            self._around.store.held[self.object_id] -= 1
         self.sink.close()
         self._around.flight_over(self)
 

@@ -77,6 +77,9 @@ class _Answers:
     def failed(self, error: ErrorOnWire) -> None:
         self._connection.read_failed(self._number, error)
 
+    def withdrawn(self) -> None:
+        self._connection.post(wire.Withdrawn(self._number))
+
 
 class Connection(asyncio.Protocol):
     """One front."""

@@ -69,6 +69,7 @@ class Read:
         "_opened",
         "_source",
         "_waiter",
+        "_withdrawn",
         "bucket",
         "closed",
         "key",
@@ -90,6 +91,7 @@ class Read:
         self._opened: wire.Opened | None = None
         self._landed: deque[wire.Landed] = deque()
         self._error: ForebayError | None = None
+        self._withdrawn = False
 
     async def opened(self) -> wire.Opened:
         """What the object is. Raises what the engine says is wrong, `Unavailable` if it goes away."""
@@ -129,8 +131,9 @@ class Read:
 
     @property
     def stands(self) -> bool:
-        """Whether the engine that was asked is there now, and so has kept all that it told us of."""
-        return self._link.is_current(self._source) and not self._source.hung_up
+        """Whether the engine that was asked is there now, and so has kept all that it told us of, and took none of it
+        back."""
+        return not self._withdrawn and self._link.is_current(self._source) and not self._source.hung_up
 
     @property
     def waits(self) -> bool:
@@ -142,12 +145,15 @@ class Read:
         """Whether bytes landed that are in the engine's memory until they are consumed, since no disk takes them."""
         return any(landed.path.startswith("/proc/") for landed in self._landed)
 
-    def take(self, message: wire.Opened | wire.Landed | ForebayError) -> None:
+    def take(self, message: wire.Opened | wire.Landed | wire.Withdrawn | ForebayError) -> None:
         self.taken += 1
         if isinstance(message, wire.Opened):
             self._opened = message
         elif isinstance(message, wire.Landed):
             self._landed.append(message)
+        elif isinstance(message, wire.Withdrawn):
+            self._landed.clear()
+            self._withdrawn, self._error = True, Unavailable("the bytes turned out to be wrong: read again")
         else:
             self._error = message
         if self._waiter is not None and not self._waiter.done():
@@ -392,7 +398,7 @@ class Link:
             if asked is not None:
                 verb, answered = asked
                 _tell(answered, _answer_of(verb, message.body))
-        elif isinstance(message, wire.Opened | wire.Landed):
+        elif isinstance(message, wire.Opened | wire.Landed | wire.Withdrawn):
             read = self._reads.get(message.read)
             if read is not None:
                 read.take(message)

@@ -11,7 +11,8 @@ A read that moves on keeps its place in the flight it leaves until its client ha
 are in that flight's file or memory, and nobody else may have them kept. A read that failed keeps it until `close`.
 
 Invariants. (1) Opened once, then landed pieces without a gap, then finished; or failed, once; nothing after `close`.
-(2) A read is told by at most one flight. (3) What it was told of is there until it took it, or is closed.
+(2) A read is told by at most one flight. (3) What it was told of is there until it took it, or is closed; what
+turns out to be wrong is withdrawn.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Out(Protocol):
     def finished(self) -> None: ...
 
     def failed(self, error: ErrorOnWire) -> None: ...
+
+    def withdrawn(self) -> None: ...
 
 
 class Read:
@@ -149,6 +152,10 @@ class Read:
             self._cold.start(self)
         elif not self.closed:
             self.out.failed(error)
+
+    def withdrawn(self) -> None:
+        if not self.closed:
+            self.out.withdrawn()
 
     def _open_once(self) -> None:
         if self.record is None and self._flight is not None:

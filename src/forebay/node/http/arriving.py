@@ -7,7 +7,8 @@ the bytes were there when the lease was taken, and from then on nobody makes a h
 said of a file that was not opened yet counts for nothing: the next engine may have cleared it away, and a number in
 /proc may name another memory.
 
-What cannot be had any more (the engine is gone, the file is, or it failed) is asked for anew: the rest of the range, of
+What cannot be had any more (the engine is gone, the file is, it failed, or the engine took back what it had said since
+the bytes are wrong; a piece that is being sent then goes on to its end) is asked for anew: the rest of the range, of
 the same version. If that version is gone the answer is cut short; it is never completed with another's bytes.
 
 Rejected: remembering the inode of what was told (says which file it is, not whether its bytes are still in it).

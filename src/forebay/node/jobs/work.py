@@ -66,6 +66,9 @@ class Prefetch:
     def failed(self, error: ErrorOnWire) -> None:
         self._end(from_wire(error))
 
+    def withdrawn(self) -> None:
+        self._end(Unavailable("what was fetched rotted on its way: prefetch again"))
+
     def _end(self, error: ForebayError) -> None:
         if not self.done.done():
             self.done.set_exception(error)

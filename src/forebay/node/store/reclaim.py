@@ -8,17 +8,21 @@ A block may be dropped and come again before its hole is made. A landing therefo
 (`keep_block`), under the lock under which holes are punched. The same lock keeps two threads from changing a file
 header's checksums at once.
 
+A hole may also be held off here, for bytes that turned out to be wrong and that a front may still come to send: it was
+told of them before, and shall meet what it was told of, or ask anew, but never zeros.
+
 Rejected: punching at once and waiting for readers (a slow client would hold up eviction); copying the file without the
 blocks (takes room when there is none).
 
 Invariants. (1) Nothing is unlinked or punched before the commit it waits for. (2) A block that is being written or
-listed again is not punched. (3) No bytes go while the durable index still says that they are owed.
+listed again is not punched. (3) No bytes go while the durable index still says that they are owed. (4) No hole
+is made in a file that is held.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -47,6 +51,7 @@ class Reclaimer:
 
     def __init__(self, tell: Callable[[StoreEvent], None]) -> None:
         self.lock = threading.Lock()  # holes, and the checksums in files' headers
+        self.held: Counter[int] = Counter()  # object id -> who wants no hole in its file: the store's thread counts
         self._tell = tell
         self._after: dict[str, list[commit.Effect]] = {}  # by volume id: when its pending changes are committed
         self._holes_after: dict[str, dict[str, _Holes]] = {}
@@ -151,7 +156,7 @@ class Reclaimer:
             with self.lock:
                 if path in self._holes and self._holes[path][0].id not in refused:
                     volume, holes = self._holes[path]
-                    if not self._punch(volume, path, holes):
+                    if self.held[holes.object_id] or not self._punch(volume, path, holes):
                         deferred.append(holes.object_id)
                         continue
                     freed_bytes += len(holes.blocks) * holes.block_bytes

@@ -57,6 +57,7 @@ class Store(VolumeSet):
         self._landings: dict[tuple[str, str], Landing] = {}
         self._landing_ids: Counter[int] = Counter()  # one that lost its object may overlap with its successor
         self._reclaimer = Reclaimer(self.tell)
+        self.held = self._reclaimer.held
         self._touched: dict[int, int] = {}
         self._closed = False
         self._puts = Puts(
@@ -533,7 +534,7 @@ class Store(VolumeSet):
                     volume.index.put("used", ledger.id_key(object_id), minute.to_bytes(4, "big"))
 
     def _is_busy(self, object_id: int) -> bool:
-        return object_id in self._landing_ids or self._puts.is_arriving(object_id)
+        return object_id in self._landing_ids or self.held[object_id] > 0 or self._puts.is_arriving(object_id)
 
     # --- dropping ---
 
