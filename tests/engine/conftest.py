@@ -453,7 +453,7 @@ def rigged(tmp_path: Path) -> Callable[..., None]:
             async with rig(tmp_path, **settings) as made:
                 await story(made)
                 await made.idle()
-                assert made.engine.cold.budget.used_bytes == 0
+                assert made.engine.cold.pass_bytes == 0
                 assert not made.engine.cold._openings
 
         before = len(os.listdir("/proc/self/fd"))

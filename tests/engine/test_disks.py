@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import wire
+from forebay.core import limits, wire
+from forebay.core.shares import Need, Shares
 from forebay.core.types import RangeSpec
 
 from .conftest import MIB, Rig, pattern, rig, until
 
 Rigged = Callable[..., None]
+SLOW = 200
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_many_readers_without_a_disk_stay_within_the_memory_bound(rigged: Rigged
         for number in range(8):
             rig.remote.place(f"pinned/{number}", pattern(4 * MIB, number))
             await rig.front.get(f"pinned/{number}")
-        rig.engine.cold.budget.limit_bytes = 32 * MIB
+        rig.engine.cold.memory.shares = Shares(64, 32)
         data = pattern(30 * MIB, 7)
         rig.remote.place("object", data)
         most = 0
@@ -66,7 +68,7 @@ def test_many_readers_without_a_disk_stay_within_the_memory_bound(rigged: Rigged
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, rig.engine.cold.budget.used_bytes)
+                most = max(most, rig.engine.cold.pass_bytes)
                 await asyncio.sleep(0.001)
 
         watcher = asyncio.create_task(watch())
@@ -157,9 +159,7 @@ def test_a_write_that_stalls_moves_its_readers_to_memory(rigged: Rigged, monkeyp
     rigged(story)
 
 
-def test_what_was_evicted_while_a_read_waited_for_memory_is_fetched(rigged: Rigged) -> None:
-    """A read without a disk is to use the blocks that are cached, waits for memory, and loses them meanwhile."""
-
+def test_what_is_cached_is_given_while_a_read_waits_for_memory(rigged: Rigged) -> None:
     async def story(rig: Rig) -> None:
         data = pattern(24 * MIB)
         rig.remote.place("object", data)
@@ -167,17 +167,46 @@ def test_what_was_evicted_while_a_read_waited_for_memory_is_fetched(rigged: Rigg
         await rig.idle()
         cold, store = rig.engine.cold, rig.engine.store
         cold._slow[next(iter(store.usable())).path] = rig.clock.monotonic_s() + 1000
-        await cold.budget.take(cold.budget.limit_bytes)
+        held = [cold.memory.claim("others", Need.NEXT) for _ in range(cold.memory.shares.permits)]
+        assert all(claim.take_now() for claim in held)
         read = rig.front.open("object")
-        await until(lambda: bool(cold.budget._waiting))
-        record = store.lookup("remote", "object")
-        assert record is not None
-        rig.engine.room.drop([(record.object_id, block) for block in (0, 1)])
-        await until(lambda: rig.engine.room._reclaiming is None)
-        cold.budget.give(cold.budget.limit_bytes)
+        await read.until(lambda: len(read.data) == 16 * MIB)
+        await until(lambda: cold.memory.waiting > 0)
+        assert len(read.data) == 16 * MIB
+        for claim in held:
+            claim.leave()
         spread(data, await read.whole())
 
     rigged(story)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_quick_reader_passes_two_hundred_who_hold_memory(rigged: Rigged, same: bool) -> None:
+    """None of them ever takes a byte meanwhile: the quick one lives on what their share leaves."""
+
+    async def story(rig: Rig) -> None:
+        for number in range(8):
+            rig.remote.place(f"pinned/{number}", pattern(4 * MIB, number))
+            await rig.front.get(f"pinned/{number}")
+        data, shares = pattern(12 * MIB, 7), rig.engine.cold.memory.shares
+        for number in range(SLOW):
+            rig.remote.place(f"slow/{0 if same else number}", data)
+        rig.remote.place("quick", data)
+        slow = [rig.front.open(f"slow/{0 if same else number}") for number in range(SLOW)]
+        for read in slow:
+            read.takes = False
+        await until(lambda: all(read.data for read in slow))
+        await until(lambda: shares.ahead == shares.ahead_max)
+        held = sum(len(read.data) for read in slow)
+        spread(data, await rig.front.get("quick"))
+        shares.check()
+        assert held <= sum(len(read.data) for read in slow) <= shares.permits * limits.PASS_UNIT_BYTES
+        for read in slow:
+            read.close()
+        await rig.idle()
+        assert not shares.claims
+
+    rigged(story, capacity_bytes=32 * MIB, pinned=("pinned/",))
 
 
 def test_flipped_bytes_that_a_front_suspects_are_fetched_again(rigged: Rigged) -> None:

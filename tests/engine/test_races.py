@@ -17,10 +17,11 @@ from tests.patience import PATIENCE_S
 from tests.patience import until_async as until
 
 from forebay.core.errors import ForebayError, Invalid, Unavailable
+from forebay.core.shares import Need
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, RangeSpec
 from forebay.node.engine import Engine
 from forebay.node.front import Front
-from forebay.node.sink import PassBudget
+from forebay.node.permits import Permits
 from forebay.node.store import files, rebuild
 
 from .conftest import MIB, Remote, Rig, pattern, rig
@@ -308,14 +309,19 @@ def test_a_hole_that_a_commit_makes_ready_can_still_be_called_off(rigged: Rigged
 
 def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
     async def story() -> None:
-        budget = PassBudget(10)
-        await budget.take(6)
-        large, small = asyncio.create_task(budget.take(8)), asyncio.create_task(budget.take(4))
+        permits = Permits(2, 1)
+        held = [permits.claim(number, Need.NEXT) for number in range(2)]
+        assert all(claim.take_now() for claim in held)
+        given_up, next_one = (permits.claim(number, Need.NEXT) for number in (3, 4))
+        waiting = [asyncio.create_task(claim.take()) for claim in (given_up, next_one)]
         await asyncio.sleep(0)
-        large.cancel()
+        assert not permits.claim(5, Need.FIRST).take_now()
+        waiting[0].cancel()
+        held[0].leave()
         async with asyncio.timeout(PATIENCE_S):
-            await small
-        assert budget.used_bytes == 10
+            await waiting[1]
+        permits.shares.check()
+        assert permits.waiting == 0
 
     asyncio.run(story())
 

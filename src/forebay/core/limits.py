@@ -70,6 +70,8 @@ LIST_KEYS_MAX = 1000  # S3's page size
 FRAME_BYTES_MAX = 16 * MIB  # one message between engine and front: a listing page of 1,000 keys is under 2 MiB
 FRONT_FILES_OPEN_MAX = 512  # data files a front keeps open between requests
 PASS_BYTES_MAX = 256 * MIB  # memory for bytes in flight that no disk takes (pass-through), over all reads
+PASS_UNIT_BYTES = 512 * KIB  # what of it is claimed at a time: 512 slow readers, and each has some
+PASS_AHEAD_BYTES_MAX = 128 * MIB  # of it, for bytes that nobody waits for yet: 256 readers who wait find some at once
 READ_WINDOW_BYTES = 64 * MIB  # how far fetching may run ahead of one reader: 0.3 s at 200 MB/s, hides 20 ms latency
 FETCHES_MAX = 64  # backend requests at once per bucket; S3 clients of the vendor default to 10-50
 FETCHES_AHEAD_MAX = 48  # of those, for bytes that nobody waits for yet: who waits finds a free one at once
@@ -115,6 +117,8 @@ assert INLINE_BYTES_MAX < BLOCK_BYTES
 assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
+assert BLOCK_BYTES % PASS_UNIT_BYTES == PASS_AHEAD_BYTES_MAX % PASS_UNIT_BYTES == PASS_BYTES_MAX % PASS_UNIT_BYTES == 0
+assert PASS_AHEAD_BYTES_MAX < PASS_BYTES_MAX
 assert FETCHES_PER_READ_MAX <= FETCHES_AHEAD_MAX < FETCHES_MAX
 assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
 assert BATCH_BODY_BYTES_MAX < FRAME_BYTES_MAX

@@ -65,7 +65,7 @@ from forebay.node.openings import NOWHERE, Answer, Opening, Passing
 from forebay.node.permits import Permits
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
-from forebay.node.sink import PASS_WINDOW_BYTES, DiskSink, DiskTrouble, MemorySink, PassBudget
+from forebay.node.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
 from forebay.node.store import Landing, Store
 from forebay.node.store.usage import taken_bytes
 from forebay.node.suspicions import Suspicions
@@ -106,7 +106,7 @@ class ColdReads:
         self.evictor = evictor
         self.clock = clock
         self.workers = workers
-        self.budget = PassBudget()
+        self.memory = pass_memory()
         self.flights: dict[tuple[str, str], Flight] = {}
         self.all_flights: set[Flight] = set()
         self._by_object: dict[int, list[Flight]] = {}
@@ -571,17 +571,13 @@ class ColdReads:
                 raise _changed(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
             record, below = self._still_there(record)
-            promised = 0
-            if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
-                promised = min(PASS_WINDOW_BYTES + _BLOCK, -(-info.size_bytes // _BLOCK) * _BLOCK)
-                await self.budget.take(promised)
-                record, below = self._still_there(record)  # blocks may have been evicted while we waited
         except BaseException:
             if body:
                 await body[0].aclose()
             raise
-        self._tally.passed_bytes += (end - start) if promised else 0
-        sink = MemorySink(below, lambda: self.budget.give(promised))
+        if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
+            self._tally.passed_bytes += end - start
+        sink = MemorySink(below, self.memory)
         flight = Flight(
             self,
             served.bucket.name,
@@ -591,13 +587,16 @@ class ColdReads:
             checked_s=checked_s,
             record=record,
             adopted=body,
-            window_bytes=PASS_WINDOW_BYTES,
-            run_blocks_max=1,
         )
         self._enter(flight)
         read.follow(flight, start, end)
         if read.closed:
             read.detach()
+
+    @property
+    def pass_bytes(self) -> int:
+        """Memory that is held for bytes which no disk takes."""
+        return len(self.memory.shares.given) * limits.PASS_UNIT_BYTES
 
     def _still_there(self, record: Record | None) -> tuple[Record | None, str]:
         """The record as it is now, and its data file; (None, "") if there is none to read from."""

@@ -11,7 +11,8 @@ are written, and travel in the message itself.
 A reader that failed, or reads on elsewhere, keeps its place until it leaves (`core/flight.py`): the file and the memory
 that it was told of are its to take until then, whatever became of the flight.
 
-A *private* flight serves one reader from memory (see `node/sink.py`); it is not found by other readers.
+A *private* flight serves one reader from memory (see `node/sink.py`); it is not found by other readers. Its run begins
+when there is memory for its first unit, and ends where there is none for more: the machine begins another there.
 
 Invariants. (1) Every `Fetch` effect is answered by one of Ended, GaveUp, Failed, whatever happens in the task. (2) A
 block is reported kept only after the store listed it. (3) When the machine is idle the sink is closed, and the flight
@@ -23,24 +24,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from forebay.backends.seam import Backend, Fetch
 from forebay.core import flight as machine
 from forebay.core import flight_events as events
 from forebay.core import limits
 from forebay.core.errors import Bug, Corrupt, ErrorOnWire, ForebayError, NotFound, Precondition, Unavailable
-from forebay.core.ranges import Run, bitmap_full, iterate_present
+from forebay.core.ranges import Run, bitmap_full, bitmap_with, iterate_present
 from forebay.core.record import Record, blocks_in
 from forebay.core.shares import Need
 from forebay.core.types import ObjectInfo, RangeSpec
 from forebay.node.gathering import Gathering
 from forebay.node.permits import Claim, Permits
-from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
+from forebay.node.sink import PASS_WINDOW_BYTES, BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
 from forebay.node.store import Store
 from forebay.node.store.compared import Compared
 from forebay.ports.clock import Clock
@@ -117,8 +118,6 @@ class Flight:
         checked_s: float,
         record: Record | None = None,
         adopted: tuple[Fetch, Run] | None = None,
-        window_bytes: int = limits.READ_WINDOW_BYTES,
-        run_blocks_max: int = machine.RUN_BLOCKS_MAX,
     ) -> None:
         self.bucket = bucket
         self.backend = backend
@@ -136,24 +135,36 @@ class Flight:
         self._next_reader = 1
         self._tasks: dict[int, asyncio.Task[events.Event]] = {}
         self._claims: dict[int, Claim] = {}  # of runs that wait for a permit
-        self._checks: set[asyncio.Task[None]] = set()  # and the closing of bodies that nobody began to read
+        self._checked: dict[
+            int, asyncio.Task[bool]
+        ] = {}  # by block of the store, which may be several of the machine's
+        self._checks: set[asyncio.Task[Any]] = set()  # and the closing of bodies that nobody began to read
         self._ends: dict[int, int] = {}  # run -> block to stop before
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._untold: dict[int, int] = {}  # run -> position landed, not yet told to the machine
         self._told_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        # What the machine calls blocks are smaller in memory, which is claimed and freed by the unit.
+        self._units = limits.BLOCK_BYTES // limits.PASS_UNIT_BYTES if self.private else 1  # of a block of the store
         present, doubted = self._known_blocks(record)
+        first = adopted and self._in_units(range(adopted[1].first, adopted[1].end))
         self.machine = machine.Flight(
             info.size_bytes,
-            present,
-            doubted=doubted,
-            adopted=adopted[1] if adopted else None,
-            window_bytes=window_bytes,
-            run_blocks_max=run_blocks_max,
+            present if not self.private else bitmap_with(b"", self._in_units(iterate_present(present))),
+            doubted=set(self._in_units(doubted)),
+            adopted=Run(first[0], first[-1] + 1) if first else None,
+            block_bytes=limits.BLOCK_BYTES // self._units,
+            window_bytes=PASS_WINDOW_BYTES if self.private else limits.READ_WINDOW_BYTES,
+            run_blocks_max=self._units if self.private else machine.RUN_BLOCKS_MAX,
         )
-        if adopted:
-            self._start_run(0, adopted[1].first, adopted[1].end, adopted[0])
+        if adopted and first:
+            self._start_run(0, first[0], first[-1] + 1, adopted[0])
+
+    def _in_units(self, blocks: Iterable[int]) -> list[int]:
+        """What the machine calls these blocks of the store."""
+        end = -(-self.info.size_bytes * self._units // limits.BLOCK_BYTES)
+        return [u for block in blocks for u in range(block * self._units, min((block + 1) * self._units, end))]
 
     def _known_blocks(self, record: Record | None) -> tuple[bytes, set[int]]:
         if record is None:
@@ -190,17 +201,18 @@ class Flight:
 
     def needs(self, block: int) -> bool:
         """Whether the block must not be evicted now."""
-        return self.machine.needs(block)
+        return any(self.machine.needs(unit) for unit in self._in_units([block]))
 
     def has(self, start: int, end: int) -> bool:
         return self.machine.has(start, end)
 
     def lost(self, blocks: list[int]) -> None:
         """Blocks were evicted or found bad by somebody else."""
-        if not self._holds and self.machine.told_of(blocks):
+        units = self._in_units(blocks)
+        if not self._holds and self.machine.told_of(units):
             self._holds = True
             self._around.store.held[self.object_id] += 1
-        self._step(events.Lost(tuple(blocks)))
+        self._step(events.Lost(tuple(units)))
 
     def depart(self) -> list[tuple[Reader, int, int]]:
         """Let all readers that are not done go on elsewhere, as (reader, next byte, end). They keep what they were
@@ -321,13 +333,16 @@ class Flight:
         task.add_done_callback(lambda done: self._over(run, fetch, done))
 
     def _cut(self, run: int, end: int) -> None:
-        self._ends[run] = end
+        self._ends[run] = min(self._ends[run], end)
         if end <= self.machine.runs[run].first:
             self._tasks[run].cancel()
 
     async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> events.Event:
         """Do the run; what to tell the machine at its end."""
+        memory = self.sink if isinstance(self.sink, MemorySink) else None
         try:
+            if memory is not None:
+                end = await self._reserve(run, first, end, memory)
             async with self._permit(run) if fetch is None else _nothing():
                 if fetch is None:
                     fetch = await self._open(first, end)
@@ -345,7 +360,26 @@ class Flight:
         except Exception as error:
             log.exception("run %d of %s/%s broke", run, self.bucket, self.info.key)
             return events.Failed(run, Bug(f"reading from the backend broke: {error!r}").to_wire())
-        return events.Ended(run)
+        finally:
+            if memory is not None:
+                memory.unreserve(first, end)
+        return events.Ended(run) if self._ends[run] == self.machine.runs[run].end else events.GaveUp(run)
+
+    async def _reserve(self, run: int, first: int, end: int, memory: MemorySink) -> int:
+        """Wait for memory for the first of these, and take what is free for the rest; the run ends where that ends."""
+        if not memory.has_memory(first):
+            need = Need.AHEAD
+            if self.machine.is_waited_for(run):
+                need = Need.NEXT if self._told_s else Need.FIRST
+            claim = self._claims[run] = memory.claim(need)
+            try:
+                await claim.take()
+            finally:
+                del self._claims[run]
+            memory.keep(first, claim)
+        end = memory.reserve(first + 1, end)
+        self._ends[run] = min(self._ends[run], end)
+        return end
 
     @asynccontextmanager
     async def _permit(self, run: int) -> AsyncIterator[None]:
@@ -471,6 +505,15 @@ class Flight:
 
     # --- doubted blocks ----------------------------------------------------------------------------------------------
     async def _check(self, block: int) -> None:
+        checking = self._checked.get(block // self._units)
+        if checking is None:
+            checking = self._checked[block // self._units] = asyncio.create_task(self._compare(block // self._units))
+            self._checks.add(checking)
+            checking.add_done_callback(self._checks.discard)
+        self._step(events.Verified(block, await asyncio.shield(checking)))
+
+    async def _compare(self, block: int) -> bool:
+        """Whether a block of the store is right."""
         good = False
         record, key = self.record, self.info.key
         try:
@@ -488,7 +531,7 @@ class Flight:
                     self._around.blocks_bad(self, bad)
         except ForebayError as error:
             log.warning("block %d of %s/%s cannot be checked: %s", block, self.bucket, key, error)
-        self._step(events.Verified(block, good))
+        return good
 
 
 @asynccontextmanager

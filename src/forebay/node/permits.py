@@ -1,4 +1,5 @@
-"""The requests of one bucket that may be under way at once: the shell of `core/shares.py`.
+"""What is given out in equal pieces to who needs it most: the shell of `core/shares.py`. There are two such things:
+the requests of one bucket that may be under way at once, and the memory for bytes that no disk takes.
 
 Invariant. A claim that was entered leaves, whether its turn came or not.
 """
@@ -14,7 +15,7 @@ from forebay.core.shares import Need, Shares
 
 
 class Claim:
-    """`async with` it: inside, the request may be made. For one task."""
+    """`async with` it: inside, the request may be made. For one task. Or `take` it, and `leave` it once."""
 
     __slots__ = ("_number", "_permits", "_turn", "need", "owner")
 
@@ -40,25 +41,42 @@ class Claim:
         if not self._turn.done():
             self._turn.set_result(None)
 
-    async def __aenter__(self) -> Self:
+    async def take(self) -> None:
+        """Wait for its turn, and hold it. Cancelling the wait holds nothing."""
         self._turn = asyncio.get_running_loop().create_future()
         self._number = self._permits.ask(self)
         try:
             await self._turn
         except asyncio.CancelledError:
-            self._permits.leave(self._number)
+            self.leave()
             raise
+
+    def take_now(self) -> bool:
+        """Hold it if that needs no waiting; whether it does."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._number = self._permits.ask(self)
+        if self.waits:
+            self.leave()
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Hold it no more."""
+        self._permits.leave(self._number)
+
+    async def __aenter__(self) -> Self:
+        await self.take()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._permits.leave(self._number)
+        self.leave()
 
 
 class Permits:
     """See the module's header."""
 
-    def __init__(self) -> None:
-        self.shares = Shares(limits.FETCHES_MAX, limits.FETCHES_AHEAD_MAX)
+    def __init__(self, permits: int = limits.FETCHES_MAX, ahead_max: int = limits.FETCHES_AHEAD_MAX) -> None:
+        self.shares = Shares(permits, ahead_max)
         self._claims: dict[int, Claim] = {}
         self._number = 0
 
@@ -68,7 +86,7 @@ class Permits:
         return len(self.shares.claims) - len(self.shares.given)
 
     def claim(self, owner: Hashable, need: Need) -> Claim:
-        """The right to one request, to be entered. `owner`s that hold few go before those that hold many."""
+        """The right to one of them, to be entered. `owner`s that hold few go before those that hold many."""
         return Claim(self, owner, need)
 
     def ask(self, claim: Claim) -> int:

@@ -5,14 +5,17 @@ stalls then stalls one thread, not the engine. A write that fails or takes longe
 use of the disk (`DiskTrouble`); its readers go on with private flights over *memory sinks*. There a block lives in an
 anonymous file (memfd) that the front opens through /proc, and is freed when its only reader has taken it.
 
-Memory is promised before it is used: a private flight waits, first come first served, until all it can ever hold at
-once is free. So it never waits half-way while holding memory, and there is no deadlock to think about.
+Memory is claimed before it is used, in units (a private flight's blocks are smaller than those of a file) and by who
+needs it (`core/shares.py`): a run begins when there is a unit for its first bytes, takes what is free for those behind
+them, and fetches no more than that. So a reader that waits has memory of its own only for bytes ahead of the ones that
+it waits for, which are never all of it; and who holds the rest has bytes to take, or on their way.
 
 Rejected: sharing memory blocks between readers (a slow reader then holds what a fast one needs, and with a bound on
-the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node).
+the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node); all
+the memory that a reader can ever use, first come first served (twenty slow readers kept everybody else out).
 
-Invariants. (1) `PassBudget.used_bytes` is the sum of promises not given back, at most the limit. (2) Every memfd is
-closed at `drop` or `close`. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can
+Invariants. (1) A unit that is in memory, or on its way there, has a claim. (2) Every memfd is closed at `drop` or
+`close`, and its claim left. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can
 be read at once.
 """
 
@@ -20,8 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Unavailable
+from forebay.core.shares import Need
+from forebay.node.permits import Claim, Permits
 from forebay.node.store import Landing
 
 SLOW_WRITE_S = 2.0  # a write is a few MiB at most: a disk that needs longer is slower than any backend worth caching
@@ -52,43 +55,10 @@ class Segment(NamedTuple):
     body: bytes | None = None
 
 
-class PassBudget:
-    """Memory for bytes that no disk takes, promised first come first served."""
-
-    def __init__(self, limit_bytes: int = limits.PASS_BYTES_MAX) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, size_bytes: int) -> None:
-        """Wait until `size_bytes` are free, and hold them. Cancelling the wait takes nothing."""
-        assert 0 < size_bytes <= self.limit_bytes
-        if not self._waiting and self.used_bytes + size_bytes <= self.limit_bytes:
-            self.used_bytes += size_bytes
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size_bytes, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            # a turn that was never given may have stood before one that fits
-            self.give(size_bytes if turn.done() and not turn.cancelled() else 0)
-            raise
-
-    def give(self, size_bytes: int) -> None:
-        """Give back what `take` held."""
-        self.used_bytes -= size_bytes
-        assert self.used_bytes >= 0
-        while self._waiting:
-            wanted, turn = self._waiting[0]
-            if turn.cancelled():
-                self._waiting.popleft()
-                continue
-            if self.used_bytes + wanted > self.limit_bytes:
-                return
-            self._waiting.popleft()
-            self.used_bytes += wanted
-            turn.set_result(None)
+def pass_memory() -> Permits:
+    """Memory for bytes that no disk takes, by the unit."""
+    unit_bytes = limits.PASS_UNIT_BYTES
+    return Permits(limits.PASS_BYTES_MAX // unit_bytes, limits.PASS_AHEAD_BYTES_MAX // unit_bytes)
 
 
 class BlockHashes:
@@ -198,14 +168,42 @@ class DiskSink:
 
 
 class MemorySink:
-    """Blocks of one reader in anonymous files, over what the data file `below` may already hold ("" for none)."""
+    """Units of one reader in anonymous files, over what the data file `below` may already hold ("" for none)."""
 
-    def __init__(self, below: str, on_close: Callable[[], None], block_bytes: int = limits.BLOCK_BYTES) -> None:
+    def __init__(self, below: str, memory: Permits) -> None:
         self._below = below
-        self._block_bytes = block_bytes
-        self._on_close = on_close
+        self._block_bytes = limits.PASS_UNIT_BYTES
+        self._memory = memory
+        self._claims: dict[int, Claim] = {}
         self._files: dict[int, int] = {}
-        self._closed = False
+
+    def claim(self, need: Need) -> Claim:
+        """The right to one unit of memory, to be taken."""
+        return self._memory.claim(self, need)
+
+    def has_memory(self, unit: int) -> bool:
+        """Whether bytes of the unit may be written: an earlier run may have broken in the middle of it."""
+        return unit in self._claims
+
+    def keep(self, unit: int, claim: Claim) -> None:
+        """What was claimed is for this unit."""
+        self._claims[unit] = claim
+
+    def reserve(self, first: int, end: int) -> int:
+        """Claim what is free now for these units; the end of those that may be written."""
+        for unit in range(first, end):
+            if unit not in self._claims:
+                claim = self.claim(Need.AHEAD)
+                if not claim.take_now():
+                    return unit
+                self._claims[unit] = claim
+        return end
+
+    def unreserve(self, first: int, end: int) -> None:
+        """Give back the memory for those of these units of which no byte came."""
+        for unit in range(first, end):
+            if unit in self._claims and unit not in self._files:
+                self._claims.pop(unit).leave()
 
     async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
         """Put bytes at their place. Nothing is hashed by worker threads here: a copy within memory is quick."""
@@ -241,13 +239,12 @@ class MemorySink:
         fd = self._files.pop(block, None)
         if fd is not None:
             os.close(fd)
+            self._claims.pop(block).leave()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for block in list(self._files):
-                self.drop(block)
-            self._on_close()
+        for block in list(self._files):
+            self.drop(block)
+        self.unreserve(0, max(self._claims, default=-1) + 1)
 
 
 Sink = DiskSink | MemorySink

@@ -318,7 +318,7 @@ class Verbs:
             flights=len(engine.cold.all_flights),
             reads=engine.cold.reads,
             jobs_running=engine.jobs.running,
-            pass_bytes=engine.cold.budget.used_bytes,
+            pass_bytes=engine.cold.pass_bytes,
             derived_bytes=derived_bytes(usages),
         )
 
@@ -371,7 +371,7 @@ class Verbs:
         values["forebay_flights"] = len(engine.cold.all_flights)
         for bucket, permits in engine.cold.all_permits.items():
             values[series("forebay_fetches_waiting", bucket=bucket)] = permits.waiting
-        values["forebay_pass_bytes"] = engine.cold.budget.used_bytes
+        values["forebay_pass_bytes"] = engine.cold.pass_bytes
         values["forebay_jobs_running"] = engine.jobs.running
         values["forebay_prestaging"] = engine.prestaging.waiting
         values["forebay_hint_jobs"] = len(engine.hinting.hints.jobs)
