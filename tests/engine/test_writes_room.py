@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from tests.store.owned_objects import notes_of
 
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.record import State
@@ -194,7 +195,7 @@ def test_memory_is_not_synced(rigged: Rigged) -> None:
         await written(rig, "back", durability="memory")
         rig.remote.writable.clear()
         await put(rig, "key", b"one")
-        owed = [each for each in rig.engine.store.owed() if each.key == "key"]
+        owed = [each for each in notes_of(rig.engine.store) if each.key == "key"]
         assert [each.durable for each in owed] == [False]
         await rig.again(clean=False)
         assert await rig.front.get("key") == b"one", "the process was killed, not the machine"

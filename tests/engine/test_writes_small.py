@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.store.owned_objects import notes_of
 
 from forebay.core import limits
 from forebay.core.calls import PutCall, Written
@@ -47,7 +48,7 @@ def kept(rig: Rig, key: str) -> tuple[Any, Any]:
     record = rig.engine.store.lookup("remote", key)
     assert record is not None
     shown = {name: value for name, value in msgspec.structs.asdict(record).items() if name not in VARYING}
-    owed = {each.key: each for each in rig.engine.store.owed()}.get(key)
+    owed = {each.key: each for each in notes_of(rig.engine.store)}.get(key)
     if owed is None:
         return shown, None
     note = msgspec.structs.replace(owed.note, seq=0, object_id=0, since_s=0.0)

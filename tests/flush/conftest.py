@@ -240,7 +240,8 @@ class Node:
             capacity_bytes=lambda: self.capacity_bytes,
             cleaned=lambda bucket, key, record: self.cleaned.append(key),
         )
-        self.flusher.start()
+        for owed in self.shelf.owed():
+            self.flusher.take_up(owed)
 
     async def crash(self) -> None:
         """End everything at once, wherever it is, and start again with what is on the shelf."""

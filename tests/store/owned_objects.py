@@ -12,7 +12,7 @@ from tests.store.store_objects import BUCKET, Bench
 from forebay.core import limits
 from forebay.core.errors import ForebayError
 from forebay.core.record import Record, State
-from forebay.node.store import Change, Delete, Note, Put, Store, StoreReader
+from forebay.node.store import Change, Delete, Note, Owed, Put, Store, StoreReader, owned
 
 KIB = 1024
 SMALL, LARGE = 700, 200 * KIB
@@ -86,10 +86,16 @@ def commit(store: Store, changes: Sequence[Change]) -> list[Record | ForebayErro
     return store.publish(prepared)
 
 
+def notes_of(store: Store) -> list[Owed]:
+    """What is to be flushed, in committed state."""
+    kept = [each for volume in store.usable() for each in owned.kept(volume) if not each.note.local]
+    return [Owed(each.bucket, each.key, each.note, each.durable) for each in kept]
+
+
 def owed(store: Store) -> dict[str, Note]:
     """Notes by key; each once."""
     found: dict[str, Note] = {}
-    for each in store.owed():
+    for each in notes_of(store):
         assert each.key not in found
         found[each.key] = each.note
     return found

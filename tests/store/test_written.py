@@ -39,7 +39,7 @@ def test_a_write_is_read_at_once_and_after_a_process_stop(writer: Writer, size_b
     for _ in range(2):
         assert owning.read(bench, "k") == _data("k", size_bytes)
         assert owning.owed(bench.store)["k"].size_bytes == size_bytes
-        assert [each.durable for each in bench.store.owed()] == [durable]
+        assert [each.durable for each in owning.notes_of(bench.store)] == [durable]
         bench.close(clean=False)
         bench.open()
     assert bench.events == []
@@ -260,7 +260,7 @@ def test_notes_are_replaced_where_they_stand(writer: Writer) -> None:
     bench = writer.bench
     writer.write("disk")
     writer.write("memory", durable=False)
-    for each in list(bench.store.owed()):
+    for each in list(owning.notes_of(bench.store)):
         begun = msgspec.structs.replace(each.note, upload_id=f"up-{each.key}", part_bytes=7)
         late = msgspec.structs.replace(begun, seq=each.note.seq - 1, upload_id="late")
         bench.store.write_notes([Owed(each.bucket, each.key, begun, each.durable)])

@@ -210,7 +210,7 @@ class OwnedAgainstDict(RuleBasedStateMachine):
 
     def _look(self, key: str) -> Seen:
         record = self.bench.store.lookup(BUCKET, key)
-        notes = {each.key: each.note for each in self.bench.store.owed()}
+        notes = {each.key: each.note for each in owning.notes_of(self.bench.store)}
         if record is None:
             return ("deleted", "") if key in notes else ABSENT
         kind = {0: "clean", State.DIRTY: "dirty", State.LOCAL: "local"}[State(record.state & State.OWNED)]

@@ -273,7 +273,9 @@ def test_what_the_visible_index_could_not_take_comes_into_view_later(
     assert bench.store.lookup(BUCKET, "k") == old
     assert len(owning.files_in(bench.dirs[0])) == 2, "of the write to memory nothing is left"
     bench.store.housekeep()  # there is room again
-    bench.store.housekeep()
+    assert bench.store.catching.may_catch_up
+    assert [each.key for each in bench.store.catching.steps() if each is not None] == ["k"]
+    assert not bench.store.catching.is_behind
     record = bench.store.lookup(BUCKET, "k")
     assert record is not None
     assert record.version == "w1"

@@ -76,6 +76,8 @@ def text(state: NodeState, place: str, now_s: float) -> str:
         ]
         parts.append(show.columns(("BUCKET", "CACHED", "QUOTA", "BACKEND", "LAST ANSWER"), rows, right=(1, 2)))
         parts += _dirty(state.buckets, now_s) + _missing(state)
+        if state.catching_up:
+            parts.append("what was owed before the start is still being read: buckets owe at least what is shown")
         if state.derived_bytes:
             parts.append(
                 f"{show.size(state.derived_bytes)} of the volumes are indexes of shards, manifests and the like"

@@ -402,6 +402,7 @@ class NodeState(msgspec.Struct, frozen=True):
     jobs_running: int = 0
     pass_bytes: int = 0
     derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, manifests and the like, of no bucket
+    catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
 
 
 class MapNode(msgspec.Struct, frozen=True):

@@ -120,6 +120,9 @@ class ColdReads:
         self._deleted = deleted
         self._wrote = wrote
         self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # who reads it told what comes next
+        self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
+            None
+        )  # into view, what was owed before the start
         self._openings: dict[tuple[str, str], Opening] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
         self.all_permits: dict[str, Permits] = {}
@@ -141,6 +144,7 @@ class ColdReads:
     async def _serve(self, read: Read) -> None:
         try:
             served = await self._buckets.get(read.ask.bucket)
+            self.bring_up(read.ask.bucket, read.ask.key)
             if read.ask.head_only:
                 record = await self.metadata(read.ask, served)
                 start, end = _resolve(read.ask.range, record.size_bytes)

@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import msgspec
 from forebay.backends.counting import BackendCounters
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
+from forebay.core.calls import PutCall, Written
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.hints import Hints
 from forebay.core.pulse import interval_s
@@ -42,6 +43,7 @@ from forebay.node.appending import Appends
 from forebay.node.begun import Begun
 from forebay.node.buckets import PREFIX as BUCKETS
 from forebay.node.buckets import Buckets, OpenBackend, decode_bucket
+from forebay.node.catching_up import CatchingUp
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
 from forebay.node.derived import Keeping
@@ -138,8 +140,8 @@ class Engine:
         self._assemble()
         try:
             await self.buckets.load()
-            self.room.restore(self.buckets.all())
-            self.flusher.start()
+            self.catching_up.start()
+            self.room.restore(self.buckets.all(), self.catching_up.whole)
             await self.uploads.load()
             await self.begun.load()
             await self._listen()
@@ -147,9 +149,13 @@ class Engine:
             await self.stop(clean=False)
             raise
         self.fronts.beat()
-        await self.jobs.resume()
-        work = (self._housekeep, self._scrub, self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend)
-        self._background = [asyncio.create_task(each()) for each in work]
+        late: list[Callable[[], Awaitable[None]]] = [self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend]
+        if self.catching_up.is_done:
+            await self.jobs.resume()
+        else:
+            late.append(self.jobs.resume)
+        work = [self._housekeep(), self._scrub(), *map(self._when_whole, late)]
+        self._background = [asyncio.create_task(each) for each in work]
 
     async def _remember_volumes(self) -> None:
         """Before the node has an id: so that one which has, and does not remember volumes, is known to be older."""
@@ -182,6 +188,7 @@ class Engine:
             expected=expected,
             may_be_empty=len(paths) < len(self.known.standings),
             astray=astray,
+            later=True,
         )
         await self.known.opened(self.store)
 
@@ -232,6 +239,8 @@ class Engine:
             cleaned=lambda bucket, key, record: self.room.settled(record),
             found_bad=lambda bucket, key, record, bad: self.cold.suspicions.found_bad((bucket, key), record, bad),
         )
+        self.catching_up = CatchingUp(self.store, self.flusher, lambda name: name in self.writes.locks)
+        self.cold.bring_up = self.catching_up.key
         self.begun = Begun(self._meta, self.buckets, self._chance)
         self.writes = Writes(
             self.store,
@@ -311,7 +320,7 @@ class Engine:
             self.streams,
             welcome=self.welcome,
             answer=self.verbs.answer,
-            begin=self.writes.begin,
+            begin=self._begin,
             touched=self._touched,
             beat_s=interval_s(self.settings.hung_after_s),
         )
@@ -352,6 +361,9 @@ class Engine:
         await self.streams.aclose()
         await self.uploads.aclose()
         await self.writes.aclose()
+        if flush and not self.settings.no_flush_file.exists():
+            await self.catching_up.whole(self.settings.flush_timeout_s)
+        await self.catching_up.aclose()
         owed = await self.flusher.aclose(
             flush=flush, patience_s=self.settings.flush_timeout_s, skip=self.settings.no_flush_file.exists
         )
@@ -390,6 +402,9 @@ class Engine:
     def told(self, line: bytes) -> None:
         """What the supervisor has counted changed."""
         self.restarts = msgspec.json.decode(line, type=list[tuple[str, str, int]])
+
+    def _begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
+        return self.catching_up.is_done and self.writes.begin(call, done)
 
     async def _ask(self, verb: str, arguments: Any) -> Any:
         return await self.verbs.answer(verb, arguments)
@@ -455,6 +470,7 @@ class Engine:
             try:
                 await loop.run_in_executor(self._workers, self.store.settle)
                 self.store.housekeep()
+                self.catching_up.start()
                 self.flush()
                 await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
@@ -485,6 +501,10 @@ class Engine:
                 except ForebayError as error:
                     log.warning("scrubbing waits: %s", error)
             await asyncio.sleep(wait_s)
+
+    async def _when_whole(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self.catching_up.whole()
+        await work()
 
     async def _sweep(self) -> None:
         removed = 0

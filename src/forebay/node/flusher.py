@@ -1,10 +1,11 @@
 """Writes back what the node owes: the shell around `core/flush.py`, `core/gate.py` and `node/errand.py`.
 
-Theory. All notes of what is owed are here, in memory, by bucket and key; the store keeps them too. A queue for each
-bucket says which key goes next, an errand takes it to the backend, and then, under the key's lock, the record becomes
-clean, if it still is the one that was sent. If it was written again meanwhile, the newer note is based on the version
-that was just made, and the key is queued anew. What else was sent of the key, and may still arrive, goes on being known
-as ours (`core/ours.py`): in the newer note, or here alone where the key owes nothing any more, until its time is over.
+Theory. All notes of what is owed are here, in memory, by bucket and key; the store keeps them too, and after a start
+they are taken up from there one by one (`catching_up.py`). A queue for each bucket says which key goes next, an errand
+takes it to the backend, and then, under the key's lock, the record becomes clean, if it still is the one that was sent.
+If it was written again meanwhile, the newer note is based on the version that was just made, and the key is queued
+anew. What else was sent of the key, and may still arrive, goes on being known as ours (`core/ours.py`): in the newer
+note, or here alone where the key owes nothing any more, until its time is over.
 
 A newer write stops an errand that sends the parts of an upload (its parts would be thrown away); a single put is let
 finish, since nobody can call it back. `stop_key` waits for exactly that, and not for the bookkeeping after it, which
@@ -25,7 +26,7 @@ import logging
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from itertools import islice, takewhile
@@ -66,7 +67,6 @@ class Ledger(Books, Protocol):
 
     def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None: ...
     def write_notes(self, owed: list[Owed]) -> None: ...
-    def owed(self) -> Iterator[Owed]: ...
 
 
 class Totals(NamedTuple):
@@ -204,19 +204,15 @@ class Flusher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, asyncio.TimerHandle] = {}
 
-    def start(self) -> None:
-        """Take up what was owed when the node stopped."""
-        count = 0
-        for owed in self._store.owed():
+    def take_up(self, owed: Owed) -> None:
+        """It was owed when the node stopped, and may have been sent before. Nothing if the key is known already."""
+        if self.find(owed.bucket, owed.key) is None:
             self.add(owed, left=True)
-            count += 1
-        if count:
-            log.info("%d objects and deletes wait for their backends since before the start", count)
 
     # --- what is owed ------------------------------------------------------------------------------------------------
     def add(self, owed: Owed, *, left: bool = False) -> None:
-        """A write or delete was acknowledged: it replaces what the key owed. Under the key's lock. Or (`left`) it was
-        found at the start, and may have been sent before.
+        """A write or delete was acknowledged: it replaces what the key owed. Under the key's lock. `left`: it may have
+        been sent before.
 
         The note should come from `notes.succeeding`; what a note lacks of that is made up for, a moment later.
         """

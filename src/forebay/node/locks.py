@@ -45,6 +45,10 @@ class KeyLocks:
         """How many keys are held."""
         return len(self._waiting)
 
+    def __contains__(self, name: tuple[str, str]) -> bool:
+        """Whether somebody has the key."""
+        return name in self._waiting
+
     def lock(self, bucket: str, key: str) -> _Held:
         """`async with locks.lock(bucket, key):` is alone with the key."""
         return _Held(self, (bucket, key))

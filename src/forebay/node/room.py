@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -114,19 +114,20 @@ class Room:
         self._left = 0  # and since memory was given back
 
     # --- settings ----------------------------------------------------------------------------------------------------
-    def restore(self, buckets: Iterable[Bucket]) -> None:
-        """Learn what the store holds, after a start, in the background: what is not known yet is no victim, and counts
-        for its volume, but not yet for its bucket's quota."""
+    def restore(self, buckets: Iterable[Bucket], whole: Callable[[], Awaitable[None]]) -> None:
+        """Learn what the store holds, after a start, in the background, when it is `whole`: what is not known yet is no
+        victim, and counts for its volume, but not yet for its bucket's quota."""
         self._newest = self._store.newest_minute()
         for usage in self._store.usage():
             if usage.state != "out":
                 machine = self._machines[usage.volume_id] = HintedEviction(usage.keep_bytes, self._hints)
                 machine.restore((), self._newest)
         self.set_quotas(buckets)
-        self._restoring = asyncio.create_task(self._restore())
+        self._restoring = asyncio.create_task(self._restore(whole))
 
-    async def _restore(self) -> None:
+    async def _restore(self, whole: Callable[[], Awaitable[None]]) -> None:
         try:
+            await whole()
             await self._learn()
             self._restoring = None
             self.follow_volumes()

@@ -27,6 +27,7 @@ from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check
 from forebay.core.volumes import LostObject
 from forebay.node.appending import Appends
 from forebay.node.buckets import Buckets
+from forebay.node.catching_up import CatchingUp
 from forebay.node.cold import ColdReads
 from forebay.node.copying import Copies
 from forebay.node.derived import Keeping, derived_bytes
@@ -66,6 +67,7 @@ class Engine(Protocol):
     restarts: list[tuple[str, str, int]]
     clock: Clock
     store: Store
+    catching_up: CatchingUp
     index: StoreReader
     buckets: Buckets
     cold: ColdReads
@@ -154,6 +156,7 @@ class Verbs:
 
     async def answer(self, verb: str, arguments: Any) -> Any:
         """The answer to one call, of the type that `core.calls.VERBS` gives."""
+        await self._engine.catching_up.before(verb, arguments)
         if isinstance(arguments, calls.JobCall):
             return await self._engine.jobs.start(verb, arguments)  # type: ignore[arg-type]
         serve = self._table.get(verb)
@@ -320,6 +323,7 @@ class Verbs:
             jobs_running=engine.jobs.running,
             pass_bytes=engine.cold.pass_bytes,
             derived_bytes=derived_bytes(usages),
+            catching_up=not engine.catching_up.is_done,
         )
 
     def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> calls.BucketState:

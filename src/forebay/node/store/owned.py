@@ -1,8 +1,12 @@
-"""What a volume owes, when it starts: the durable index is put into view, and what cannot be had is said aloud.
+"""What a volume owes, after a start: the durable index is put into view, and what cannot be had is said aloud.
 
 Theory. The visible index may lack what the durable one says: a process was killed between the two, or the visible one
 was rebuilt. It may also say that a note was settled, whose removal from the durable index had not been committed. So
 each durable entry is compared with what is in view, which changes nothing when all is well.
+
+That takes some 10 µs an entry, so it is done entry by entry, while the node serves. Meanwhile who asks for a key has
+that key put into view first (`restore_key`), and nobody else changes it: what was acknowledged is never answered
+otherwise.
 
 A note in the visible index alone (`durability = memory`) is right after a process stop, since it was committed with its
 record, and gone with the index after a machine stop.
@@ -12,16 +16,17 @@ its file, if there is one, stay as evidence until the key is written again, dele
 it. If the file is back by then, so is the object.
 
 Invariants. (1) After `restore`, an owned record in view has its note, and its file of the right size. (2) Doing it
-again changes nothing. (3) No file that a durable entry names is removed.
+again changes nothing. (3) No file that a durable entry names is removed. (4) A key whose write is under way is left
+alone: it is between the two indexes.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -32,10 +37,9 @@ from forebay.core.errors import Corrupt
 from forebay.core.record import Record, State, blocks_in, decode_record
 from forebay.node.store import files, keys, ledger, rebuild
 from forebay.node.store.durable import Entry, decode_entry, owner_of
-from forebay.node.store.notes import Note, Owed
+from forebay.node.store.notes import Note
 from forebay.node.store.volume import Lost, StoreEvent, Volume
 
-_BATCH = 1000
 _ROTTEN = "?"  # in place of the path of inline bytes that do not match their checksum
 
 
@@ -50,25 +54,56 @@ class Kept(NamedTuple):
     durable: bool
 
 
-def restore(volume: Volume) -> None:
-    """Make the visible index say what the durable one does, as far as there are bytes. `OSError` or `Corrupt`."""
+Name = tuple[str, str]  # bucket, key
+
+
+def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Iterator[Kept | None]:
+    """Make the visible index say what the durable one does, as far as there are bytes, step by step: what the volume
+    owes, or None after a step that found nothing. `held` tells keys whose write is under way, `ids_below` what was
+    written before the start. Whoever goes on flushes the index. `OSError` or `Corrupt`."""
     backed = 0
-    for entry, owed in volume.durable.walk():
-        backed += _restore_entry(volume, entry, owed)
-        if volume.index.pending >= _BATCH:
-            volume.commit()
-    backed += _check_notes(volume)
-    volume.commit()
-    if volume.unbacked is None:
-        volume.unbacked = volume.find_unbacked() if backed != volume.usage.owned_objects else []
-    for entry in volume.unbacked:
+    notes = ((entry, decode_entry(value)) for entry, value in volume.index.walk("notes"))
+    for entry, value in chain(volume.durable.walk(), notes):
+        name = owner_of(entry, value)
+        if held(name):
+            yield None
+            continue
+        kept = restore_key(volume, entry, *name)
+        backed += kept is not None and not kept.note.is_delete and kept.note.seq < ids_below
+        yield kept
+    if volume.unbacked is None and backed == volume.owned_before:
+        volume.unbacked = []
+    for unbacked in volume.find_unbacked() if volume.unbacked is None else volume.unbacked:
+        if unbacked is not None:
+            _drop_unbacked(volume, unbacked, held)
+        yield None
+    volume.unbacked = []
+
+
+def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | None:
+    """As `restore`, of one key, at once: what is owed of it. Follow with a flush where that changed anything."""
+    owed = volume.durable.get(entry)
+    if owed is not None:
+        if owner_of(entry, owed) != (bucket, key):
+            return None
+        _restore_entry(volume, entry, owed)
+        mark = ledger.note_of(volume, entry)
+        if entry in volume.lost or (mark is not None and mark.settled and mark.note.seq == owed.note.seq):
+            return None
+        return Kept(bucket, key, entry, owed.note, owed.record, True)
+    note = ledger.note_of(volume, entry)
+    if note is None:
         _drop_unbacked(volume, entry)
-    volume.unbacked.clear()
-    volume.commit()
+    elif note.settled:
+        volume.index.put("notes", entry, None)
+    elif note.note.is_delete:
+        return Kept(bucket, key, entry, note.note, None, False)
+    elif owner_of(entry, note) == (bucket, key) and _check_note(volume, bucket, key, entry, note):
+        return Kept(bucket, key, entry, note.note, volume.record(entry, key), False)
+    return None
 
 
-def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
-    """Whether its object is in view, owned, afterwards."""
+def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
     bucket, key = owner_of(entry, owed)
     now, mark, record = volume.record(entry, key), ledger.note_of(volume, entry), owed.record
     settled = mark is not None and mark.settled and mark.note.seq == owed.note.seq
@@ -84,8 +119,7 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
     lost_before = volume.lost.pop(entry, None)
     if mark is not None and not settled:  # of what the durable entry had replaced
         ledger.put_note(volume, entry, None)
-    actions = recover.judge_owed(seen, seen_now, settled, size_bytes)
-    for action in actions:
+    for action in recover.judge_owed(seen, seen_now, settled, size_bytes):
         match action:
             case recover.Settle():
                 volume.durable.settle_later(entry, owed.note.seq)
@@ -101,7 +135,6 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> bool:
             case recover.DropRecord():
                 assert now is not None
                 ledger.remove_record(volume, bucket, key, now)
-    return record is not None and all(isinstance(action, recover.Restore) for action in actions)
 
 
 def _show(
@@ -109,6 +142,7 @@ def _show(
 ) -> None:
     if now is not None:
         ledger.remove_traces(volume, now)
+    volume.owned_before += now is None or not now.state & State.OWNED
     ledger.put_record(volume, bucket, key, record, now, inline_sum)
     ledger.put_note(volume, entry, None)
     if record.inline is None:
@@ -151,22 +185,6 @@ def sums_of(volume: Volume, record: Record) -> array[int]:
         os.close(fd)
 
 
-def _check_notes(volume: Volume) -> int:
-    """Marks of notes that are gone go; a note whose object is gone is told and goes. How many objects are owned so."""
-    backed = 0
-    for entry, value in volume.index.walk("notes"):
-        kept = decode_entry(value)
-        bucket, key = owner_of(entry, kept)
-        if kept.settled:
-            if volume.durable.get(entry) is None:
-                volume.index.put("notes", entry, None)
-        elif not kept.note.is_delete:
-            backed += _check_note(volume, bucket, key, entry, kept)
-        if volume.index.pending >= _BATCH:
-            volume.commit()
-    return backed
-
-
 def _check_note(volume: Volume, bucket: str, key: str, entry: bytes, kept: Entry) -> bool:
     """An object that is owed with durability `memory`: in view, or lost, by whether its file is whole. Whether it is in
     view, owned, afterwards."""
@@ -191,13 +209,15 @@ def _check_note(volume: Volume, bucket: str, key: str, entry: bytes, kept: Entry
     return False
 
 
-def _drop_unbacked(volume: Volume, entry: bytes) -> None:
+def _drop_unbacked(volume: Volume, entry: bytes, held: Callable[[Name], bool] = lambda name: False) -> None:
     """An owned record without a note: its successor, which the backend has, was about to replace it."""
     value = volume.get("records", entry)
     if value is None:
         return
     record = decode_record(value)
     bucket, key = keys.split(entry, record.key)
+    if held((bucket, key)):
+        return
     if record.state & State.OWNED and volume.durable.get(entry) is None and ledger.note_of(volume, entry) is None:
         ledger.remove_record(volume, bucket, key, record)
 
@@ -217,13 +237,6 @@ def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
             bucket, key = owner_of(entry, owed)
             record = None if owed.note.is_delete else volume.record(entry, key)
             yield Kept(bucket, key, entry, owed.note, record, False)
-
-
-def owed_by(volume: Volume) -> Iterator[Owed]:
-    """What is to be flushed."""
-    for each in kept(volume):
-        if not each.note.local:
-            yield Owed(each.bucket, each.key, each.note, each.durable)
 
 
 def count_in(volume: Volume, bucket: str) -> int:

@@ -467,11 +467,8 @@ class Puts:
         return None
 
     def housekeep(self, volume: Volume) -> None:
-        """What is behind comes into view; settled marks and dead processes' bodies go."""
+        """Settled marks and dead processes' bodies go."""
         try:
-            if volume.behind and volume.state == "ok":
-                volume.behind = False
-                owned.restore(volume)
             owned.clear_marks(volume)
             volume.sweep_temp()
         except (OSError, Corrupt) as error:

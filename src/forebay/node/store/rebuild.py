@@ -1,12 +1,15 @@
 """A new index from the data files, and the sweep of files that nothing names.
 
 Theory. `core.recover` judges one file at a time against what the index says now; this shell streams the listing past
-it and carries out what it says. After an unclean machine stop (`rebuild`) the new index starts empty and every block it
-lists is in doubt until its checksum has been compared. After a process stop (`sweep`) the index is right, and only
-rubbish is looked for: in the background, a directory at a time, since there may be millions of files.
+it and carries out what it says. After an unclean machine stop (`rebuild`) the new index starts empty, is filled while
+it is served, and every block it lists is in doubt until its checksum has been compared. After a process stop (`sweep`)
+the index is right, and only rubbish is looked for: in the background, a directory at a time, since there may be
+millions of files.
 
 A sweep also finds space that no block accounts for: a process that died between taking blocks out of the index and
 punching their holes, or in the middle of landing a block, leaves bytes that nobody will read.
+
+Rejected: serving nothing until the new index is whole (minutes, where reading a million headers takes them).
 
 Invariants. As `core.recover`. A file that is landing, or about to be removed, is not judged.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from forebay.core import recover
@@ -24,19 +27,28 @@ from forebay.core.record import Record, State, blocks_in, build_head, decode_rec
 from forebay.node.store import files, keys, ledger, presence
 from forebay.node.store.volume import Volume
 
-_BATCH = 1000
 
+def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Generator[None, None, str]:
+    """Fill the volume's new index from its files, one a step, while it is served; returns a line saying what was found.
+    What the volume owes is in view before. Whoever goes on flushes the index.
 
-def rebuild(volume: Volume) -> str:
-    """Fill the volume's new index from its files; a line saying what was found."""
+    `busy(object id)`: leave it alone now. Objects from `ids_below` on were made since the start, and are not judged.
+    """
     kept = blocks = 0
-    next_id = 0
+    next_id = int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big")
     lost = {each.record.object_id for each in volume.lost.values()}
-    for path in data_files(volume):
-        if _id_of(path) in lost:
+    for path in data_files(volume, busy):
+        yield
+        object_id = _id_of(path)
+        if object_id in lost or (object_id is not None and (object_id >= ids_below or busy(object_id))):
             continue
-        seen, header = see(volume, path)
+        try:
+            seen, header = see(volume, path)
+        except FileNotFoundError:
+            continue  # given back meanwhile
         known = known_record(volume, path, header)
+        if known is not None and busy(known[2].object_id):
+            continue
         for action in recover.judge_file(seen, record_seen(volume, known), trusted=False):
             match action:
                 case recover.Rebuild():
@@ -53,10 +65,7 @@ def rebuild(volume: Volume) -> str:
                 case recover.DropRecord(bucket, key, _):
                     assert known is not None
                     ledger.remove_record(volume, bucket, key, known[2])
-        if volume.index.pending >= _BATCH:
-            volume.commit()
     volume.index.put("meta", b"next_id", next_id.to_bytes(8, "big"))
-    volume.commit()
     return f"{kept} objects with {blocks} blocks found, each block to be verified before its first use"
 
 
@@ -103,10 +112,10 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
             yield 0
 
 
-def data_files(volume: Volume) -> Iterator[str]:
+def data_files(volume: Volume, busy: Callable[[int], bool] = lambda object_id: False) -> Iterator[str]:
     """Every file below data/, sidecars aside (one without its data file is removed)."""
     for directory in _directories(volume):
-        yield from _files_in(directory, lambda object_id: False)
+        yield from _files_in(directory, busy)
 
 
 def _directories(volume: Volume) -> Iterator[str]:

@@ -3,10 +3,11 @@
 Theory. `volume.json`, the *mark*, says whose directory this is and whether its index can be believed. The index is not
 synced, so it is right after a process stop, and unknown after a machine stop. The mark therefore carries the kernel's
 boot id, written (synced) when the volume opens, and `clean`, written when everything was synced and closed. Same boot
-id or clean: believe. Otherwise, or when LMDB or the walk over it finds damage, `rebuild.py` makes a new index from the
-files' headers in a new directory, `index/<n>`; the mark then names it. What the index holds is counted in it with each
-commit, so a start needs no walk; the first one comes while it is served. A marker file lies beside the index meanwhile:
-if walks kill the process again and again (a torn page may), or meet damage, the next start finds it and rebuilds.
+id or clean: believe. Otherwise, or when LMDB or the walk over it finds damage, a new index is begun in a new directory,
+`index/<n>`, which the mark then names, and `rebuild.py` fills it from the files' headers while it is served; until it
+is whole it says so itself. What the index holds is counted in it with each commit, so a start needs no walk; the first
+one comes while it is served. A marker file lies beside the index meanwhile: if walks kill the process again and again
+(a torn page may), or meet damage, the next start finds it and rebuilds.
 
 A disk that errs is not argued with. Out of space marks the volume `full`: nothing new goes there until space is back.
 Any other trouble puts it `out`: it leaves placement, and only a restart brings it back.
@@ -56,6 +57,7 @@ OWN_NAMES = frozenset(
 )
 INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
 WALKS_CUT_MAX = 3
+REBUILDING = b"rebuilding"  # in the index while it is: why
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
@@ -160,7 +162,9 @@ class Volume:
         self.unbacked: list[bytes] | None = []  # index keys of owned records without a note; None: not looked for
         self.used_minute = int(clock.wall_s() // 60)  # of the last commit before the start
         self.flushes_lost = 0
-        self.behind = False  # a flush was lost: what the durable index says may not be in view
+        self.behind = True  # what the durable index says may not be in view: since a start, or since a flush was lost
+        self.rebuilding = ""  # why the index is made anew from the files, until it is whole
+        self.owned_before = 0  # owned objects in view at the start, and what came into view since
         self.opened = False
         self._free: tuple[float, int] = (float("-inf"), 0)
         self.free_pages = FreePages(lambda: self.index.pages())
@@ -230,13 +234,9 @@ class Volume:
 
     # --- start and stop ---
 
-    def start(self, rebuild: Callable[[Volume], str], restore: Callable[[Volume], None]) -> None:
-        """Sweep tmp/, believe the index or have `rebuild` make a new one, and say in the mark that we run.
-
-        `rebuild(volume)` fills `volume.index` (open, new, of the next generation) and returns a line for the event.
-        `restore(volume)` puts what the durable index owes into view: before a rebuild, so that files are judged by it,
-        and after it, or after a walk that found the index good.
-        """
+    def start(self) -> None:
+        """Sweep tmp/, believe the index or begin a new one, and say in the mark that we run. What the durable index
+        says is not in view yet (`behind`), nor what the files hold where the index is new (`rebuilding`)."""
         self.sweep_temp()
         self.durable = Durable(os.path.join(self.path, "durable"))
         reason = self._believe_index()
@@ -252,17 +252,23 @@ class Volume:
             self.opened = True
             self.mark.index = generation
             self.usage, self.unbacked = Usage(), []  # a walk that met damage has counted some
-            restore(self)
-            outcome = rebuild(self)
-            if not self.fresh:
-                self.tell(StoreEvent("index-rebuilt", self.id, f"{reason}: {outcome}"))
-        restore(self)
+            self.index.put("meta", REBUILDING, reason.encode())
+            self.commit()
+        self.rebuilding = (self.index.get("meta", REBUILDING) or b"").decode()
+        self.owned_before = self.usage.owned_objects
         self.mark.format, self.mark.boot_id, self.mark.clean = FORMAT, boot_id(), False
         self.write_mark()
         for name in os.listdir(os.path.join(self.path, "index")):
             if name != str(self.mark.index):
                 shutil.rmtree(os.path.join(self.path, "index", name), ignore_errors=True)
         self.make_ballast()
+
+    def rebuilt(self, outcome: str) -> None:
+        """The index is whole with the next flush; `outcome` says what was found."""
+        self.index.put("meta", REBUILDING, None)
+        if not self.fresh:
+            self.tell(StoreEvent("index-rebuilt", self.id, f"{self.rebuilding}: {outcome}"))
+        self.rebuilding = ""
 
     def sweep_temp(self) -> None:
         """Remove what is left in tmp/. Bodies that a living process is receiving stay. At the start, everything else
@@ -342,19 +348,17 @@ class Volume:
         (self.usage, self.used_minute), self.unbacked = found, None
         return True
 
-    def find_unbacked(self) -> list[bytes]:
-        """Index keys of owned records without a note; looks at every record."""
-        found = []
+    def find_unbacked(self) -> Iterator[bytes | None]:
+        """Index keys of owned records without a note, None for each other record: looks at every one."""
         for entry, value in self.index.walk("records"):
             owned = decode_record(value).state & State.OWNED
-            if owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None:
-                found.append(entry)
-        return found
+            alone = owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None
+            yield entry if alone else None
 
     def _walk(self) -> None:
         """Read every record once: it counts usage, and meets damage."""
         entries = 0
-        self.unbacked = self.find_unbacked()
+        self.unbacked = [entry for entry in self.find_unbacked() if entry is not None]
         for entry, value in self.index.walk("records"):
             record = decode_record(value)
             self.usage.swap(keys.split(entry, record.key)[0], None, record)

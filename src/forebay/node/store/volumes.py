@@ -25,8 +25,7 @@ from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, Volum
 from forebay.core.placement import Members
 from forebay.core.volumes import KnownVolume, Owners
 from forebay.core.wire import VolumeAt
-from forebay.node.store import keys, ledger, owned, rebuild
-from forebay.node.store.notes import Owed
+from forebay.node.store import catching, keys, ledger, owned
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
 from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume
 
@@ -55,7 +54,7 @@ class VolumeSet:
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
         self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
 
-    def _add(self, path: str, xattrs: bool, expected: Expected | None) -> None:
+    def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
         try:
             volume = Volume(path, self.tell, xattrs=xattrs, expected=expected)
         except OSError as error:
@@ -64,7 +63,10 @@ class VolumeSet:
         try:
             if any(other.id == volume.id for other in self._all):
                 raise Invalid(f"{path} is a copy of another volume (both say {volume.id}): remove one of them")
-            volume.start(rebuild.rebuild, owned.restore)
+            volume.start()
+            if not later or not volume.mark.ids_below:  # without that number the files must say which ids were used
+                catching.at_once(volume)
+            volume.behind = later
         except (OSError, Corrupt) as error:
             volume.trouble(error, "opening the volume")
             volume.release()
@@ -244,11 +246,6 @@ class VolumeSet:
     def volume_of(self, bucket: str, key: str) -> str:
         """The id of the volume that a key belongs to; "" when every volume is out."""
         return self._members.first(bucket, key) if self._by_id else ""
-
-    def owed(self) -> Iterator[Owed]:
-        """Every note that is to be flushed, in committed state; for the start."""
-        for volume in list(self._by_id.values()):
-            yield from owned.owed_by(volume)
 
     def owed_in(self, bucket: str) -> int:
         """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""

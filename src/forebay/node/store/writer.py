@@ -33,6 +33,7 @@ from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.record import OWNED, Record, State, blocks_in, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
+from forebay.node.store.catching import Catching
 from forebay.node.store.heading import Headings
 from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed, digest_of
@@ -69,6 +70,7 @@ class Store(VolumeSet):
             flush=self.flush,
             headers=self._reclaimer.lock,
         )
+        self.catching = Catching(self, self._is_busy, self.flush)
         self.headings = Headings(self, put=self._put, headers=self._reclaimer.lock)
 
     # --- open and close ---
@@ -85,6 +87,7 @@ class Store(VolumeSet):
         expected: Mapping[str, Expected] | None = None,
         may_be_empty: bool = False,
         astray: bool = False,
+        later: bool = False,
     ) -> Store:
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
@@ -94,12 +97,12 @@ class Store(VolumeSet):
         headers in sidecar files, as on a filesystem without xattrs. `block_bytes` is for objects to come; each
         record says its own. At a path in `expected` no volume is made, and no other one opened. With `may_be_empty`
         a store without any volume is fine. `astray`: what is owed may lie on other volumes than it belongs to, though
-        the volumes are the same as last time.
+        the volumes are the same as last time. `later`: what only the volumes say comes into view by `catching` alone.
         """
         store = cls(capacity_bytes, on_event, block_bytes)
         try:
             for path in dirs:
-                store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)))
+                store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)), later)
             if not store._all and not may_be_empty:
                 raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
             store._agree(astray)
@@ -124,9 +127,11 @@ class Store(VolumeSet):
             start = max(start, kept, volume.mark.ids_below)
         self._next_id = start
         self._reserve_ids()
+        self.catching.ids_below = start
         if changed:
             self._tell_absent(ids)
         if (changed or astray) and (len(self._all) > 1 or epoch > 0):
+            self.catching.before_moving()
             self.astray = moving.move_owned(self, self._puts, self._all)
             self._drop_misplaced()
         if changed:
@@ -752,11 +757,9 @@ class Store(VolumeSet):
     # --- housekeeping ---
 
     def sweep(self) -> Iterator[int]:
-        """Background: remove files that no record names, records without a file, space without a block.
-
-        Yields after each small step how many objects or files it removed; go on when there is time.
-        """
-        for volume in list(self._by_id.values()):
+        """Background: remove files that no record names, records without a file, space without a block; nothing of a
+        volume whose index is being made anew. Yields after each small step how many objects or files it removed."""
+        for volume in [volume for volume in self._by_id.values() if not volume.rebuilding]:
 
             def drop(bucket: str, key: str, record: Record, volume: Volume = volume) -> None:
                 self._missing(volume, bucket, key, record)
