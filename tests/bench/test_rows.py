@@ -94,7 +94,17 @@ def test_a_lab_leaves_nothing_behind():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["warm-1k", "cold-range", "list-1m", "put-disk-4k", "samples-members", "hints-half"],
+    [
+        "warm-1k",
+        "cold-range",
+        "list-1m",
+        "put-disk-4k",
+        "samples-members",
+        "hints-half",
+        "start-2m",
+        "evict-1m",
+        "fill-delete-fill",
+    ],
 )
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "result.json"

@@ -20,6 +20,7 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -149,6 +150,16 @@ class Node(Server):
     def processes(self) -> list[int]:
         """Engine and fronts: the supervisor's children."""
         return [int(child) for child in _children(self.pid)]
+
+    def kill(self) -> None:
+        """Kill all of its processes, which are groups of their own."""
+        children = self.processes()
+        super().kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        while any(Path(f"/proc/{child}").exists() for child in children):
+            time.sleep(0.01)
 
 
 class Remote:

@@ -246,11 +246,12 @@ class Server:
         self._process.wait()
         self._process = None
 
-    def restart(self) -> None:
-        """Run again in the same directory on the same ports, after `kill`."""
+    def restart(self, *, wait: bool = True) -> None:
+        """Run again in the same directory on the same ports, after `kill`; ready, or not `wait`ed for."""
         assert self._process is None, f"{self.name} is running already"
         self._spawn()
-        self._wait_ready()
+        if wait:
+            self._wait_ready()
 
     def log_tail(self, size_bytes: int = 2000) -> str:
         """The end of what the server printed."""

@@ -101,7 +101,17 @@ class Row:
     connections: int = 8
     range_bytes: int = 0
     peer: Literal[
-        "nginx", "seaweedfs", "direct", "single", "limit", "write+fsync", "sink", "fio", "unlimited", "best peer"
+        "nginx",
+        "seaweedfs",
+        "direct",
+        "single",
+        "limit",
+        "write+fsync",
+        "sink",
+        "fio",
+        "unlimited",
+        "best peer",
+        "empty node",
     ] = "direct"
     signed: bool = False
     decode: bool = False
@@ -330,6 +340,47 @@ ROWS: tuple[Row, ...] = (
         epochs=10,
         cache_bytes=GIB,
         quick_cache_bytes=128 * MIB,
+        peer="limit",
+    ),
+    Row(
+        "start-2m",
+        "scale",
+        "start, and come back after a kill, with 2,000,000 small objects",
+        "forebay.bench.millions:start",
+        (Objects("crowd", 100, 2_000_000),),
+        (Objects("crowd", 100, 20_000),),
+        goals={
+            "first hit": at_most(1.0, "≤ 1 s later"),
+            "first miss": at_most(3.0, "≤ 3 s later"),
+            "miss after a kill": at_most(3.0, "≤ 3 s later"),
+        },
+        peer="empty node",
+    ),
+    Row(
+        "evict-1m",
+        "scale",
+        "1,000,000 small objects leave at once, while others are read cold",
+        "forebay.bench.millions:evict",
+        (Objects("crowd", 100, 1_000_000),),
+        (Objects("crowd", 100, 20_000),),
+        goals={
+            "processor time / object": REPORTED,
+            "cold read meanwhile": REPORTED,
+            "worst cold read": at_most(1.0, "≤ 1 s"),
+        },
+        rounds=3,
+        peer="limit",
+    ),
+    Row(
+        "fill-delete-fill",
+        "scale",
+        "small objects until a volume is full, all deleted, and again",
+        "forebay.bench.millions:refill",
+        (Objects("again", 1000, 1_000_000),),
+        (Objects("again", 1000, 1_000_000),),
+        goals={"objects": at_least(0.98, "as many"), "rate": REPORTED},
+        cache_bytes=256 * MIB,
+        quick_cache_bytes=24 * MIB,
         peer="limit",
     ),
     Row(
