@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from forebay.backends.ours import whole_etag
+from forebay.backends.seam import Body
 from forebay.core import calls, limits, wire
 from forebay.core.errors import NotFound, Precondition
 from forebay.node.through import part_size
@@ -167,6 +168,47 @@ def test_small_bodies_and_other_modes_are_not_streamed(rigged: Rigged) -> None:
             await written(rig, mode)
             assert (await rig.front.call("put_open", calls.PutOpenCall("remote", "key", size, path))).put == 0
 
+    rigged(story)
+
+
+def test_the_link_does_not_rest_while_the_backend_thinks(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(rig: Rig) -> None:
+        rig.remote.part_bytes_min = 5 * MIB
+        await written(rig, "through")
+        sending: set[int] = set()
+        sent: set[int] = set()
+        may_leave, may_answer = [asyncio.Event() for _ in range(15)], asyncio.Event()
+        take = rig.remote.put_part
+
+        async def put_part(key: str, upload_id: str, number: int, part: Body) -> str:
+            sending.add(number)
+            await may_leave[number].wait()
+            await part.ready(part.size_bytes)
+            sending.discard(number)
+            sent.add(number)
+            await may_answer.wait()
+            return await take(key, upload_id, number, part)
+
+        monkeypatch.setattr(rig.remote, "put_part", put_part)
+        data = pattern(70 * MIB)
+        body = Arriving(rig, "key", data)
+        await body.open()
+        body.arrive(0, len(data))
+        answer = asyncio.create_task(body.finish())
+        await until(lambda: sending == {1, 2, 3, 4})
+        may_leave[2].set()
+        await until(lambda: sending == {1, 3, 4, 5})  # none was answered yet
+        for each in may_leave:
+            each.set()
+        await until(lambda: len(sent) == 8)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (sent, sending) == (set(range(1, 9)), set())  # so many unanswered ones are enough
+        may_answer.set()
+        await answer
+        assert await rig.front.get("key") == data
+
+    monkeypatch.setattr(limits, "FLUSH_PART_BYTES", 5 * MIB)
     rigged(story)
 
 

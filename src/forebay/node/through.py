@@ -4,11 +4,14 @@ Theory. A body goes as one put, or, from MULTIPART_BYTES_MIN on where the backen
 that travel beside each other: one connection seldom fills a link, and nobody wants to send 50 GiB again for one broken
 connection. Nothing of an upload is visible before it is completed, and it is aborted when it is given up.
 
+Parts of equal length that begin together end together, and then the link would rest while the backend thinks about all
+of them. So a part gives its turn to the next as its last piece leaves; what waits for an answer is bounded apart.
+
 `ready` of a body may wait: for bytes that a client still sends, and at the very end for leave to make it visible
 (`node/streamed.py`). A put holds its last bytes back for that; an upload asks before it completes.
 
 Rejected: trying again here (the backend's own layer does); leaving uploads to be found later (the vendor charges for
-parts that nobody sees).
+parts that nobody sees); parts of different lengths, which would end apart (some services want them equal).
 
 Invariant. After `put` raised, no upload of it is left at a backend that answers; nor after a stop (`begun.py`).
 """
@@ -16,6 +19,7 @@ Invariant. After `put` raised, no upload of it is left at a backend that answers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -31,7 +35,8 @@ from forebay.node.buckets import Served
 
 log = logging.getLogger("forebay.writes")
 
-PARTS_AT_ONCE = 4
+SENDING_AT_ONCE = 4  # parts whose bytes leave
+PARTS_AT_ONCE = 8  # those, and parts that were sent and not answered
 Leave = Callable[[], Awaitable[None]]  # returns when the object may become visible
 
 
@@ -95,12 +100,22 @@ class Through:
 
     async def _send_parts(self, backend: Backend, key: str, upload_id: str, body: Body) -> list[tuple[int, str]]:
         part_bytes = part_size(body.size_bytes, backend.part_bytes_min)
-        turns = asyncio.Semaphore(PARTS_AT_ONCE)
+        under_way, turns = asyncio.Semaphore(PARTS_AT_ONCE), asyncio.Semaphore(SENDING_AT_ONCE)
 
         async def send(number: int, start: int) -> tuple[int, str]:
-            async with turns:
-                await body.ready(start + 1)  # a part that has not begun to arrive holds no connection
-                return number, await backend.put_part(key, upload_id, number, piece(body, start, part_bytes))
+            part = piece(body, start, part_bytes)
+            async with under_way:
+                await turns.acquire()
+                with contextlib.ExitStack() as turn:
+                    turn.callback(turns.release)
+
+                    async def ready(upto: int) -> None:
+                        await part.ready(upto)
+                        if upto == part.size_bytes:
+                            turn.close()  # its last piece leaves now
+
+                    await part.ready(1)  # a part that has not begun to arrive holds no connection
+                    return number, await backend.put_part(key, upload_id, number, part._replace(ready=ready))
 
         starts = range(0, body.size_bytes, part_bytes)
         tasks = [asyncio.create_task(send(number, start)) for number, start in enumerate(starts, 1)]
