@@ -42,6 +42,14 @@ def test_one_connection_carries_many_requests(node: Node) -> None:
     assert node.snapshot().values["forebay_connections_total"] == 1
 
 
+def test_fields_that_were_understood_before_are_judged_by_the_version_that_sends_them_now(node: Node) -> None:
+    node.put("small", b"tiny")
+    with node.connect() as client:
+        for version, status in (("1.0", 200), ("1.0", 200), ("1.1", 400)):  # HTTP/1.1 wants a Host
+            client.send(f"GET /b/small HTTP/{version}\r\nConnection: keep-alive\r\n\r\n".encode())
+            assert client.answer().status == status
+
+
 def test_pipelined_requests_are_answered_in_order(node: Node) -> None:
     keys = [f"k{number}" for number in range(20)]
     for key in keys:

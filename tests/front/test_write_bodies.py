@@ -18,7 +18,9 @@ from tests.s3.test_write_chunked import encode
 from forebay.core import calls, limits, wire
 from forebay.core.errors import Precondition
 from forebay.core.types import Bucket
-from forebay.node.http import bodies
+from forebay.node.http import bodies, puts
+from forebay.node.http.object_headers import check_acl
+from forebay.node.http.requests import Request
 from forebay.node.http.server import Timeouts
 
 BIG = os.urandom(1_700_000)
@@ -353,3 +355,11 @@ def test_small_writes_wait_for_an_engine_that_comes_back(node: Node, eventually:
         node.run(node.engine.start())
         assert client.answer("PUT").status == 200
         assert client.ask("/b/k").body == b"hello"
+
+
+def test_fields_of_the_transfer_say_nothing_of_the_object() -> None:
+    for value in (b"public-read", b"GLACIER", b"a=b", b"*", b"\xff"):
+        headers = dict.fromkeys(puts.OF_THE_TRANSFER, value)
+        request = Request(b"PUT", b"/b/k", b"/b/k", b"", headers)
+        assert puts.plan_of(request) == puts.Plan()
+        check_acl(request, "private")

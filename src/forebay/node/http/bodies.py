@@ -243,10 +243,10 @@ class Incoming:
                 f"{self._taken} of {self.size_bytes} came; send all of it",
                 code="IncompleteBody",
             )
-        promised = dict(wanted.promised)
+        promised = wanted.promised
         if self._chunked is not None:
             self._chunked.finish()
-            promised |= self._trailing(self._chunked.trailers.items())
+            promised = promised | self._trailing(self._chunked.trailers.items())
         digests = {running.algorithm: running for running in self._running}
         if signs_sha256(wanted.payload):
             check_payload_sha256(wanted.payload, digests["SHA256"].digest().hex())
@@ -256,7 +256,7 @@ class Incoming:
         for algorithm, value in promised.items():
             if digests[algorithm].base64() != value:
                 raise mismatch(algorithm)
-        kept = dict.fromkeys((*promised, *wanted.algorithms))
+        kept = dict.fromkeys((*promised, *wanted.algorithms)) if promised or wanted.algorithms else {}
         if self._block_left < limits.BLOCK_BYTES:
             self._end_block()
         self.result = Received(
@@ -266,7 +266,7 @@ class Incoming:
             self._sums,
             md5,
             self._hash128.hexdigest() if self._hash128 is not None else "",
-            {algorithm: digests[algorithm].base64() for algorithm in kept},
+            {algorithm: digests[algorithm].base64() for algorithm in kept} if kept else {},
         )
         self._body = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import zlib
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from awscrt import checksums as crt
 from forebay.core.errors import Invalid
 
 _HASHES: Final[dict[str, Callable[[], Any]]] = {
-    "SHA1": lambda: hashlib.sha1(usedforsecurity=False),
+    "SHA1": functools.partial(hashlib.sha1, usedforsecurity=False),
     "SHA256": hashlib.sha256,
     "SHA512": hashlib.sha512,
-    "MD5": lambda: hashlib.md5(usedforsecurity=False),
+    "MD5": functools.partial(hashlib.md5, usedforsecurity=False),
     "XXHASH64": xxhash.xxh64,
     "XXHASH3": xxhash.xxh3_64,
     "XXHASH128": xxhash.xxh3_128,

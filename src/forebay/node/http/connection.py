@@ -266,7 +266,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
             raise parsing.line_too_long()
         method, target, authority, http11 = parsing.parse_line(data[:line_end])
         block = data[line_end + 2 : end]
-        if block == self._block and not authority:
+        if known := block == self._block and not authority:
             fields = self.fields
         else:
             fields = parsing.parse_fields(block)
@@ -276,7 +276,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
                 self._block, self.fields = block, fields
                 admitted = http11 and self._lane.admits(fields) and not self._server.draining
                 self._tail = b" HTTP/1.1\r\n%b\r\n\r\n" % block if admitted else _NO_TAIL
-        if http11 or b"host" in fields.headers:
+        if not known or b"host" not in fields.headers:  # a remembered one was checked
             parsing.check_host(fields, http11)
         keep_alive = fields.keep_alive
         self._keep = (keep_alive is not False if http11 else keep_alive is True) and not self._server.draining

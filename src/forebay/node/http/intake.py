@@ -65,28 +65,23 @@ class Intake:
         promised; of a body up to ETAG_MD5_BYTES_MAX the MD5 instead of `hash128`. Not `measured`: nobody says how
         long they are (the file of a form); `bytes_max` bounds them. `Invalid` with S3's code for what is wrong;
         `Unavailable` (`InsufficientStorage`)."""
-        wanted, chunked = _understand(request, caller, md5=md5, hash128=hash128, algorithms=algorithms)
-        if not measured:
-            return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
-        size_bytes = _length(request, chunked is not None)
+        wanted, chunked, size_bytes = _understand(
+            request, caller, md5=md5, hash128=hash128, algorithms=algorithms, measured=measured
+        )
         if size_bytes is None:
-            if b"transfer-encoding" not in request.headers:
+            if measured and b"transfer-encoding" not in request.headers:
                 raise Invalid("You must provide the Content-Length HTTP header.", code="MissingContentLength")
-            wanted = wanted._replace(md5=md5 or hash128, hash128=False)  # it may be short
             return Incoming(wanted, None, place=lambda: self._place(bucket.name, key), bytes_max=bytes_max)
         if size_bytes > bytes_max:
             raise Invalid(
                 f"Your proposed upload exceeds the maximum allowed size of {bytes_max} bytes: use a multipart upload",
                 code="EntityTooLarge",
             )
-        if hash128 and size_bytes <= limits.ETAG_MD5_BYTES_MAX:
-            wanted = wanted._replace(md5=True, hash128=False)
         return Incoming(wanted, size_bytes, place=lambda: self._place(bucket.name, key), chunked=chunked)
 
     def document(self, request: Request, caller: Caller | None, bytes_max: int = limits.XML_BODY_BYTES_MAX) -> Incoming:
         """A sink for a small document: when it is whole and right it is `request.body`."""
-        wanted, chunked = _understand(request, caller)
-        size_bytes = _length(request, chunked is not None)
+        wanted, chunked, size_bytes = _understand(request, caller)
         if size_bytes is not None and size_bytes > bytes_max:
             raise Invalid(f"the document is longer than {bytes_max} bytes: send less", code="EntityTooLarge")
         return Incoming(
@@ -101,32 +96,39 @@ def _understand(
     md5: bool = False,
     hash128: bool = False,
     algorithms: tuple[str, ...] = (),
-) -> tuple[Wanted, AwsChunked | None]:
-    """What is promised of the body, and what takes its framing off."""
+    measured: bool = True,
+) -> tuple[Wanted, AwsChunked | None, int | None]:
+    """What is promised of the body, what takes its framing off, and how long it is without. Of one that is short, or
+    may be, the MD5 is wanted in place of `hash128`."""
     headers = request.headers
     verified = caller.verified if caller is not None else None
     payload = verified.payload if verified is not None else headers.get(b"x-amz-content-sha256", UNSIGNED)
     check_payload_form(payload)
     streaming = payload.startswith(b"STREAMING-")
-    codings = [coding.strip() for coding in headers.get(b"content-encoding", b"").lower().split(b",")]
     chunked = None
-    if streaming or (b"aws-chunked" in codings and b"x-amz-decoded-content-length" in headers):
+    if streaming or (b"x-amz-decoded-content-length" in headers and _is_aws_chunked(headers)):
         signed = verified is not None and payload in (CHUNKS, CHUNKS_TRAILER)
         verifier = ChunkVerifier(verified) if signed and verified is not None else None
         chunked = AwsChunked(verifier, signed_trailer=payload == CHUNKS_TRAILER)
     promised = promised_checksums(request)
     trailer = _trailer(headers.get(b"x-amz-trailer", b""), promised, chunked is not None)
     named = headers.get(b"x-amz-sdk-checksum-algorithm", b"").decode("latin-1")
-    known = (*promised, trailer)
-    if named and check_algorithm(named) not in known and b"content-md5" not in headers:
+    if named and check_algorithm(named) not in (*promised, trailer) and b"content-md5" not in headers:
         raise Invalid(
             "x-amz-sdk-checksum-algorithm specified, but no corresponding x-amz-checksum-* or x-amz-trailer "
             "headers were found.",
             code="InvalidRequest",
         )
     md5_promised = content_md5(headers[b"content-md5"]) if b"content-md5" in headers else ""
-    wanted = Wanted(md5, hash128, algorithms, promised, md5_promised, payload, trailer)
-    return wanted, chunked
+    size_bytes = _length(request, chunked is not None) if measured else None
+    if hash128 and (size_bytes is None or size_bytes <= limits.ETAG_MD5_BYTES_MAX):
+        md5, hash128 = True, False
+    return Wanted(md5, hash128, algorithms, promised, md5_promised, payload, trailer), chunked, size_bytes
+
+
+def _is_aws_chunked(headers: dict[bytes, bytes]) -> bool:
+    codings = headers.get(b"content-encoding", b"").lower().split(b",")
+    return b"aws-chunked" in (coding.strip() for coding in codings)
 
 
 def promised_checksums(request: Request) -> dict[str, str]:

@@ -99,6 +99,11 @@ class S3:
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
         """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
+        sink = request.sink
+        if isinstance(sink, Incoming) and sink.put_to is not None:  # which operation it is was found before its body
+            name, key = sink.put_to
+            self._objects.put(request, exchange, self._reads.bucket(name), key)
+            return
         self._auth.check_host(request)
         headers = request.headers
         name, key = self._addressing.split(request.path, headers.get(b"host", b""))
@@ -140,7 +145,7 @@ class S3:
             return self._buckets.take_form(request, bucket)
         request.caller = caller = self._auth.caller(request, _needed(request, bucket, key))
         query = decode_query(request.query) if request.query else {}
-        for api in (self._uploads, self._buckets, self._objects):
+        for api in (self._uploads, self._buckets, self._objects) if query or not key else (self._objects,):
             sink = api.take_body(request, caller, bucket, key, query)
             if sink is not None:
                 return sink
@@ -164,11 +169,6 @@ class S3:
     # --- writing -----------------------------------------------------------------------------------------------------
     def _write(self, request: Request, exchange: Exchange, name: str, key: str) -> None:
         """PUT, POST or DELETE, whose body is there."""
-        sink = request.sink
-        if isinstance(sink, Incoming) and sink.put_to is not None:  # which operation it is was found before its body
-            name, key = sink.put_to
-            self._objects.put(request, exchange, self._reads.bucket(name), key)
-            return
         if request.sink is None and request.method != b"DELETE":
             request.sink = self.take_body(request)  # it has no body; what takes one knows what to make of that
             request.body = request.sink.finish()

@@ -22,21 +22,20 @@ BUCKET_SUBRESOURCES: Final = frozenset(
         "session", "tagging", "uploads", "versioning", "versions", "website",
     )
 )
-_HEADERS: Final = (
+_HEADERS: Final = frozenset((
     b"x-amz-server-side-encryption-customer-algorithm",
     b"x-amz-expected-bucket-owner",
     b"x-amz-source-expected-bucket-owner",
-)
+))
 # fmt: on
 
 
 def refuse(request: Request, query: dict[str, str], subresources: frozenset[str]) -> None:
     """`NotSupported` for an operation or a header whose meaning we would have to drop."""
-    found = sorted(subresources.intersection(query))
-    if found:
+    if query and (found := sorted(subresources.intersection(query))):
         raise NotSupported(f"?{found[0]} is not served: ask the bucket itself (docs/s3.md lists what is served)")
-    for header in _HEADERS:
-        if header in request.headers:
-            raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
-    if query.get("versionId", "null") != "null":
+    if not _HEADERS.isdisjoint(request.headers):
+        header = min(_HEADERS.intersection(request.headers))
+        raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
+    if query and query.get("versionId", "null") != "null":
         raise NotSupported("versions are not served: leave versionId out to mean the current object")
