@@ -7,6 +7,7 @@ that need it on a developer's machine; where `CI=true` it fails them, so that a 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,10 @@ import hypothesis
 import pytest
 
 from forebay.bench import servers
+
+# Whoever runs the suite in the background of a script has its programs ignore Ctrl-C: they inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Taken out of the environment: where pytest sees it, bodies of megabytes that differ are compared line by line.
 RUNS_IN_CI = os.environ.pop("CI", "") == "true"

@@ -225,7 +225,7 @@ def test_flipped_bytes_that_a_front_suspects_are_fetched_again(rigged: Rigged) -
         rig.front.post(wire.Suspect("remote", "object", record.object_id, "looks odd"))
         spread(data, await rig.front.get("object"))
         assert rig.remote.asked == [("fetch", "object", 4 * MIB, 8 * MIB)]
-        assert rig.engine.tally.corrupt_blocks == 1
+        assert rig.engine.store.bad_blocks == 1
 
     rigged(story)
 

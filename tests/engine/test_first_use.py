@@ -56,7 +56,7 @@ def test_flipped_bytes_of_clean_objects_are_fetched_again(rigged: Rigged) -> Non
         assert await rig.front.get("large") == large
         assert [entry[2:] for entry in rig.remote.asked if entry[0] == "fetch"] == [(BLOCK, 2 * BLOCK)]
         assert await rig.front.get("small") == small
-        assert rig.engine.tally.corrupt_blocks == 2
+        assert rig.engine.store.bad_blocks == 2
         rig.remote.asked.clear()
         assert await rig.front.get("large") == large
         assert await rig.front.get("small") == small
@@ -134,7 +134,7 @@ def test_what_the_flusher_finds_is_served_to_nobody(rigged: Rigged) -> None:
         rig.remote.writable.set()
         rig.clock.ahead_s += 1000  # its next try is due
         rig.engine.flusher.ask("remote", "object")
-        await until(lambda: rig.engine.tally.corrupt_blocks == 1)
+        await until(lambda: rig.engine.store.bad_blocks == 1)
         with pytest.raises(Corrupt):
             await rig.front.get("object", RangeSpec(0, 99))
         assert await rig.front.get("object", RangeSpec(BLOCK, BLOCK + 8)) == data[BLOCK:]

@@ -157,7 +157,7 @@ def test_a_block_that_turns_out_to_be_wrong_is_withdrawn_and_makes_no_hole(rigge
             rig.engine.cold.compared.forget(record.object_id)
             del rig.engine.cold.flights["remote", "object"]
             again = rig.front.open("object", RangeSpec(0, 99))
-            await again.until(lambda: rig.engine.tally.corrupt_blocks == 1)
+            await again.until(lambda: rig.engine.store.bad_blocks == 1)
         await late.until(lambda: isinstance((late.stopped or [None])[-1], wire.Withdrawn))
         await reclaimed_but(rig, record.object_id)
         late.go_on()

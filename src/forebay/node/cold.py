@@ -110,7 +110,7 @@ class ColdReads:
         self.flights: dict[tuple[str, str], Flight] = {}
         self.all_flights: set[Flight] = set()
         self._by_object: dict[int, list[Flight]] = {}
-        self.suspicions = Suspicions(self, tally, flush_soon)
+        self.suspicions = Suspicions(self, flush_soon)
         self.compared = self.suspicions.compared
         self.reads = 0
         self.confirmations = Confirmations(store, flush_soon)
@@ -667,7 +667,6 @@ class ColdReads:
             self._fail(read, error)
 
     def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
-        self._tally.corrupt_blocks += len(blocks)
         self.evictor.removed(flight.object_id, blocks)
         self.evicted(flight.object_id, blocks)  # other flights may have told of them
         self._flush_soon()

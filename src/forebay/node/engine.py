@@ -493,7 +493,6 @@ class Engine:
                     )
                     self.scrubber.settle(unit, bad)
                     if bad:
-                        self.tally.corrupt_blocks += len(bad)
                         self.room.removed(unit.record.object_id, bad)
                         self.cold.evicted(unit.record.object_id, bad)
                     self.flush_soon()

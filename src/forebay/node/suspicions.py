@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from forebay.core.record import Record
 from forebay.node.records import present_blocks
 from forebay.node.store.compared import Compared
-from forebay.node.tally import Tally
 
 if TYPE_CHECKING:
     from forebay.node.cold import ColdReads
@@ -31,9 +30,9 @@ Name = tuple[str, str]
 class Suspicions:
     """See the module's header."""
 
-    def __init__(self, cold: ColdReads, tally: Tally, flush_soon: Callable[[], None]) -> None:
+    def __init__(self, cold: ColdReads, flush_soon: Callable[[], None]) -> None:
         self.compared = Compared()
-        self._cold, self._tally, self._flush_soon = cold, tally, flush_soon
+        self._cold, self._flush_soon = cold, flush_soon
         self._looking: dict[Name, asyncio.Task[None]] = {}
 
     async def settled(self, name: Name) -> None:
@@ -61,7 +60,6 @@ class Suspicions:
     def found_bad(self, name: Name, record: Record, bad: list[int], good: list[int] | None = None) -> Record | None:
         """These blocks are wrong: dropped, mended or lost. The record afterwards."""
         after = self._cold.store.settle_checked(*name, record.object_id, good or [], bad)
-        self._tally.corrupt_blocks += len(bad)
         if bad and not (after is not None and after.inline is not None):  # else it was mended
             self._cold.evictor.removed(record.object_id, bad)
             self._cold.evicted(record.object_id, bad)

@@ -23,7 +23,6 @@ class Tally:
         self.evicted_bytes = 0
         self.passed_bytes = 0
         self.revalidations: Counter[str] = Counter()  # by result: unchanged, changed, gone, unreachable
-        self.corrupt_blocks = 0
         self.prestaged: Counter[str] = Counter()  # by result: fetched, present, refused, failed
         self.prestaged_bytes = 0
         self.hinted_bytes = 0  # fetched ahead because of hints
@@ -34,7 +33,6 @@ class Tally:
         values: dict[str, float] = {
             "forebay_evicted_bytes_total": self.evicted_bytes,
             "forebay_passed_bytes_total": self.passed_bytes,
-            "forebay_corrupt_blocks_total": self.corrupt_blocks,
             "forebay_prestaged_bytes_total": self.prestaged_bytes,
             "forebay_hint_fetched_bytes_total": self.hinted_bytes,
             "forebay_hint_hits_total": self.hinted_hits,

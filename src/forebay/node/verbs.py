@@ -379,6 +379,7 @@ class Verbs:
         values["forebay_jobs_running"] = engine.jobs.running
         values["forebay_prestaging"] = engine.prestaging.waiting
         values["forebay_hint_jobs"] = len(engine.hinting.hints.jobs)
+        values["forebay_corrupt_blocks_total"] = engine.store.bad_blocks
         values["forebay_scrubbed_bytes_total"] = engine.scrubber.bytes_checked
         objects = 0
         for usage in engine.store.usage():

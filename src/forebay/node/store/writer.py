@@ -60,6 +60,7 @@ class Store(VolumeSet):
         self._reclaimer = Reclaimer(self.tell)
         self.held = self._reclaimer.held
         self._touched: dict[int, int] = {}
+        self.bad_blocks = 0  # that were found not to match their checksums
         self._closed = False
         self._puts = Puts(
             self,
@@ -739,6 +740,7 @@ class Store(VolumeSet):
         volume = self.home(bucket, key)
         bits = presence.bits_of(record)  # what went in the meantime is not bad, but gone
         wrong = [block for block in bad if record.inline is not None or bits >> block & 1]
+        self.bad_blocks += len(wrong)  # here, so that what two of us found is counted once
         if wrong and record.state & State.OWNED:
             return self._puts.lose_blocks(volume, bucket, key, record, wrong)
         if wrong:
