@@ -1,17 +1,21 @@
-"""A volume that goes out while it owes: what it may own is refused, all else goes on, and nothing is forgotten."""
+"""A volume that goes out, or is not there at a start.
+
+What it may own is refused, all else goes on, and nothing is forgotten. What it brings back hides no later write."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from forebay.core import calls
-from forebay.core.errors import VolumeMissing
+from forebay.core.errors import Unavailable, VolumeMissing
+from forebay.core.types import FRESH_IMMUTABLE
 
-from .conftest import MIB, Rig, pattern
-from .writing import AWAY, delete, names, put, written
+from .conftest import MIB, Front, Rig, pattern
+from .writing import AWAY, delete, flushed, names, put, written
 
 Rigged = Callable[..., None]
 KEYS = [f"key-{number}" for number in range(16)]
@@ -88,3 +92,114 @@ def test_what_is_remembered_follows_what_is_owed(rigged: Rigged) -> None:
         assert known.buckets == ("remote",), "and again before the next write is acknowledged"
 
     rigged(story)
+
+
+async def restarted(rig: Rig, *, gone: str = "", back: str = "") -> None:
+    """Stop; take the volume `gone` away, and bring `back` the other; start."""
+    await rig.stop()
+    if back:
+        Path(f"{back}-away").rename(back)
+    if gone:
+        Path(gone).rename(f"{gone}-away")
+    rig.front = Front()
+    await rig.start()
+
+
+async def read_or_refused(rig: Rig, key: str) -> bytes | None:
+    try:
+        return await rig.front.get(key)
+    except Unavailable:
+        return None
+
+
+def test_what_was_written_while_a_volume_was_away_is_not_hidden_by_its_return(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    """Its copies may be older than what was acknowledged since: the backend confirms each, or nobody reads it."""
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        for key in KEYS:
+            await put(rig, key, b"one")
+        await restarted(rig, gone=f"{folder}/b")
+        for key in KEYS:
+            await put(rig, key, b"two")
+        await restarted(rig, back=f"{folder}/b")
+        rig.remote.down = AWAY
+        assert {await read_or_refused(rig, key) for key in KEYS} == {b"two", None}
+        for key in KEYS:
+            with pytest.raises(Unavailable):
+                await put(rig, key, b"three")
+        assert {await read_or_refused(rig, key) for key in KEYS} == {b"two", None}, "a write changes nothing of that"
+        rig.remote.down = None
+        assert {await rig.front.get(key) for key in KEYS} == {b"two"}
+        rig.remote.down = AWAY
+        assert {await rig.front.get(key) for key in KEYS} == {b"two"}, "confirmed, or fetched"
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_volumes_that_are_away_by_turns_know_of_each_others_sessions(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    """Neither was there when the other served alone, so neither mark says that it missed anything."""
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        for key in KEYS:
+            await put(rig, key, b"one")
+        await restarted(rig, gone=f"{folder}/a")
+        for key in KEYS:
+            await put(rig, key, b"two")
+        await restarted(rig, gone=f"{folder}/b", back=f"{folder}/a")
+        assert {await rig.front.get(key) for key in KEYS} == {b"two"}
+        for key in KEYS:
+            await put(rig, key, b"three")
+        await restarted(rig, back=f"{folder}/b")
+        assert {await rig.front.get(key) for key in KEYS} == {b"three"}
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_a_session_without_any_volume_is_known_to_the_next(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    folder = tmp_path_factory.mktemp("disk")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        await put(rig, "key", b"one")
+        await restarted(rig, gone=f"{folder}/a")
+        await put(rig, "key", b"two")
+        await restarted(rig, back=f"{folder}/a")
+        rig.remote.down = AWAY
+        assert await read_or_refused(rig, "key") is None
+        rig.remote.down = None
+        assert await rig.front.get("key") == b"two"
+
+    rigged(story, volumes=(str(folder / "a"),))
+
+
+def test_a_write_over_what_a_volume_brought_back_is_no_conflict_with_our_own(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", freshness_s=FRESH_IMMUTABLE)
+        for body, more in ((b"one", {"gone": f"{folder}/b"}), (b"two", {"back": f"{folder}/b"})):
+            for key in KEYS:
+                await put(rig, key, body)
+            await flushed(rig)
+            await rig.engine.known.tend(rig.engine.store, ())
+            await restarted(rig, **more)
+        for key in KEYS:
+            await put(rig, key, b"three")
+        await flushed(rig)
+        assert sorted(await names(rig)) == sorted(KEYS), "no copy of a conflict"
+        for key in KEYS:
+            assert await rig.front.get(key, revalidate=True) == b"three"
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))

@@ -11,6 +11,7 @@ from tests.store import store_objects as objects
 from tests.store.store_objects import Bench
 
 from forebay.core.errors import Invalid
+from forebay.core.freshness import MISSED
 from forebay.node.store import Store, StoreReader
 
 KIB = 1024
@@ -58,7 +59,7 @@ def test_a_lost_volume_loses_only_its_keys_and_a_returning_one_is_asked_about(
         if name in kept:
             assert (record.version, record.checked_s) == ("v2", 100.0)
         else:
-            assert (record.version, record.checked_s) == ("v1", 0.0), "an old version must not pass for fresh"
+            assert (record.version, record.checked_s) == ("v1", MISSED), "an old version must not pass for fresh"
         seen.add(name)
     assert seen == with_first
     assert sum(usage.objects for usage in bench.store.usage()) == 40, "copies in the wrong place went"

@@ -10,6 +10,9 @@ What is unconfirmed (`checked_s` 0) is asked about once, whatever the bucket say
 back: it may have been deleted through the node, and the stop may have taken that back. And so is what a write through
 was about to replace when the engine was killed, or when the backend's answer was lost.
 
+What a volume brings back from a time when the node went on without it (`MISSED`) may have been replaced or deleted by a
+write that was acknowledged. It is asked about as well, and served by no bucket before the backend has confirmed it.
+
 Invariant. `always` never answers fresh, `immutable` always does once it was confirmed.
 """
 
@@ -17,13 +20,14 @@ from __future__ import annotations
 
 from forebay.core.types import FRESH_IMMUTABLE
 
+MISSED = -1.0  # `checked_s` of what its volume brought back
 CLOCK_SLACK_S = 1.0  # processes of one host may disagree by a scheduling delay, not more
 
 
 def is_fresh(checked_s: float, freshness_s: float, now_s: float) -> bool:
     """True: serve. False: revalidate first (`OpenRead.revalidate`); the bytes stay valid if the version is unchanged.
 
-    `checked_s` of 0 means unconfirmed.
+    `checked_s` of 0 means unconfirmed, and so does `MISSED`.
     """
     if checked_s <= 0 or freshness_s <= 0:
         return False

@@ -66,11 +66,12 @@ class KnownVolume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Memory(msgspec.Struct, frozen=True):
     """All of it. `ordered`: paths at which a volume may be made, or one that was never here be taken in; `given_up`:
-    ids that must not come back with what they owed."""
+    ids that must not come back with what they owed; `epoch`: of the last session, with whatever volumes it was."""
 
     volumes: tuple[KnownVolume, ...] = ()
     ordered: tuple[str, ...] = ()
     given_up: tuple[str, ...] = ()
+    epoch: int = 0
 
     def find(self, name: str) -> KnownVolume | None:
         """By id or path."""

@@ -53,7 +53,7 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
-from forebay.core.freshness import CLOCK_SLACK_S
+from forebay.core.freshness import CLOCK_SLACK_S, MISSED
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
 from forebay.core.shares import Need
@@ -317,7 +317,7 @@ class ColdReads:
             found, _ = self._here(name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
-            changed = await self._check(served, ask.key, found, _tolerant(ask, served), asked_s)
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
             if isinstance(changed, ObjectInfo):
                 self.replaced(name, _version_of(found))
                 if ask.version not in ("", changed.version):
@@ -380,7 +380,7 @@ class ColdReads:
         if record is not None and record.state & State.OWNED:
             return Answer(asked_s)  # written since we were asked
         if found is not None:
-            changed = await self._check(served, ask.key, found, _tolerant(ask, served), asked_s)
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
             if changed is None:
                 return Answer(asked_s)
             if not isinstance(changed, ObjectInfo):
@@ -717,13 +717,14 @@ def _need(ask: Ask, served: Served, arrived_s: float) -> float:
 def _suffices(checked_s: float, need_s: float, now_s: float) -> bool:
     """Whether a confirmation at `checked_s` (0: none) is what a reader needs."""
     if need_s == _ANY:
-        return True
+        return checked_s != MISSED
     return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
 
 
-def _tolerant(ask: Ask, served: Served) -> bool:
-    """Whether a stale version is better than none."""
-    return not ask.revalidate and served.bucket.freshness_s > 0
+def _tolerant(ask: Ask, served: Served, found: Flight | Record | None = None) -> bool:
+    """Whether a stale version, or this one, is better than none."""
+    is_missed = found is not None and found.checked_s == MISSED
+    return not ask.revalidate and served.bucket.freshness_s > 0 and not is_missed
 
 
 def _version_of(found: Flight | Record) -> str:

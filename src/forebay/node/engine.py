@@ -189,6 +189,7 @@ class Engine:
             may_be_empty=len(paths) < len(self.known.standings),
             astray=astray,
             later=True,
+            epoch=self.known.memory.epoch,
         )
         await self.known.opened(self.store)
 

@@ -46,6 +46,7 @@ from forebay.backends.seam import Body
 from forebay.core import limits, ours
 from forebay.core.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.freshness import MISSED
 from forebay.core.httpsem import Conditions
 from forebay.core.ours import Sent
 from forebay.core.record import PINNED, Record, State, blocks_in
@@ -449,7 +450,9 @@ class Writes:
         record = self._store.lookup(bucket.name, key)
         based_on: str | None = None
         sent = self._owes.sent(bucket.name, key)
-        if record is not None:
+        if record is not None and record.checked_s == MISSED:
+            pass  # a write of this node may have replaced it: nothing is known of what the backend has
+        elif record is not None:
             based_on = record.version or None
             # Of a flush that is over a request may still be on its way, and make this the object again: it is ours.
             digest = self._store.digest(bucket.name, key, record)

@@ -107,7 +107,7 @@ class KnownVolumes:
             astray = tuple(bucket for bucket in buckets if bucket in store.astray.get(volume.id, ()))
             at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
             memory = memory.with_volume(self._measured(at, volume))
-        await self._keep(memory)
+        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch))
         store.know(self.memory.volumes, self.noted)
 
     # --- what is owed where ---
@@ -138,6 +138,8 @@ class KnownVolumes:
         `is_written` have writes under way, and stay."""
         async with self._changing:
             memory = self.memory
+            if memory.epoch != store.epoch:
+                memory = msgspec.structs.replace(memory, epoch=store.epoch)
             for volume in store.usable():
                 known = memory.find(volume.id)
                 if known is None:

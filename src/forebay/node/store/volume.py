@@ -14,7 +14,8 @@ Any other trouble puts it `out`: it leaves placement, and only a restart brings 
 
 Missed sessions. A volume that was out while others went on may hold versions that have been replaced since. So volumes
 remember with whom they last served, and a counter of such sets, the *epoch*; one that comes back with an older epoch
-has every record's `checked_s` set to 0: its bytes are asked about before they are served.
+has every record's `checked_s` set to `MISSED`: its bytes are served after the backend confirmed them. The node
+remembers the epoch too (`known.py`), since there may be sessions with none of the volumes that come back later.
 
 Rejected: checking the whole index page by page at each start (minutes per million objects); trusting a mount id
 (containers change it at every start).
@@ -39,6 +40,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
+from forebay.core.freshness import MISSED
 from forebay.core.record import Record, State, decode_record, encode_record
 from forebay.node.store import files, keys, pages
 from forebay.node.store.durable import Durable
@@ -380,20 +382,20 @@ class Volume:
         finally:
             os.close(fd)
 
-    def age_records(self, bucket: str = "") -> None:
-        """Nothing here, or of this bucket, counts as confirmed."""
+    def age_records(self, bucket: str = "", checked_s: float = 0.0) -> None:
+        """Nothing here, or of this bucket, counts as confirmed later than `checked_s` says."""
         prefix = f"{bucket}\0".encode() if bucket else b""
         for entry, value in takewhile(lambda item: item[0].startswith(prefix), self.index.walk("records", prefix)):
-            self.index.put(
-                "records", entry, encode_record(msgspec.structs.replace(decode_record(value), checked_s=0.0))
-            )
+            record = decode_record(value)
+            aged = msgspec.structs.replace(record, checked_s=min(record.checked_s, checked_s))
+            self.index.put("records", entry, encode_record(aged))
             if self.index.pending >= 1000:
                 self.commit()
         self.commit()
 
     def missed_session(self) -> None:
         """Others went on without this volume: what it has may be replaced since."""
-        self.age_records()
+        self.age_records(checked_s=MISSED)
         self.tell(StoreEvent("volume-missed-session", self.id, "its objects are asked about before they are served"))
 
     def close(self, *, clean: bool) -> None:

@@ -52,6 +52,7 @@ class VolumeSet:
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
+        self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
@@ -152,7 +153,7 @@ class VolumeSet:
         return next(owned.entries_in(volume, bucket), None) is not None
 
     def _write_epoch(self, epoch: int) -> None:
-        ids = sorted(self._by_id)
+        ids, self.epoch = sorted(self._by_id), epoch
         for volume in self._by_id.values():
             volume.mark.epoch, volume.mark.members = epoch, ids
         self._write_marks()

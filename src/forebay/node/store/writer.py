@@ -89,6 +89,7 @@ class Store(VolumeSet):
         may_be_empty: bool = False,
         astray: bool = False,
         later: bool = False,
+        epoch: int = 0,
     ) -> Store:
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
@@ -99,6 +100,7 @@ class Store(VolumeSet):
         record says its own. At a path in `expected` no volume is made, and no other one opened. With `may_be_empty`
         a store without any volume is fine. `astray`: what is owed may lie on other volumes than it belongs to, though
         the volumes are the same as last time. `later`: what only the volumes say comes into view by `catching` alone.
+        `epoch`: the highest that a store of this node had.
         """
         store = cls(capacity_bytes, on_event, block_bytes)
         try:
@@ -106,18 +108,18 @@ class Store(VolumeSet):
                 store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)), later)
             if not store._all and not may_be_empty:
                 raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
-            store._agree(astray)
+            store._agree(astray, epoch)
         except BaseException:
             for volume in store._all:
                 volume.close(clean=False)
             raise
         return store
 
-    def _agree(self, astray: bool) -> None:
+    def _agree(self, astray: bool, epoch: int) -> None:
         """Find out who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
-        epoch = max((volume.mark.epoch for volume in self._all), default=0)
+        self.epoch = epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
         ids = sorted(volume.id for volume in self._all)
-        changed = any(volume.mark.members != ids or volume.mark.epoch != epoch for volume in self._all)
+        changed = not ids or any(each.mark.members != ids or each.mark.epoch != epoch for each in self._all)
         for volume in self._all:
             if volume.mark.epoch < epoch and volume.mark.epoch > 0:
                 volume.missed_session()
@@ -129,7 +131,7 @@ class Store(VolumeSet):
         self._next_id = start
         self._reserve_ids()
         self.catching.ids_below = start
-        if changed:
+        if changed and ids:
             self._tell_absent(ids)
         if (changed or astray) and (len(self._all) > 1 or epoch > 0):
             self.catching.before_moving()
@@ -177,9 +179,8 @@ class Store(VolumeSet):
             for volume in self._all:
                 if volume.state == "out" and volume.id in self._by_id:
                     self._forsake(volume)
-            epoch = max(volume.mark.epoch for volume in self._all)
             self._place()
-            self._write_epoch(epoch + 1)
+            self._write_epoch(self.epoch + 1)
 
     def _forsake(self, volume: Volume) -> None:
         volume.discard()
@@ -512,7 +513,7 @@ class Store(VolumeSet):
         if (landing := self._landings.get((bucket, key))) is not None:
             landing.checked_s = 0.0
         record = self.lookup(bucket, key)
-        if record is not None and record.checked_s and not record.state & State.OWNED:
+        if record is not None and record.checked_s > 0 and not record.state & State.OWNED:
             self.confirm([(bucket, key, record.version, 0.0)])
         return bool(self._by_id) and self.home(bucket, key).index.is_pending("records", keys.index_key(bucket, key))
 
