@@ -389,6 +389,31 @@ def test_an_upload_that_is_aborted_or_done_is_gone(place: Place) -> None:
     run(story())
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("place", ["azure"], indirect=True)
+def test_a_completion_that_is_made_again_is_no_conflict_with_itself(place: Place) -> None:
+    """Its answer was lost: the second attempt meets what the first has made."""
+
+    async def story() -> None:
+        backend = place.open()
+        upload = await backend.begin_upload("data", headers=HEADERS)
+        parts = [(1, await backend.put_part("data", upload, 1, some(b"ours")))]
+        done = await backend.complete_upload("data", upload, parts, expect="")
+        again = await backend.complete_upload("data", upload, parts, expect="")
+        assert (again.version, again.size_bytes) == (done.version, 4)
+        other = await backend.begin_upload("data")
+        same = [(1, await backend.put_part("data", other, 1, some(b"ours, too")))]
+        with pytest.raises(Precondition):
+            await backend.complete_upload("data", other, same, expect="")
+        await backend.put("data", some(b"a stranger's"))
+        with pytest.raises((Precondition, NotFound)):
+            await backend.complete_upload("data", upload, parts, expect="")
+        assert await read(backend, "data") == b"a stranger's"
+        await backend.aclose()
+
+    run(story())
+
+
 @on_every_uploading_backend
 def test_a_completion_has_conditions_too(place: Place) -> None:
     async def story() -> None:

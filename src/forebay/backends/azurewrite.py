@@ -11,7 +11,8 @@ to mix them until their blocks are gone.
 
 A copy is made by Copy Blob, which the same account does at once; it cannot change headers, and says so.
 
-Invariants. (1) One request per method, but for a copy that takes its time. (2) A token says which block, and its size.
+Invariants. (1) One request per method, but for a copy that takes its time, and a completion that is refused: it looks
+whether it has come about before. (2) A token says which block, and its size.
 """
 
 from __future__ import annotations
@@ -148,10 +149,25 @@ class AzureWrites:
         answer = await self._wire.tell(
             "PUT", key, query=[("comp", "blocklist")], headers=sent, body=Body(len(data), data)
         )
-        if answer.status == 400 and b"InvalidBlockList" in answer.body:
-            raise errors.no_such_upload(what)
-        if answer.status != 201:
-            raise _refused(answer, what, expect)
+        if answer.status == 201:
+            return described(key, size_bytes, answer, headers)
+        no_such_upload = answer.status == 400 and b"InvalidBlockList" in answer.body
+        if no_such_upload or answer.status in (409, 412):
+            names = [token.rpartition(":")[0] for _, token in parts]
+            if (made := await self._made(key, names, size_bytes, headers)) is not None:
+                return made
+        raise errors.no_such_upload(what) if no_such_upload else _refused(answer, what, expect)
+
+    async def _made(self, key: str, names: list[str], size_bytes: int, headers: Headers) -> ObjectInfo | None:
+        """The blob, if it is made of exactly these blocks: then an earlier completion, whose answer was lost, made
+        it, since no two uploads have blocks of one name."""
+        query = [("comp", "blocklist"), ("blocklisttype", "committed")]
+        answer = await self._wire.run(functools.partial(self._wire.ask, query, key=key))
+        if answer.status == 404:
+            return None
+        blocks = parse(answer, self._what(key), "BlockList").iterfind("CommittedBlocks/Block")
+        if [block.findtext("Name") for block in blocks] != names:
+            return None
         return described(key, size_bytes, answer, headers)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
