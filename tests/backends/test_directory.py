@@ -224,3 +224,26 @@ def test_a_directory_lists_as_a_bucket_of_the_same_keys_does(
             assert await list_all(backend, prefix, delimiter, after, limit) == wanted
 
     run(story())
+
+
+def test_two_that_look_for_the_first_time_do_not_take_each_other_for_an_empty_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, scandir = DirectoryBackend(str(tmp_path)), os.scandir
+
+    class Slow:
+        """Another thread looks, and is done, before this one has seen that nothing is there."""
+
+        def __enter__(self) -> Slow:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def __next__(self) -> object:
+            monkeypatch.setattr(os, "scandir", scandir)
+            backend._probe()
+            raise StopIteration
+
+    monkeypatch.setattr(os, "scandir", lambda path: Slow())
+    backend._probe()

@@ -12,7 +12,7 @@ from forebay.node import room
 from forebay.node.store import ledger
 from forebay.node.store.volume import Volume
 
-from .conftest import MIB, Rig, pattern
+from .conftest import MIB, Rig, pattern, until
 
 Rigged = Callable[..., None]
 
@@ -114,5 +114,31 @@ def test_a_quota_cut_takes_small_objects_some_hundred_at_a_time(rigged: Rigged) 
         assert store.pending == 0, "and it is committed"
         assert await rig.front.get("cold") == b"cold"
         assert rig.engine.tally.evictions["capacity"] >= 3000
+
+    rigged(story)
+
+
+def test_one_chain_of_turns_makes_room_however_much_lands_meanwhile(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block that landed above the mark began another chain beside the one that was under way."""
+    turns, make_room = 0, room.Room._make_room
+
+    def counted(self: room.Room) -> None:
+        nonlocal turns
+        turns += 1
+        make_room(self)
+        assert self._making is None or isinstance(self._making, asyncio.TimerHandle), "others have as long a turn"
+
+    async def story(rig: Rig) -> None:
+        small(rig, 5000)
+        monkeypatch.setattr(room.Room, "_make_room", counted)
+        await rig.engine.buckets.put(Bucket("remote", "memory://remote", quota_bytes=1))
+        await until(lambda: turns > 2)
+        small(rig, 4)
+        while rig.engine.store.usage()[0].objects:
+            done = turns
+            await asyncio.sleep(0)
+            assert turns <= done + 1, "one turn at a time"
 
     rigged(story)

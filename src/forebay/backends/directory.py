@@ -286,14 +286,14 @@ class DirectoryBackend(Refusing):
 
     def _probe(self) -> None:
         try:
-            device = os.stat(self.root).st_dev
+            known, device = self._device, os.stat(self.root).st_dev  # another thread may learn it meanwhile
             with os.scandir(self.root) as names:
-                is_empty = device != self._device and next(names, None) is None
+                is_empty = device != known and next(names, None) is None
         except (FileNotFoundError, NotADirectoryError):
             raise errors.no_such_bucket(f"file://{self.root}") from None
         except OSError as error:
             raise errors.from_os(error, f"file://{self.root}") from error
-        if is_empty and self._device:
+        if is_empty and known:
             raise errors.no_such_bucket(f"file://{self.root} (empty, and on another disk than before)")
         self._device = device
 
