@@ -32,6 +32,9 @@ class Disk:
         self.free.set()
         self.error: Exception | None = None
 
+    def volume_of(self, bucket: str, key: str) -> str:
+        return "v"
+
     def prepare(self, changes: list[Delete]) -> Prepared:
         prepared = Prepared(changes)
         self.steps.append(("prepare", prepared.keys))

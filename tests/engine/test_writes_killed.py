@@ -391,14 +391,14 @@ def test_a_key_of_which_nothing_is_here_costs_no_commit(rigged: Rigged) -> None:
         await prepared(rig, b"old")
         flushes = 0
         index = rig.engine.store.home("remote", "key").index
-        plain = index.flush
+        plain = index.seal
 
         def counted() -> int:
             nonlocal flushes
             flushes += index.pending > 0
             return plain()
 
-        index.flush = counted  # type: ignore[method-assign]
+        index.seal = counted  # type: ignore[method-assign]
         await put(rig, "another", SMALL)
         assert flushes == 1, "its own"
         await put(rig, "key", SMALL)

@@ -38,7 +38,7 @@ class Knife:
         for name in ("setxattr", "replace", "fsync", "unlink"):
             patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
         patch.setattr(Durable, "commit", self._wrapped("durable", Durable.commit))
-        patch.setattr(Index, "flush", self._wrapped("visible", Index.flush))
+        patch.setattr(Index, "write", self._wrapped("visible", Index.write))
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

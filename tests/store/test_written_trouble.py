@@ -266,7 +266,7 @@ def test_what_the_visible_index_could_not_take_comes_into_view_later(
     prepared = bench.store.prepare([writer.put("k", version="w1"), writer.put("m", durable=False)])
     bench.store.make_durable(prepared)
     with monkeypatch.context() as patch:
-        patch.setattr(Index, "flush", _no_space)
+        patch.setattr(Index, "write", _no_space)
         outcomes = bench.store.publish(prepared)
     assert [getattr(outcome, "code", "") for outcome in outcomes] == ["InsufficientStorage"] * 2
     assert bench.kinds() == ["volume-full", "changes-lost"]

@@ -63,7 +63,7 @@ def _commit(store: Store, changes: Sequence[Change]) -> list[bool]:
     """Which of them were done."""
     prepared = store.prepare(changes)
     store.make_durable(prepared)
-    return [not isinstance(outcome, ForebayError) for outcome in store.publish(prepared)]
+    return [not isinstance(outcome, ForebayError) for outcome in store.publish(prepared) or ()]
 
 
 def _fill(volume: Path, objects: Objects, owned_every: int = 0) -> None:

@@ -86,6 +86,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_volume_capacity_bytes", "gauge", "Bytes that a volume may use.", ("volume",)),
         Metric("forebay_volume_up", "gauge", "1 while a volume is in use, 0 when it was taken out.", ("volume",)),
         Metric("forebay_lost_objects", "gauge", "Acknowledged objects whose bytes are gone.", ("bucket",)),
+        Metric("forebay_volume_stalled", "gauge", "1 while a volume's disk does not answer.", ("volume",)),
         Metric("forebay_volume_missing", "gauge", "1 while a volume that owes something is not in use.", ("volume",)),
         Metric("forebay_volume_owed_objects", "gauge", "Objects that no backend has, on a volume.", ("volume",)),
         Metric("forebay_volume_owed_bytes", "gauge", "Their bytes.", ("volume",)),

@@ -85,13 +85,14 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class VolumeState(msgspec.Struct, frozen=True):
-    """A volume as the node shows it. `state`: ok; full (reads pass it by until eviction catches up); failing or out
-    (taken out, `reason` says why); or what `judge` calls one that is not in use. What it owned or owed at `owed_s`
-    (Unix time) is in no backend; `change` says what to do about a volume that is not in use."""
+    """A volume as the node shows it. `state`: ok; full (reads pass it by until eviction catches up); stalled
+    (its disk does not answer: passed by until it does); failing or out (taken out, `reason` says why); or what `judge`
+    calls one that is not in use. What it owned or owed at `owed_s` (Unix time) is in no backend; `change` says what to
+    do about a volume that is not in use."""
 
     volume_id: str
     path: str
-    state: Literal["ok", "full", "failing", "out", "missing", "swapped", "emptied", "new"] = "ok"
+    state: Literal["ok", "full", "stalled", "failing", "out", "missing", "swapped", "emptied", "new"] = "ok"
     capacity_bytes: int = 0
     used_bytes: int = 0
     objects: int = 0

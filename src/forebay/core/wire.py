@@ -39,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -125,8 +125,11 @@ class Reported(_Message):
 
 # --- engine to front -------------------------------------------------------------------------------------------------
 class VolumeAt(msgspec.Struct, array_like=True, frozen=True):
+    """`stalled`: its disk does not answer. What its index says may be older than what the engine knows: ask that."""
+
     volume_id: str
     path: str
+    stalled: bool = False
 
 
 class Welcome(_Message):

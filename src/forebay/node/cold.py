@@ -542,7 +542,7 @@ class ColdReads:
     ) -> Flight:
         """A flight that others can join."""
         name = (served.bucket.name, info.key)
-        sink = DiskSink(landing, self.workers)
+        sink = DiskSink(landing, landing.volume.desk.bearers)
         backend = _source(served, record)
         flight = Flight(self, name[0], backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
         self.flights[name] = flight
@@ -607,7 +607,7 @@ class ColdReads:
         found = self.store.find(record.object_id) if record is not None else None
         if found is None or found[2].inline is not None:
             return None, ""
-        paths = [volume.data_path(found[2].object_id) for volume in self.store.usable()]
+        paths = [volume.data_path(found[2].object_id) for volume in self.store.usable() if not volume.silent]
         path = next((path for path in paths if os.path.exists(path)), "")
         return (found[2], path) if path else (None, "")
 

@@ -372,6 +372,9 @@ class Copies:
                 except asyncio.CancelledError:
                     await asyncio.wait([taking])  # it writes to a descriptor that is closed below
                     raise
+                except FileNotFoundError as error:  # it was replaced, and its file has gone since we were told of it
+                    gone = Precondition("the source changed while it was copied: copy it again")
+                    raise _SourceChanged(gone) from error
                 except OSError as error:
                     raise Unavailable(
                         f"the copy could not be written ({error.strerror}): see `forebay status`",

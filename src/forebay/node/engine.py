@@ -16,6 +16,7 @@ the engine is left: no task, thread, descriptor or socket file.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from forebay.core.calls import PutCall, Written
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.hints import Hints
 from forebay.core.pulse import interval_s
+from forebay.core.stall import LOOK_S
 from forebay.core.types import Bucket
 from forebay.core.wire import Welcome
 from forebay.meta.sqlite import SqliteMeta
@@ -60,7 +63,7 @@ from forebay.node.room import Room
 from forebay.node.settings import Settings
 from forebay.node.store import KnownVolumes, Scrubber, Store, StoreEvent, StoreReader
 from forebay.node.store.derived import Derived
-from forebay.node.store.volume import Expected, Lost
+from forebay.node.store.volume import Expected, Lost, stalled
 from forebay.node.store.volumes import object_lost
 from forebay.node.streamed import Streams
 from forebay.node.tags import Tags
@@ -81,7 +84,7 @@ log = logging.getLogger("forebay.engine")
 
 FLUSH_S = 0.003  # one index transaction for what comes within it
 HOUSEKEEP_S = 5.0
-WORKERS = 8  # threads that move bytes: several disks, and one that stalls must not stop the others
+WORKERS = 32  # threads for what waits: a few are used, and a disk that stalls must not take all
 FILES_NEEDED = 1024
 
 
@@ -148,13 +151,14 @@ class Engine:
         except BaseException:
             await self.stop(clean=False)
             raise
+        self.store.serve()
         self.fronts.beat()
         late: list[Callable[[], Awaitable[None]]] = [self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend]
         if self.catching_up.is_done:
             await self.jobs.resume()
         else:
             late.append(self.jobs.resume)
-        work = [self._housekeep(), self._scrub(), *map(self._when_whole, late)]
+        work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
         self._background = [asyncio.create_task(each) for each in work]
 
     async def _remember_volumes(self) -> None:
@@ -312,6 +316,7 @@ class Engine:
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.store.on_lost = self._lost
+        self.store.on_answer = functools.partial(self._on_loop, asyncio.get_running_loop())
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         paths = [str(path) for path in self.settings.volume_dirs]
         self.volumes = Volumes(self.store, self.known, self.flusher, paths)
@@ -430,6 +435,11 @@ class Engine:
         if hasattr(self, "fronts"):
             asyncio.get_running_loop().call_soon(self._volumes_changed)
 
+    def _on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread: a disk that was late has answered."""
+        with suppress(RuntimeError):  # the loop has ended, and with it who would be told
+            loop.call_soon_threadsafe(self.flush)
+
     def _lost(self, lost: Lost) -> None:
         self.flusher.forget(lost.bucket, lost.key, object_lost(lost))
         self.flush()  # before anybody is told: no front shall answer from the record a moment later
@@ -453,6 +463,7 @@ class Engine:
             self._flushing.cancel()
             self._flushing = None
         self.store.flush()
+        self.writes.commits.flushed()
         dropped = self.store.take_dropped()
         if dropped:
             self._dropped(dropped)
@@ -469,16 +480,40 @@ class Engine:
         while True:
             await asyncio.sleep(HOUSEKEEP_S)
             try:
-                await loop.run_in_executor(self._workers, self.store.settle)
+                settling = [
+                    loop.run_in_executor(volume.desk.bearers, self.store.settle, volume)
+                    for volume in self.store.usable()
+                    if not volume.silent
+                ]
+                if settling:
+                    await asyncio.wait(settling, timeout=HOUSEKEEP_S)
                 self.store.housekeep()
                 self.catching_up.start()
                 self.flush()
-                await self.known.tend(self.store, self.writes.written_buckets())
+                if not self.store.any_stalled:  # else what is under way there may come to be owed later
+                    await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
                 if self._identities.read():
                     self.fronts.greet_again()
             except Exception:
                 log.exception("housekeeping broke; it goes on")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            changed = self.store.watch(self.clock.monotonic_s())
+            for volume in changed:
+                if volume.stall.stalled:
+                    log.error("the disk of volume %s does not answer: it is passed by until it does", volume.path)
+                    self.writes.commits.stalled(volume.id, stalled(volume.path, "a write"))
+                else:
+                    log.warning("the disk of volume %s answers again", volume.path)
+            for volume in self.store.usable():
+                if not volume.stall.stalled:
+                    self.writes.commits.answers(volume.id)
+            if changed:
+                self.flush()
+                self._volumes_changed()
 
     async def _scrub(self) -> None:
         if self.settings.scrub_bytes_s <= 0:

@@ -40,6 +40,7 @@ from forebay.core.types import Bucket
 from forebay.node.records import present_blocks
 from forebay.node.store import Store, Unit
 from forebay.node.store.usage import taken_bytes
+from forebay.node.store.volume import Volume
 from forebay.node.tally import Tally
 from forebay.ports.machine import release_memory
 
@@ -106,7 +107,7 @@ class Room:
         self.foresight: Foresight = _Blind()
         self._machines: dict[str, HintedEviction] = {}
         self._quotas: dict[str, int | None] = {}
-        self._reclaiming: asyncio.Task[None] | None = None
+        self._reclaiming: dict[str, asyncio.Task[None]] = {}  # by volume
         self._making: asyncio.Handle | None = None
         self._restoring: asyncio.Task[None] | None = None
         self._newest = 0
@@ -330,21 +331,22 @@ class Room:
 
     def reclaim(self) -> None:
         """Give the space of what was dropped back to the disks, in the background."""
-        if self._reclaiming is None and self._store.reclaimable:
-            self._reclaiming = asyncio.create_task(self._reclaim())
+        for volume in self._store.to_reclaim():
+            if volume.id not in self._reclaiming:
+                self._reclaiming[volume.id] = asyncio.create_task(self._reclaim(volume))
 
-    async def _reclaim(self) -> None:
+    async def _reclaim(self, volume: Volume) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                done = await loop.run_in_executor(self._workers, self._store.reclaim)
+                done = await loop.run_in_executor(volume.desk.bearers, self._store.reclaim, volume)
                 if done.deferred:
                     self._held(done.deferred)  # opened again since it was dropped, perhaps, and idle by now
                     await asyncio.sleep(RECLAIM_AGAIN_S)
                 elif not done.freed_bytes:
                     return
         finally:
-            self._reclaiming = None
+            del self._reclaiming[volume.id]
 
     async def aclose(self) -> None:
         """Stop working in the background."""
@@ -353,9 +355,10 @@ class Room:
             await asyncio.gather(self._restoring, return_exceptions=True)
         if self._making is not None:
             self._making.cancel()
-        if self._reclaiming is not None:
-            self._reclaiming.cancel()
-            await asyncio.gather(self._reclaiming, return_exceptions=True)
+        reclaiming = list(self._reclaiming.values())
+        for task in reclaiming:
+            task.cancel()
+        await asyncio.gather(*reclaiming, return_exceptions=True)
 
 
 def _units_of(record: Record) -> Iterator[tuple[int, int]]:

@@ -116,7 +116,9 @@ class DiskSink:
 
         def work() -> list[tuple[int, int]]:
             self.landing.write(position, *pieces)
-            return [whole for piece in pieces for whole in hashes.feed(piece)]
+            whole = [whole for piece in pieces for whole in hashes.feed(piece)]
+            self.landing.keep_sums(whole)
+            return whole
 
         loop = asyncio.get_running_loop()
         self._writing += 1

@@ -46,7 +46,7 @@ class Volumes:
 
     def _used(self, usage: VolumeUsage) -> VolumeState:
         known = self._known.memory.find(usage.volume_id)
-        state = usage.state if usage.state in ("ok", "full") else "out"
+        state = usage.state if usage.state in ("ok", "full", "stalled") else "out"
         return VolumeState(
             usage.volume_id,
             usage.path,
@@ -59,6 +59,7 @@ class Volumes:
             usage.owned_objects,
             usage.owed_bytes,
             known.seen_s if known is not None else 0.0,
+            "look at the disk (`dmesg`; is it frozen?): it is used again when it answers" if state == "stalled" else "",
         )
 
     def missing(self, bucket: str) -> list[str]:
@@ -71,7 +72,8 @@ class Volumes:
         for state in self.states():
             if not state.volume_id:
                 continue
-            in_use = state.state in ("ok", "full")
+            in_use = state.state in ("ok", "full", "stalled")
+            values[series("forebay_volume_stalled", volume=state.volume_id)] = float(state.state == "stalled")
             values[series("forebay_volume_up", volume=state.volume_id)] = float(in_use)
             values[series("forebay_volume_owed_objects", volume=state.volume_id)] = state.owed_objects
             values[series("forebay_volume_owed_bytes", volume=state.volume_id)] = state.owed_bytes

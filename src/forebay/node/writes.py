@@ -50,6 +50,7 @@ from forebay.core.freshness import MISSED
 from forebay.core.httpsem import Conditions
 from forebay.core.ours import Sent
 from forebay.core.record import PINNED, Record, State, blocks_in
+from forebay.core.stall import LOOK_S
 from forebay.core.tags import with_tags
 from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
 from forebay.node.buckets import Buckets, Served
@@ -61,6 +62,7 @@ from forebay.node.records import info_of, is_pinned, own_version, present_blocks
 from forebay.node.room import Room
 from forebay.node.store import Change, Delete, KnownVolumes, Put, Store
 from forebay.node.store.notes import Note, Owed, digest_of, succeeding
+from forebay.node.store.volume import stalled
 from forebay.node.through import Through
 from forebay.ports.clock import Clock
 
@@ -312,7 +314,7 @@ class Writes:
         bucket = served.bucket
         self._store.check_present(bucket.name, key)
         if path and size_bytes <= limits.INLINE_BYTES_MAX:
-            body, path, sums = await self._in_worker(lambda: _read(path)), "", ()
+            body, path, sums = await self._on_disk(bucket.name, key, lambda: _read(path)), "", ()
         if not path and body is None:
             raise Invalid("a put came without a body: please report it")
         if path and len(sums) != blocks_in(size_bytes):
@@ -325,7 +327,7 @@ class Writes:
         if bucket.write == "back":
             await self._owes.room(bucket, size_bytes)
         if path and bucket.durability == "disk" and size_bytes >= PRESYNC_BYTES_MIN:
-            await self._in_worker(lambda: _sync(path))
+            await self._on_disk(bucket.name, key, lambda: _sync(path))
         async with self.lock(bucket.name, key):
             return await self._put_owned(served, what, if_match, if_none_match)
 
@@ -538,6 +540,7 @@ class Writes:
         try:
             if confirmations.open_window(bucket.name, key):
                 self.commits.flush()
+            self._store.check_answers(bucket.name, key)
             yield
         finally:
             confirmations.close_window(bucket.name, key)
@@ -584,8 +587,16 @@ class Writes:
         elif self._owes.find(bucket, key) is not None:
             self._owes.forget(bucket, key)
 
-    async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def _on_disk(self, bucket: str, key: str, work: Callable[[], ResultT]) -> ResultT:
+        """Have it done by the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
+        volume = self._store.volume_at(bucket, key)
+        workers = volume.desk.bearers if volume is not None else self._workers
+        doing = asyncio.get_running_loop().run_in_executor(workers, work)
+        while volume is not None and not doing.done():
+            await asyncio.wait((doing,), timeout=LOOK_S)
+            if volume.stall.stalled and not doing.done():
+                raise stalled(volume.path, f"{bucket}/{key}")
+        return await doing
 
     async def aclose(self, grace_s: float = 10.0) -> None:
         """Begin no more, and end every section: those that wait for a backend after `grace_s` at the latest."""

@@ -14,10 +14,12 @@ Invariants. (1) After `finish` raised or `abort`, no file and no descriptor is l
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -26,11 +28,15 @@ from forebay.core import limits
 from forebay.core.chunked import AwsChunked
 from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.signedbody import check_payload_sha256, signs_sha256
+from forebay.core.stall import STALLED_AFTER_S
 from forebay.node.http.checksums import ALGORITHM_OF, Running, check_value, mismatch
 from forebay.node.http.requests import too_large
+from forebay.node.store.desk import Desk, Late, desk_of
+from forebay.node.store.volume import stalled
 
 log = logging.getLogger("forebay.bodies")
 
+LOOP_WAIT_S = 2.0  # how long the loop waits for a disk that does not answer; then nobody waits for it
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -113,6 +119,8 @@ class Incoming:
         self._chunked = chunked
         self._body: bytearray | None = bytearray()
         self._fd = -1
+        self.late = False  # its disk did not answer, and may still take what it was given last
+        self._desk: Desk
         self._taken = 0
         self._sums: list[int] = []
         self._block_left = limits.BLOCK_BYTES
@@ -175,8 +183,13 @@ class Incoming:
         path = self._place() if self._place is not None else ""
         if not path:
             raise _no_room("no volume is usable")
+        self._desk = desk_of(path)
         try:
-            self._fd = os.open(path, _FLAGS, 0o600)
+            self._fd = self._desk.carry(
+                _patience_s(), os.open, path, _FLAGS, 0o600, unwanted=lambda fd: _undo(fd, path)
+            )
+        except Late:
+            raise stalled(os.path.dirname(os.path.dirname(path)), "a body") from None
         except OSError as error:
             raise _no_room(str(error)) from None
         self.path = path
@@ -221,14 +234,20 @@ class Incoming:
                 self._end_block()
             rest = rest[len(part) :]
         try:
-            while piece:
-                written = os.pwrite(self._fd, piece, at)
-                piece, at = piece[written:], at + written
+            self._desk.carry(_patience_s(), self._write_out, piece, at)
+        except Late:
+            self.late = True
+            raise stalled(os.path.dirname(os.path.dirname(self.path)), "a body") from None
         except OSError as error:
             if error.errno in _FULL:
                 raise _no_room("the disk is full") from None
             log.warning("a body could not be written to %s: %s", self.path, error)
             raise Unavailable(f"the disk failed ({error.strerror}): try again") from None
+
+    def _write_out(self, piece: memoryview, at: int) -> None:
+        while piece and not self.late:  # the file is closed then
+            written = os.pwrite(self._fd, piece, at)
+            piece, at = piece[written:], at + written
 
     def _end_block(self) -> None:
         self._sums.append(self._block.intdigest())
@@ -291,7 +310,26 @@ def _no_room(why: str) -> ForebayError:
     )
 
 
+def _patience_s() -> float:
+    """How long this thread may wait for a disk."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return STALLED_AFTER_S
+    return LOOP_WAIT_S
+
+
 def _remove(path: str) -> None:
+    with suppress(Late):  # it goes when the disk answers
+        desk_of(path).carry(_patience_s(), _unlink, path)
+
+
+def _undo(fd: int, path: str) -> None:
+    os.close(fd)
+    _unlink(path)
+
+
+def _unlink(path: str) -> None:
     try:
         os.unlink(path)
     except FileNotFoundError:

@@ -95,7 +95,8 @@ class Receiver:
 
     def _written(self, future: asyncio.Future[None], buffer: memoryview) -> None:
         self.busy = False
-        if len(_spare) < SPARE_MAX:
+        late = getattr(self.sink, "late", False)  # the disk may still take bytes from this buffer
+        if len(_spare) < SPARE_MAX and not late:
             _spare.append(buffer)
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         if self._dropped:

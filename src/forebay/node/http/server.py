@@ -29,7 +29,7 @@ from forebay.ports import clock as clocks
 if TYPE_CHECKING:
     from forebay.node.tls import TlsFiles
 
-WORKERS = 4  # threads that write bodies: a disk is busy with two, and others wait in turn
+WORKERS = 16  # threads that store bodies; each disk is written to by a few of its own
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
 
 

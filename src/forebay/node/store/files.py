@@ -238,6 +238,12 @@ def create(tmp_path: str, path: str, identity: Identity, *, xattrs: bool = True)
         raise
 
 
+def undo(created: tuple[int, Header]) -> None:
+    """As if it had not been created."""
+    os.close(created[0])
+    remove(created[1].path)
+
+
 def _move(source: str, target: str) -> None:
     try:
         os.replace(source, target)

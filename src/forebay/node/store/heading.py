@@ -18,7 +18,6 @@ Invariant. An owned object's note in the durable index and its record there have
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,18 +50,16 @@ class Tagged(NamedTuple):
 
 
 class Headings:
-    """For `Store`. `put` replaces a record in view, `headers` guards headers of files."""
+    """For `Store`. `put` replaces a record in view."""
 
     def __init__(
         self,
         volumes: VolumeSet,
         *,
         put: Callable[[Volume, str, str, Record, Record | None], None],
-        headers: threading.Lock,
     ) -> None:
         self._volumes = volumes
         self._put = put
-        self._headers = headers
 
     def plan(self, bucket: str, info: ObjectInfo, record: Record, tags: str, owes: Note | None) -> Tagged:
         """Decide how the object `record` (described by `info`) gets these tags. `owes` is the note that it shall have
@@ -104,7 +101,7 @@ class Headings:
 
     def _rename(self, volume: Volume, object_id: int, headers: Headers) -> None:
         try:
-            with self._headers:
+            with volume.headers:
                 header = files.Header.read(volume.data_path(object_id))
                 if header is not None:
                     header.rename_to(msgspec.structs.replace(header.identity, headers=headers))

@@ -3,7 +3,9 @@
 Theory. LMDB gives one writer and any number of readers in other processes a consistent view at memory speed; a reader
 never waits. It is opened without sync: what the kernel has survives any process, and what a machine stop may tear is
 rebuilt from the data files (`volume.py` decides which). Changes gather in a dictionary per table and are written
-sorted, in one transaction: group commit. The writer's own look-ups see the dictionary first.
+sorted, in one transaction: group commit. The writer's own look-ups see the dictionary first. Another thread may do the
+writing, since the disk may make it wait: what is `seal`ed is written as it is, and look-ups see it between what came
+after it and what is committed.
 
 One process may hold an environment only once (LMDB's locks belong to the process), yet engine and front may share one
 (`--fronts 0`). So environments are counted here, by directory, and shared.
@@ -36,6 +38,7 @@ from forebay.node.store.pages import Pages
 TABLES = ("records", "ids", "sums", "doubts", "used", "meta", "notes")
 
 Item = TypeVar("Item")
+_Changes = dict[str, dict[bytes, bytes | None]]
 
 
 class _Shared:
@@ -104,7 +107,7 @@ def check_size(env: Any, data: str) -> None:
 
 
 class Index:
-    """An open index. Threads: `get` anywhere; everything else where it was opened."""
+    """An open index. Threads: `get` and `write` anywhere; everything else where it was opened."""
 
     def __init__(self, path: str, *, write: bool = False, map_bytes: int = limits.INDEX_MAP_BYTES) -> None:
         """Open; with `write`, make what is missing. `Corrupt` when the files are not a whole index."""
@@ -129,13 +132,16 @@ class Index:
             raise
         self.records = self.tables["records"]
         self.begin = self.env.begin
-        self._pending: dict[str, dict[bytes, bytes | None]] = {name: {} for name in TABLES}
+        self._pending: _Changes = {name: {} for name in TABLES}
+        self._sealed: _Changes = {}  # being written, or empty
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value, pending changes first. `Corrupt` when LMDB finds its file broken."""
         pending = self._pending[table]
         if pending and key in pending:
             return pending[key]
+        if self._sealed and key in self._sealed[table]:
+            return self._sealed[table][key]
         try:
             value: bytes | None = self.begin(self.tables[table]).get(key)
         except lmdb.Error as error:
@@ -144,7 +150,7 @@ class Index:
 
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """As `get`, of many at once."""
-        pending = self._pending[table]
+        pending = {**self._sealed[table], **self._pending[table]} if self._sealed else self._pending[table]
         try:
             with self.begin(self.tables[table]) as txn:
                 if not pending:
@@ -163,42 +169,71 @@ class Index:
 
     def pending_or(self, table: str, key: bytes, value: bytes) -> bytes | None:
         """What the next `flush` makes of a committed value."""
+        if self._sealed:
+            value = self._sealed[table].get(key, value)  # type: ignore[assignment]
         return self._pending[table].get(key, value)
 
     def is_pending(self, table: str, key: bytes) -> bool:
-        """Whether the next `flush` changes this entry."""
-        return key in self._pending[table]
+        """Whether this entry is not committed as `get` tells it."""
+        return key in self._pending[table] or (bool(self._sealed) and key in self._sealed[table])
 
     @property
     def pending(self) -> int:
-        """How many changes the next `flush` makes."""
+        """How many changes the next `flush` or `seal` takes."""
         return sum(map(len, self._pending.values()))
 
     def discard(self) -> None:
-        """Forget what is pending."""
-        for changes in self._pending.values():
-            changes.clear()
+        """Forget what is pending, and what is sealed."""
+        self._pending, self._sealed = {name: {} for name in TABLES}, {}
+
+    def seal(self) -> int:
+        """Set aside what is pending, for `write`; how many changes. The last `write` has been told to be `written`."""
+        assert not self._sealed, "two commits of one index at once"
+        count = self.pending
+        if count:
+            self._sealed, self._pending = self._pending, {name: {} for name in TABLES}
+        return count
+
+    def write(self) -> bool:
+        """Write what is sealed, in one transaction. Any thread. False: the map must `grow` first, while nobody reads.
+
+        `OSError` (ENOSPC, EIO, …) or `Corrupt` when it cannot: nothing was changed.
+        """
+        sealed = self._sealed
+        try:
+            with self.env.begin(write=True) as txn:
+                for name, changes in sealed.items():
+                    if changes:
+                        self._write(txn, self.tables[name], changes)
+        except lmdb.MapFullError:
+            return False
+        except lmdb.Error as error:
+            raise as_error(error, self.path) from error
+        return True
+
+    def grow(self) -> None:
+        """Make the map twice as large."""
+        self.env.set_mapsize(self.env.info()["map_size"] * 2)
+
+    def written(self) -> None:
+        """What was sealed is committed."""
+        self._sealed = {}
 
     def flush(self) -> int:
         """Write what is pending in one transaction; how many changes.
 
         `OSError` (ENOSPC, EIO, …) or `Corrupt` when it cannot: nothing was changed, everything is still pending.
         """
-        done = self.pending
+        done = self.seal()
         if not done:
             return 0
-        while True:
-            try:
-                with self.env.begin(write=True) as txn:
-                    for name, changes in self._pending.items():
-                        if changes:
-                            self._write(txn, self.tables[name], changes)
-                break
-            except lmdb.MapFullError:
-                self.env.set_mapsize(self.env.info()["map_size"] * 2)
-            except lmdb.Error as error:
-                raise as_error(error, self.path) from error
-        self.discard()
+        try:
+            while not self.write():
+                self.grow()
+        except BaseException:
+            self._pending, self._sealed = self._sealed, {}
+            raise
+        self.written()
         return done
 
     @staticmethod

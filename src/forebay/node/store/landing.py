@@ -38,6 +38,7 @@ class Landing:
     __slots__ = (
         "_fd",
         "_header",
+        "_kept",
         "_partial",
         "_store",
         "_uses",
@@ -68,6 +69,7 @@ class Landing:
         self._fd = fd
         self._header = header
         self._partial: set[int] = set()
+        self._kept: dict[int, int] = {}  # checksums in the header, of blocks that are not listed yet
         self._uses = 1
         self.volume = volume
         self.bucket = bucket
@@ -108,6 +110,18 @@ class Landing:
         except OSError as error:
             raise self.volume.trouble(error, "writing a data file") from error
 
+    def keep_sums(self, whole: list[tuple[int, int]]) -> None:
+        """These blocks are whole, with these checksums, which the file's header keeps from now on. Any thread;
+        `finish_block` does it for who does not. `Unavailable`."""
+        if not whole or self.gone:
+            return
+        try:
+            with self.volume.headers:
+                self._header.set_sums({block: files.stored_sum(xxh3) for block, xxh3 in whole})
+        except OSError as error:
+            raise self.volume.trouble(error, "keeping a checksum") from error
+        self._kept.update(whole)
+
     def finish_block(self, block: int, xxh3: int) -> bool:
         """The block is whole and `xxh3` (xxh3-64, seed 0) is the checksum of its bytes: list it with the next flush.
 
@@ -117,7 +131,13 @@ class Landing:
             return False
         if self.volume.state == "out":
             raise self._store.unusable(self.volume)
-        self._store.list_block(self, self._header, block, files.stored_sum(xxh3))
+        if self._kept.get(block) != xxh3:
+            try:
+                self.volume.desk.call(self.keep_sums, [(block, xxh3)])
+            except OSError as error:
+                raise self.volume.trouble(error, "keeping a checksum") from error
+        self._kept.pop(block, None)
+        self._store.list_block(self, block, files.stored_sum(xxh3))
         self._partial.discard(block)
         return True
 

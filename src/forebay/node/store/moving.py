@@ -82,6 +82,7 @@ def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[Kept]) -> 
     prepared = puts.prepare(changes)
     puts.make_durable(prepared)
     outcomes = puts.publish(prepared)
+    assert outcomes is not None, "at a start everybody waits for the disk"
     gone = [each for each in batch if each not in wanted]
     gone += [each for each, outcome in zip(moving, outcomes, strict=True) if not isinstance(outcome, ForebayError)]
     _remove(volume, gone)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ from forebay.node.store import files, keys, ledger, owned, presence
 from forebay.node.store.durable import Entry, sync_path
 from forebay.node.store.notes import Note, Owed
 from forebay.node.store.usage import Room, small_bytes
-from forebay.node.store.volume import Volume
+from forebay.node.store.volume import Volume, stalled
 from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
 
@@ -128,6 +127,8 @@ class Prepared:
         """Whether `make_durable` has anything to do; without, it may be called on the loop, or not at all."""
         return any(step.source or step.durable or step.forget for step in self.steps)
 
+    needs: dict[str, tuple[int, int]] = field(default_factory=dict)  # volume id: commits of its index, and lost ones
+
     @property
     def replaced(self) -> list[Record | None]:
         return [step.replaced for step in self.steps]
@@ -166,8 +167,7 @@ class Puts:
     """For `Store`, whose methods of these names promise what is promised here.
 
     `enter(volume, entry, bucket, key, record, inline_sum, sums)` and `take_out(volume, bucket, key)` change the visible
-    index, retiring what was there, which they return; `put` changes a record that stays; `flush` commits; `headers`
-    guards headers of files.
+    index, retiring what was there, which they return; `put` changes a record that stays; `flush` commits.
     """
 
     def __init__(
@@ -179,12 +179,10 @@ class Puts:
         put: Callable[[Volume, str, str, Record, Record | None], None],
         set_aside: Callable[[Volume, str, str, Record, str], None],
         flush: Callable[[], int],
-        headers: threading.Lock,
     ) -> None:
         self._volumes = volumes
         self._put = put
         self._set_aside = set_aside
-        self._headers = headers
         self._enter = enter
         self._take_out = take_out
         self._flush = flush
@@ -211,8 +209,18 @@ class Puts:
                 self._decide(step, rooms)
             except ForebayError as error:
                 step.error = error
-                _discard(change.path if isinstance(change, Put) else "")
+                self._discard(change.path if isinstance(change, Put) else "", step.volume)
         return prepared
+
+    def give_up(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Put):
+                self._discard(change.path, self._volumes.volume_at(change.bucket, change.info.key))
+
+    def _discard(self, path: str, volume: Volume | None) -> None:
+        """Remove the temp file of a change that will not be."""
+        if path and volume is not None:
+            volume.desk.begin(_discard, path)
 
     def _decide(self, step: _Step, rooms: dict[str, _Asked]) -> None:
         change, bucket, key = step.change, step.bucket, step.key
@@ -220,6 +228,8 @@ class Puts:
         if volume.state == "out":
             raise self._volumes.unusable(volume)
         step.entry = keys.index_key(bucket, key)
+        if volume.stall.stalled:
+            raise stalled(volume.path, f"{bucket}/{key}")
         self._volumes.check_present(bucket, key)
         if change.note is not None:
             self._volumes.check_noted(volume, bucket, key)
@@ -277,13 +287,16 @@ class Puts:
 
     def make_durable(self, prepared: Prepared) -> None:
         for volume, steps in prepared.by_volume():
-            self._place(volume, steps)
-            synced = [step for step in steps if step.error is None and (step.durable or step.forget)]
-            if synced:
-                self._commit(volume, synced)
-            for step in steps:
-                if step.error is not None:
-                    self._undo(volume, step)
+            volume.desk.timed(self._make_durable_on, volume, steps)
+
+    def _make_durable_on(self, volume: Volume, steps: list[_Step]) -> None:
+        self._place(volume, steps)
+        synced = [step for step in steps if step.error is None and (step.durable or step.forget)]
+        if synced:
+            self._commit(volume, synced)
+        for step in steps:
+            if step.error is not None:
+                self._undo(volume, step)
 
     def _place(self, volume: Volume, steps: list[_Step]) -> None:
         """Headers, names, and where it must be durable the sync of both."""
@@ -361,10 +374,9 @@ class Puts:
 
     # --- in view ---
 
-    def publish(self, prepared: Prepared) -> list[Record | ForebayError | None]:
-        shown = prepared.by_volume()
-        before = {volume.id: volume.flushes_lost for volume, _ in shown}
-        for volume, steps in shown:
+    def publish(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
+        for volume, steps in prepared.by_volume():
+            prepared.needs[volume.id] = (volume.flushes_begun + 1, volume.flushes_lost)
             owned.clear_marks(volume)
             for step in steps:
                 if volume.state == "out":
@@ -372,8 +384,17 @@ class Puts:
                 else:
                     self._show(volume, step)
         self._flush()
+        return self.outcomes(prepared)
+
+    def outcomes(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
+        shown = prepared.by_volume()
+        for volume, _ in shown:
+            begun, lost = prepared.needs[volume.id]
+            waits = volume.writing is not None or volume.index.pending
+            if waits and volume.state != "out" and volume.flushes_done < begun and volume.flushes_lost == lost:
+                return None
         for volume, steps in shown:
-            if volume.flushes_lost != before[volume.id]:
+            if volume.flushes_lost != prepared.needs[volume.id][1]:
                 for step in steps:
                     self._not_shown(volume, step)
         for step in prepared.steps:
@@ -398,7 +419,7 @@ class Puts:
         """The index could not take it. What is durable comes into view later; the rest is undone."""
         step.error = no_room(volume, f"the index of volume {volume.path} could not be written")
         if not step.durable:
-            self._undo(volume, step)
+            volume.desk.begin(self._undo, volume, step)
 
     # --- clean again ---
 
@@ -426,13 +447,13 @@ class Puts:
         self._put(volume, bucket, key, clean, record)
         owned.settle(volume, entry, kept)
         if record.inline is None:
-            self._rename_version(volume, clean)
+            volume.desk.begin(self._rename_version, volume, clean)
         return clean
 
     def _rename_version(self, volume: Volume, record: Record) -> None:
         """Let the file's header say what the record does; where it cannot, a machine stop costs the cached bytes."""
         try:
-            with self._headers:
+            with volume.headers:
                 header = files.Header.read(volume.data_path(record.object_id))
                 if header is not None:
                     identity = msgspec.structs.replace(
@@ -470,7 +491,8 @@ class Puts:
         """Settled marks and dead processes' bodies go."""
         try:
             owned.clear_marks(volume)
-            volume.sweep_temp()
+            volume.desk.begin(volume.sweep_temp)
+            volume.probe()
         except (OSError, Corrupt) as error:
             volume.trouble(error, "keeping house")
 
@@ -493,13 +515,12 @@ class Puts:
             except (OSError, Corrupt) as error:
                 raise _trouble(volume, error, "writing notes") from error
 
-    def settle(self) -> None:
-        for volume in self._volumes.usable():
-            if volume.state != "out":
-                try:
-                    volume.durable.settle()
-                except (OSError, Corrupt) as error:
-                    volume.trouble(error, "committing to the durable index")
+    def settle_on(self, volume: Volume) -> None:
+        if volume.state != "out":
+            try:
+                volume.durable.settle()
+            except (OSError, Corrupt) as error:
+                volume.trouble(error, "committing to the durable index")
 
 
 def _trouble(volume: Volume, error: Exception, doing: str) -> Unavailable:
@@ -548,7 +569,7 @@ def _read_small(volume: Volume, change: Put) -> bytes:
     try:
         with open(change.path, "rb") as file:
             body = file.read(limits.INLINE_BYTES_MAX + 1)
-        os.unlink(change.path)
+        volume.desk.begin(_discard, change.path)
     except OSError as error:
         raise volume.trouble(error, "reading a temp file") from error
     if len(body) != change.info.size_bytes:

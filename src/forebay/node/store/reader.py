@@ -157,6 +157,7 @@ class StoreReader:
         self._views: dict[str, _View] = {}
         self._sole: _View | None = None
         self._members = Members([])
+        self._stalled: dict[str, str] = {}  # volume id to path
         self._files: dict[int, LeasedFile] = {}
         self._idle: OrderedDict[int, LeasedFile] = OrderedDict()
         self._files_open_max = files_open_max
@@ -175,7 +176,9 @@ class StoreReader:
         for volume_id, path in wanted.items():
             weights[volume_id] = self._follow(volume_id, path)
         self._members = Members(weights)
-        self._sole = next(iter(self._views.values())) if len(self._views) == 1 == len(wanted) else None
+        self._stalled = {at.volume_id: at.path for at in volumes if at.stalled}
+        alone = len(self._views) == 1 == len(wanted) and not self._stalled
+        self._sole = next(iter(self._views.values())) if alone else None
 
     def _follow(self, volume_id: str, path: str) -> float:
         """Have the volume open as it is now; its weight."""
@@ -200,7 +203,10 @@ class StoreReader:
     def _view(self, bucket: str, key: str) -> _View | None:
         if self._sole is not None:
             return self._sole
-        return self._views.get(self._members.first(bucket, key)) if self._members.ids else None
+        if not self._members.ids:
+            return None
+        volume_id = self._members.first(bucket, key)
+        return None if volume_id in self._stalled else self._views.get(volume_id)
 
     def _failed(self, view: _View, error: Exception) -> None:
         for volume_id, each in self._views.items():
@@ -365,8 +371,10 @@ class StoreReader:
     def incoming(self, bucket: str, key: str) -> str:
         """A fresh path for a body that is to become this object, on the key's volume; nothing is there yet. "" when
         there is no usable volume. Remove the file if it does not become one: the store removes only what dead processes
-        leave."""
+        leave. `Unavailable` while the volume's disk does not answer."""
         view = self._sole or self._view(bucket, key)
+        if view is None and self._members.ids and (path := self._stalled.get(self._members.first(bucket, key))):
+            raise volume.stalled(path, f"{bucket}/{key}")
         return "" if view is None else f"{view.path}/tmp/{volume.INCOMING}{os.getpid()}-{next(_incoming):x}"
 
     # --- listings ---

@@ -5,8 +5,7 @@ Then fronts are told (`take_dropped`), and `reclaim`, which may run in a worker 
 exclusive lease on the file; while readers hold shared ones it is put off and tried again with the next `reclaim`.
 
 A block may be dropped and come again before its hole is made. A landing therefore calls the hole off before it writes
-(`keep_block`), under the lock under which holes are punched. The same lock keeps two threads from changing a file
-header's checksums at once.
+(`keep_block`), and waits for one that is being made.
 
 A hole may also be held off here, for bytes that turned out to be wrong and that a front may still come to send: it was
 told of them before, and shall meet what it was told of, or ask anew, but never zeros.
@@ -50,13 +49,14 @@ class Reclaimer:
     """What is to be given back. `reclaim` and `keep_block`: any thread; the rest: the store's."""
 
     def __init__(self, tell: Callable[[StoreEvent], None]) -> None:
-        self.lock = threading.Lock()  # holes, and the checksums in files' headers
+        self._lock = threading.Condition()  # of what stands here: nobody who has it waits for a disk
+        self._punching: set[str] = set()
         self.held: Counter[int] = Counter()  # object id -> who wants no hole in its file: the store's thread counts
         self._tell = tell
         self._after: dict[str, list[commit.Effect]] = {}  # by volume id: when its pending changes are committed
         self._holes_after: dict[str, dict[str, _Holes]] = {}
         self._dropped: list[int] = []
-        self._doomed: deque[tuple[Volume, str]] = deque()
+        self._doomed: dict[str, deque[str]] = {}  # by volume id
         self._holes: dict[str, tuple[Volume, _Holes]] = {}
 
     @property
@@ -64,10 +64,10 @@ class Reclaimer:
         """How much waits for a commit."""
         return sum(map(len, self._after.values())) + len(self._holes_after)
 
-    @property
-    def ready(self) -> bool:
-        """Whether something may be given back now."""
-        return bool(self._doomed or self._holes)
+    def ready(self) -> set[str]:
+        """The ids of volumes of which something may be given back now."""
+        hollowed = {volume.id for volume, _ in list(self._holes.values())}
+        return hollowed | {volume_id for volume_id, doomed in self._doomed.items() if doomed}
 
     # --- before the commit ---
 
@@ -86,7 +86,7 @@ class Reclaimer:
 
     def hollow(self, volume: Volume, path: str, record: Record, blocks: Iterable[int]) -> None:
         """Punch these blocks of a file after the next commit."""
-        with self.lock:
+        with self._lock:
             holes = self._holes_after.setdefault(volume.id, {})
             if path not in holes:
                 holes[path] = _Holes(record.object_id, record.block_bytes, set())
@@ -94,29 +94,42 @@ class Reclaimer:
 
     def cancel(self, volume: Volume) -> None:
         """The commit will not come."""
-        self._after.pop(volume.id, None)
-        with self.lock:
-            self._holes_after.pop(volume.id, None)
+        for name in (volume.id, _sealed(volume)):
+            self._after.pop(name, None)
+            with self._lock:
+                self._holes_after.pop(name, None)
+
+    def sealed(self, volume: Volume) -> None:
+        """What waits now waits for the commit that begins; what comes from now on, for the next."""
+        if volume.id in self._after:
+            self._after[_sealed(volume)] = self._after.pop(volume.id)
+        with self._lock:
+            if volume.id in self._holes_after:
+                self._holes_after[_sealed(volume)] = self._holes_after[volume.id]
+                del self._holes_after[
+                    volume.id
+                ]  # only now: `keep_block` looks, without the lock, whether there are any
 
     # --- after it ---
 
     def committed(self, volume: Volume) -> None:
-        """The volume's pending changes are committed: what waited for them may be done."""
-        for effect in self._after.pop(volume.id, ()):
+        """The volume's sealed changes are committed: what waited for them may be done."""
+        name = _sealed(volume)
+        for effect in self._after.pop(name, ()):
             match effect:
                 case commit.Announce(object_id):
                     self._dropped.append(object_id)
                 case commit.Unlink(path):
-                    self._doomed.append((volume, path))
-        if volume.id not in self._holes_after:
+                    self._doomed.setdefault(volume.id, deque()).append(path)
+        if name not in self._holes_after:
             return
-        with self.lock:
-            for path, holes in self._holes_after[volume.id].items():
+        with self._lock:
+            for path, holes in self._holes_after[name].items():
                 if path in self._holes:
                     self._holes[path][1].blocks.update(holes.blocks)
                 else:
                     self._holes[path] = (volume, holes)
-            del self._holes_after[volume.id]  # only now: `keep_block` looks, without the lock, whether there are any
+            del self._holes_after[name]  # only now: `keep_block` looks, without the lock, whether there are any
 
     def take_dropped(self) -> list[int]:
         """Objects to close files of, since the last call."""
@@ -124,49 +137,66 @@ class Reclaimer:
         return dropped
 
     def keep_block(self, path: str, block: int) -> None:
-        """The block is about to be written: a hole that is still to be made there is called off."""
-        if not self._holes and not self._holes_after:
+        """The block is about to be written: a hole that is still to be made there is called off, and one that is being
+        made is made first."""
+        if not self._holes and not self._holes_after and not self._punching:
             return
-        with self.lock:
+        with self._lock:
+            self._lock.wait_for(lambda: path not in self._punching)
             for waiting in self._holes_after.values():
                 if path in waiting:
                     waiting[path].blocks.discard(block)
             if path in self._holes:
                 self._holes[path][1].blocks.discard(block)
 
-    def reclaim(self, steps_max: int | None) -> Reclaimed:
-        """Unlink and punch up to so many files (None: all); what is refused stays for the next call."""
+    def reclaim(self, volume: Volume, steps_max: int | None) -> Reclaimed:
+        """Unlink and punch up to so many files of a volume (None: all); what is refused stays for the next call. One
+        thread at a time for each volume."""
         freed_bytes = 0
-        deferred = []
-        with self.lock:
-            hollowed = [volume for volume, _ in self._holes.values()]
-        refused = {each.id for each in {*hollowed, *(volume for volume, _ in self._doomed)} if not _forgets(each)}
-        for _ in range(len(self._doomed) if steps_max is None else min(steps_max, len(self._doomed))):
-            volume, path = self._doomed.popleft()
-            if volume.id in refused:
-                self._doomed.append((volume, path))
-                continue
-            with self.lock:
+        deferred: list[int] = []
+        doomed = self._doomed.get(volume.id, deque())
+        hollow = [path for path, (owner, _) in list(self._holes.items()) if owner is volume]
+        if not (doomed or hollow) or not _forgets(volume):
+            return Reclaimed(0, deferred)
+        for _ in range(len(doomed) if steps_max is None else min(steps_max, len(doomed))):
+            path = doomed.popleft()
+            with self._lock:
                 self._holes.pop(path, None)
             try:
                 freed_bytes += files.remove(path)
             except OSError as error:
                 volume.trouble(error, "removing a data file")
-        for path in list(self._holes)[:steps_max]:
-            with self.lock:
-                if path in self._holes and self._holes[path][0].id not in refused:
-                    volume, holes = self._holes[path]
-                    if self.held[holes.object_id] or not self._punch(volume, path, holes):
-                        deferred.append(holes.object_id)
-                        continue
-                    freed_bytes += len(holes.blocks) * holes.block_bytes
-                    del self._holes[path]
+        for path in hollow[:steps_max]:
+            with self._lock:
+                if path not in self._holes:
+                    continue
+                holes = self._holes[path][1]
+                if self.held[holes.object_id]:
+                    deferred.append(holes.object_id)
+                    continue
+                del self._holes[path]
+                self._punching.add(path)
+            done = False
+            try:
+                done = self._punch(volume, path, holes)
+            finally:
+                with self._lock:
+                    self._punching.discard(path)
+                    self._lock.notify_all()
+                    if not done:
+                        here = self._holes.setdefault(path, (volume, holes))[1]
+                        here.blocks.update(holes.blocks)
+            if done:
+                freed_bytes += len(holes.blocks) * holes.block_bytes
+            else:
+                deferred.append(holes.object_id)
         return Reclaimed(freed_bytes, deferred)
 
     def _punch(self, volume: Volume, path: str, holes: _Holes) -> bool:
         """False when a reader's lease forbids it."""
         try:
-            return files.punch_blocks(path, holes.block_bytes, holes.blocks)
+            with volume.headers:
+                return files.punch_blocks(path, holes.block_bytes, holes.blocks)
         except OSError as error:
             # a filesystem that cannot punch: the space comes back when the whole object goes
             self._tell(
@@ -174,6 +204,11 @@ class Reclaimer:
             )
             holes.blocks.clear()
             return True
+
+
+def _sealed(volume: Volume) -> str:
+    """Under which name stands what waits for the commit that is under way."""
+    return f"{volume.id} sealed"
 
 
 def _forgets(volume: Volume) -> bool:

@@ -117,6 +117,12 @@ class Usage:
             *(self.owned_objects, self.owed_bytes, self.owned_file_bytes, self.owned_small_bytes),
         )
 
+    def copy(self) -> Usage:
+        """The same numbers, which stay as they are."""
+        same = Usage()
+        same.merge(self)
+        return same
+
     def merge(self, other: Usage) -> None:
         for bucket, size_bytes in other.by_bucket.items():
             self._add(bucket, size_bytes, False)
@@ -154,7 +160,7 @@ def decode_usage(value: bytes | None, next_id: bytes) -> tuple[Usage, int] | Non
 class VolumeUsage(NamedTuple):
     volume_id: str
     path: str
-    state: str  # ok | full | out
+    state: str  # ok | full | stalled | out
     reason: str
     used_bytes: int  # taken by all that is here
     capacity_bytes: int  # what may be taken

@@ -30,7 +30,9 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -42,7 +44,9 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
 from forebay.core.freshness import MISSED
 from forebay.core.record import Record, State, decode_record, encode_record
+from forebay.core.stall import Stall
 from forebay.node.store import files, keys, pages
+from forebay.node.store.desk import Desk, Late
 from forebay.node.store.durable import Durable
 from forebay.node.store.index import Index
 from forebay.node.store.notes import Note
@@ -60,6 +64,7 @@ OWN_NAMES = frozenset(
 INCOMING = "in-"  # temp files of bodies on their way: `in-<pid>-<n>`
 WALKS_CUT_MAX = 3
 REBUILDING = b"rebuilding"  # in the index while it is: why
+STALLED_RETRY_S = 5.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_THE_DISK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
@@ -167,6 +172,12 @@ class Volume:
         self.behind = True  # what the durable index says may not be in view: since a start, or since a flush was lost
         self.rebuilding = ""  # why the index is made anew from the files, until it is whole
         self.owned_before = 0  # owned objects in view at the start, and what came into view since
+        self.flushes_begun = self.flushes_done = 0
+        self.writing: Future[bool] | None = None  # the index, by the hand
+        self._before = Usage()
+        self.stall = Stall()
+        self.headers = threading.Lock()  # holes, and the checksums in files' headers
+        self.desk = Desk(self.path)
         self.opened = False
         self._free: tuple[float, int] = (float("-inf"), 0)
         self.free_pages = FreePages(lambda: self.index.pages())
@@ -400,6 +411,7 @@ class Volume:
 
     def close(self, *, clean: bool) -> None:
         """Let go. With `clean`, everything is on the disk first and the mark says so."""
+        self.desk.close()
         try:
             if clean and self.state != "out":
                 self.index.sync()
@@ -413,6 +425,7 @@ class Volume:
 
     def release(self) -> None:
         """Let go of a volume that did not start, as it is."""
+        self.desk.close()
         if self.opened:
             self.index.close()
         if hasattr(self, "durable"):
@@ -421,9 +434,26 @@ class Volume:
 
     # --- trouble ---
 
+    @property
+    def silent(self) -> bool:
+        """Whether its disk has stalled, or somebody has waited in vain for it just now."""
+        return self.stall.stalled or self.desk.late
+
+    def watch(self, now_s: float) -> bool:
+        """Look whether the disk answers; whether that has changed. Every `stall.LOOK_S`, by the store's thread."""
+        before, oldest = self.stall.stalled, self.desk.oldest()
+        return self.stall.look(now_s, oldest) != before
+
+    def probe(self) -> None:
+        """Have the disk do something, so that one that nobody uses is seen to answer, or not."""
+        if self.desk.oldest() is None:
+            self.desk.begin(os.utime, self._lock_fd)
+
     def trouble(self, error: Exception, doing: str) -> Unavailable:
         """Note what went wrong and return what to raise. Any thread."""
         code = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, Late):
+            return stalled(self.path, doing)
         detail = f"{doing}: {error}"
         if code in _FULL:
             if self.state == "ok":
@@ -487,20 +517,59 @@ class Volume:
 
     def commit(self) -> int:
         """Commit what is pending, and count it; how many changes. `OSError` or `Corrupt`: nothing was changed."""
-        if self.index.pending:
-            next_id = self.index.get("meta", b"next_id") or b""
-            self.index.put("meta", b"usage", self.usage.encode(self.change, int(clock.wall_s() // 60), next_id))
+        self._count()
         try:
             done = self.index.flush()
         except OSError as error:
-            if error.errno in _FULL:
-                self.free_pages.refused()
+            self._refused(error)
             raise
         self.usage.merge(self.change)
         self.change = Usage()
         if done:
             self.free_pages.changed()
         return done
+
+    def seal(self) -> int:
+        """Set aside what is pending for `write`; how many changes. From here on it counts as what is."""
+        if self.index.pending:
+            self._count()
+            self._before = self.usage.copy()
+            self.usage.merge(self.change)
+            self.change = Usage()
+            self.flushes_begun += 1
+        return self.index.seal()
+
+    def write(self) -> bool:
+        """Commit what is sealed, in the hand; see `Index.write`."""
+        try:
+            return self.index.write()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self.drop_ballast():
+                raise
+            return self.index.write()
+
+    def written(self) -> None:
+        """What was sealed is committed."""
+        self.index.written()
+        self.flushes_done = self.flushes_begun
+        self.free_pages.changed()
+
+    def flush_lost(self, error: Exception) -> None:
+        """What was sealed cannot be committed: that, and what came after it, is forgotten."""
+        self._refused(error)
+        self.flushes_lost += 1
+        self.behind = True
+        self.usage = self._before
+        self.discard()
+
+    def _count(self) -> None:
+        if self.index.pending:
+            next_id = self.index.get("meta", b"next_id") or b""
+            self.index.put("meta", b"usage", self.usage.encode(self.change, int(clock.wall_s() // 60), next_id))
+
+    def _refused(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            self.free_pages.refused()
 
     def discard(self) -> None:
         """Forget what is pending."""
@@ -545,6 +614,15 @@ class Volume:
             return None
         record = decode_record(value)
         return None if record.key and record.key != key else record
+
+
+def stalled(path: str, subject: str) -> Unavailable:
+    """What is answered where the disk of the volume at `path` would be needed and does not answer."""
+    return Unavailable(
+        f"{subject}: the disk of volume {path} does not answer; it is used again when it does: look at the disk "
+        "(`forebay status`, `dmesg`; is it frozen?), or try again later",
+        retry_after_s=STALLED_RETRY_S,
+    )
 
 
 def index_path(volume_path: str, generation: int) -> str:

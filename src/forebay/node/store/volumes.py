@@ -25,9 +25,9 @@ from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, Volum
 from forebay.core.placement import Members
 from forebay.core.volumes import KnownVolume, Owners
 from forebay.core.wire import VolumeAt
-from forebay.node.store import catching, keys, ledger, owned
+from forebay.node.store import catching, desk, keys, ledger, owned
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
-from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume
+from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume, stalled
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
@@ -51,6 +51,7 @@ class VolumeSet:
         self._known: Sequence[KnownVolume] = ()
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
+        self.any_stalled = False
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
@@ -83,6 +84,11 @@ class VolumeSet:
         self._members = Members({volume.id: volume.mark.weight for volume in usable})
         self.owners = Owners(self._known, self._by_id)
 
+    def serve(self) -> None:
+        """From now on others are served: none of them waits for a disk any more."""
+        for volume in self._all:
+            volume.desk.patience_s = desk.CALL_S
+
     # --- what volumes that are not here may own ---
 
     def know(self, known: Sequence[KnownVolume], noted: Callable[[str, str, bool], bool]) -> None:
@@ -97,6 +103,20 @@ class VolumeSet:
             raise missing(absent, f"{bucket}/{key}")
         if self.astray:
             self._check_astray(bucket, key)
+        volume = self._by_id.get(self.volume_of(bucket, key)) if self.any_stalled else None
+        if volume is not None and volume.stall.stalled and owned.owes(volume, keys.index_key(bucket, key)):
+            raise stalled(volume.path, f"{bucket}/{key}")
+
+    def check_answers(self, bucket: str, key: str) -> None:
+        """`Unavailable` where what is here of the key could not be taken back, since its disk does not answer, or where
+        that was begun and is not done yet."""
+        volume = self._by_id.get(self.volume_of(bucket, key))
+        if volume is None:
+            return
+        entry = keys.index_key(bucket, key)
+        here = volume.get("records", entry) is not None or volume.index.is_pending("records", entry)
+        if (volume.stall.stalled and here) or (volume.desk.late and volume.index.is_pending("records", entry)):
+            raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_bucket(self, bucket: str) -> None:
         """`VolumeMissing` if that may be so of any key of the bucket."""
@@ -161,7 +181,7 @@ class VolumeSet:
     def _write_marks(self) -> None:
         for volume in self._by_id.values():
             try:
-                volume.write_mark()
+                volume.desk.call(volume.write_mark)
             except OSError as error:
                 volume.trouble(error, "writing volume.json")
 
@@ -208,6 +228,8 @@ class VolumeSet:
     def _roomy(self, bucket: str, key: str, small_bytes: int | None = None) -> Volume:
         """The key's volume if it takes more bytes, or a small object of so many; else `Unavailable`."""
         volume = self.home(bucket, key)
+        if volume.silent:
+            raise stalled(volume.path, f"{bucket}/{key}")
         room = self.room(volume)
         if room.share_bytes is not None and room.taken_bytes >= room.share_bytes:
             raise Unavailable(
@@ -238,7 +260,13 @@ class VolumeSet:
 
     def volumes(self) -> list[VolumeAt]:
         """The usable volumes, for `Welcome`."""
-        return [VolumeAt(volume.id, volume.path) for volume in self._by_id.values()]
+        return [VolumeAt(volume.id, volume.path, volume.stall.stalled) for volume in self._by_id.values()]
+
+    def watch(self, now_s: float) -> list[Volume]:
+        """Look whether every disk answers: the volumes whose disk stalled, or answers again. Every `stall.LOOK_S`."""
+        changed = [volume for volume in self._by_id.values() if volume.watch(now_s)]
+        self.any_stalled = any(volume.stall.stalled for volume in self._by_id.values())
+        return changed
 
     def usable(self) -> list[Volume]:
         """For the scrubber: the volumes themselves."""
@@ -277,8 +305,8 @@ class VolumeSet:
         return VolumeUsage(
             volume.id,
             volume.path,
-            volume.state,
-            volume.reason,
+            "stalled" if volume.stall.stalled and volume.state != "out" else volume.state,
+            volume.reason or ("its disk does not answer" if volume.stall.stalled else ""),
             taken_bytes,
             capacity_bytes,
             keep_bytes,

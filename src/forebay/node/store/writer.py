@@ -17,7 +17,7 @@ Invariants. As `node/store/__init__.py`.
 
 from __future__ import annotations
 
-import errno
+import functools
 import os
 from array import array
 from collections import Counter
@@ -34,12 +34,13 @@ from forebay.core.record import OWNED, Record, State, blocks_in, build_head, dec
 from forebay.core.types import ObjectInfo
 from forebay.node.store import files, keys, ledger, moving, owned, presence, rebuild, verify
 from forebay.node.store.catching import Catching
+from forebay.node.store.flushing import Flushes
 from forebay.node.store.heading import Headings
 from forebay.node.store.landing import Landing
 from forebay.node.store.notes import Owed, digest_of
 from forebay.node.store.puts import Change, Prepared, Puts
 from forebay.node.store.reclaim import Reclaimed, Reclaimer
-from forebay.node.store.volume import Expected, StoreEvent, Volume
+from forebay.node.store.volume import Expected, StoreEvent, Volume, stalled
 from forebay.node.store.volumes import VolumeSet, no_room
 from forebay.ports import clock
 
@@ -59,6 +60,8 @@ class Store(VolumeSet):
         self._landing_ids: Counter[int] = Counter()  # one that lost its object may overlap with its successor
         self._reclaimer = Reclaimer(self.tell)
         self.held = self._reclaimer.held
+        self.on_answer: Callable[[], None] = lambda: None
+        self._flushes = Flushes(self._reclaimer, self.tell, lambda: self._next_id, lambda: self.on_answer())
         self._touched: dict[int, int] = {}
         self.bad_blocks = 0  # that were found not to match their checksums
         self._closed = False
@@ -69,10 +72,9 @@ class Store(VolumeSet):
             put=self._put,
             set_aside=self._set_aside,
             flush=self.flush,
-            headers=self._reclaimer.lock,
         )
         self.catching = Catching(self, self._is_busy, self.flush)
-        self.headings = Headings(self, put=self._put, headers=self._reclaimer.lock)
+        self.headings = Headings(self, put=self._put)
 
     # --- open and close ---
 
@@ -160,9 +162,10 @@ class Store(VolumeSet):
         for landing in list(self._landings.values()):
             landing.abandon()
         self._keep_touches()
-        self.flush()
-        self._reclaimer.reclaim(None)
+        self._flushes.settle(list(self._by_id.values()))
         for volume in self._all:
+            volume.desk.close()
+            self._reclaimer.reclaim(volume, None)
             try:
                 volume.close(clean=clean)
             except OSError as error:
@@ -285,9 +288,10 @@ class Store(VolumeSet):
             self.block_bytes,
         )
         temp, path = volume.temp_path(object_id), volume.data_path(object_id)
-        return files.create(temp, path, identity, xattrs=volume.xattrs)
+        create = functools.partial(files.create, temp, path, identity, xattrs=volume.xattrs)
+        return volume.desk.call(create, unwanted=files.undo)
 
-    def list_block(self, landing: Landing, header: files.Header, block: int, stored_sum: int) -> None:
+    def list_block(self, landing: Landing, block: int, stored_sum: int) -> None:
         """For `Landing.finish_block`, which see."""
         volume, bucket, info = landing.volume, landing.bucket, landing.info
         now = volume.record(keys.index_key(bucket, info.key), info.key)
@@ -301,11 +305,6 @@ class Store(VolumeSet):
         place = Place(bucket, info.key, landing.object_id, landing.path)
         replaces = rebuild.place_of(volume, bucket, info.key, old) if old is not None else None
         plan = commit.plan_land(place, (), (block,), (), replaces)
-        try:
-            with self._reclaimer.lock:
-                header.set_sums({block: stored_sum})
-        except OSError as error:
-            raise volume.trouble(error, "keeping a checksum") from error
         ledger.keep_sums(volume, landing.object_id, {block: stored_sum})
         self._put(volume, bucket, info.key, record, now)
         if old is not None:
@@ -414,10 +413,19 @@ class Store(VolumeSet):
         """
         self._puts.make_durable(prepared)
 
-    def publish(self, prepared: Prepared) -> list[Record | ForebayError | None]:
+    def publish(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
         """Show what was made durable, replacing what was there, and flush; per change its record (None for a delete)
-        or why it failed. Then send fronts `take_dropped` and call `reclaim`, as after every flush."""
+        or why it failed. Then send fronts `take_dropped` and call `reclaim`, as after every flush. None: a disk has not
+        answered, and `outcomes` says it after a later flush."""
         return self._puts.publish(prepared)
+
+    def give_up(self, changes: Sequence[Change]) -> None:
+        """These will not be prepared: their temp files go."""
+        self._puts.give_up(changes)
+
+    def outcomes(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
+        """What `publish` could not say."""
+        return self._puts.outcomes(prepared)
 
     def _enter_written(
         self, volume: Volume, entry: bytes, bucket: str, key: str, record: Record, inline_sum: int, sums: array[int]
@@ -466,10 +474,10 @@ class Store(VolumeSet):
         index. Any thread. `Unavailable` when a volume cannot."""
         self._puts.write_notes(owed)
 
-    def settle(self) -> None:
-        """Let the durable indexes forget what was settled since their last transaction. Any thread, may take long:
-        call it every few seconds."""
-        self._puts.settle()
+    def settle(self, only: Volume | None = None) -> None:
+        """Let the durable indexes, or one, forget what was settled since. Any thread, may take long; now and then."""
+        for volume in self.usable() if only is None else [only]:
+            self._puts.settle_on(volume)
 
     def digest(self, bucket: str, key: str, record: Record) -> str:
         """What tells the object's body from another (`notes.digest_of`); "" unless all of it is here, undoubted."""
@@ -494,6 +502,8 @@ class Store(VolumeSet):
         without the code when the volume is out."""
         self.check_present(bucket, key)
         volume = self.home(bucket, key)
+        if volume.stall.stalled:
+            raise stalled(volume.path, f"{bucket}/{key}")
         if remedy := self.room(volume, fresh=True).refuses_file(size_bytes):
             raise no_room(volume, f"{size_bytes} bytes do not fit", remedy)
 
@@ -668,33 +678,12 @@ class Store(VolumeSet):
     def flush(self) -> int:
         """Commit what is pending, one transaction per volume; how many changes. Never raises for a disk.
 
-        A volume that cannot commit loses its pending changes (an event `changes-lost` says so; what they would have
-        dropped is still there) and is full or out afterwards.
+        Where a disk does not answer, that is still to come, and so is what came after it: `on_answer` is called, in
+        another thread, when it has, and the next `flush` goes on. A volume that cannot commit loses its pending changes
+        (an event `changes-lost` says so; what they would have dropped is still there) and is full or out afterwards.
         """
-        done = sum(self._flush(volume) for volume in list(self._by_id.values()))
+        done = sum(map(self._flushes.flush, list(self._by_id.values())))
         self._deliver()
-        return done
-
-    def _flush(self, volume: Volume) -> int:
-        index = volume.index
-        if index.pending:
-            index.put("meta", b"next_id", self._next_id.to_bytes(8, "big"))
-        try:
-            try:
-                done = volume.commit()
-            except OSError as error:
-                if error.errno != errno.ENOSPC or not volume.drop_ballast():
-                    raise
-                done = volume.commit()
-        except (OSError, Corrupt) as error:
-            volume.trouble(error, "committing to the index")
-            self.tell(StoreEvent("changes-lost", volume.id, f"{index.pending} changes were not kept"))
-            volume.discard()
-            self._reclaimer.cancel(volume)
-            volume.flushes_lost += 1
-            volume.behind = True
-            return 0
-        self._reclaimer.committed(volume)
         return done
 
     def take_dropped(self) -> list[int]:
@@ -704,11 +693,17 @@ class Store(VolumeSet):
     @property
     def reclaimable(self) -> bool:
         """Whether `reclaim` has something to do."""
-        return self._reclaimer.ready
+        return bool(self._reclaimer.ready())
 
-    def reclaim(self, *, steps_max: int = 1000) -> Reclaimed:
-        """Give the space of committed drops back to the filesystem. May run in a worker thread, one at a time."""
-        return self._reclaimer.reclaim(steps_max)
+    def to_reclaim(self) -> list[Volume]:
+        """The volumes on which `reclaim` has something to do now."""
+        ready = self._reclaimer.ready()
+        return [volume for volume in self._by_id.values() if volume.id in ready and not volume.silent]
+
+    def reclaim(self, only: Volume | None = None, *, steps_max: int = 1000) -> Reclaimed:
+        """Give the space of committed drops back, of all volumes or one. Any thread, one at a time for each volume."""
+        done = [self._reclaimer.reclaim(volume, steps_max) for volume in (self.usable() if only is None else [only])]
+        return Reclaimed(sum(each.freed_bytes for each in done), [one for each in done for one in each.deferred])
 
     # --- verifying ---
 
@@ -769,6 +764,9 @@ class Store(VolumeSet):
 
             steps = rebuild.sweep(volume, self._is_busy, drop)
             while volume.id in self._by_id:
+                if volume.silent:
+                    yield 0
+                    continue
                 self.flush()
                 try:
                     removed = next(steps, None)
@@ -784,6 +782,8 @@ class Store(VolumeSet):
         volumes heal, remove bodies that dead processes were receiving."""
         self._keep_touches()
         for volume in list(self._by_id.values()):
+            if volume.silent:
+                continue
             volume.heal()
             if volume.state != "out":
                 volume.index.env.reader_check()

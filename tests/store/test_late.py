@@ -1,0 +1,132 @@
+"""A disk that does not answer, as the store sees it: nobody waits for it, and nothing that was decided is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.patience import until
+from tests.store import owned_objects as owning
+from tests.store import store_objects as objects
+from tests.store.owned_objects import LARGE, SMALL, Writer
+from tests.store.store_objects import BUCKET, Bench
+
+from forebay.core.errors import Unavailable
+from forebay.core.stall import LOOK_S, STALLED_AFTER_S
+from forebay.node.store import desk
+
+
+@contextmanager
+def silent(bench: Bench) -> Iterator[None]:
+    """The volume's hand stands still, and everybody has noticed. It goes on at the end."""
+    (volume,), answers = bench.store.usable(), threading.Event()
+    bench.store.serve()
+    volume.desk.patience_s = 0.0
+    volume.desk.begin(answers.wait)
+    with pytest.raises(desk.Late):
+        volume.desk.call(os.getpid)
+    until(lambda: volume.desk.oldest() is not None)
+    volume.desk.patience_s = desk.CALL_S
+    try:
+        yield
+    finally:
+        answers.set()
+
+
+def watched(bench: Bench) -> bool:
+    """Whether the volume is stalled after as many looks as it may take, and one for its beginning."""
+    for look in range(int(STALLED_AFTER_S / LOOK_S) + 2):
+        bench.store.watch(1000.0 + look * LOOK_S)
+    return bench.store.any_stalled
+
+
+def test_what_was_decided_is_seen_at_once_and_committed_when_the_disk_answers(bench: Bench) -> None:
+    objects.land(bench.store, "old", LARGE)
+    answered = threading.Event()
+    bench.store.on_answer = answered.set
+    (volume,) = bench.store.usable()
+    with silent(bench):
+        bench.store.forget(BUCKET, "old")
+        bench.store.flush()
+        bench.store.set_pinned(BUCKET, "old", True)
+        assert bench.store.flush() == 0, "what came since waits for what is under way"
+        assert bench.store.lookup(BUCKET, "old") is None
+        assert bench.reader().lookup(BUCKET, "old") is not None, "not committed"
+        assert bench.store.take_dropped() == []
+    assert answered.wait(90)
+    bench.store.flush()
+    assert bench.reader().lookup(BUCKET, "old") is None
+    assert len(bench.store.take_dropped()) == 1
+    assert volume.usage.objects == 0
+    bench.store.reclaim()
+    assert owning.files_in(bench.dirs[0]) == []
+
+
+def test_a_write_is_told_to_be_done_when_it_is_in_view(bench: Bench) -> None:
+    writer = Writer(bench)
+    prepared = bench.store.prepare([writer.put("k", SMALL, durable=False)])
+    with silent(bench):
+        bench.store.make_durable(prepared)
+        assert bench.store.publish(prepared) is None
+        bench.store.flush()
+        assert bench.store.outcomes(prepared) is None
+        assert bench.store.lookup(BUCKET, "k") is not None
+
+    def done() -> object:
+        bench.store.flush()
+        return bench.store.outcomes(prepared)
+
+    (record,) = until(done)
+    assert record == bench.reader().lookup(BUCKET, "k")
+
+
+def test_a_stalled_volume_takes_nothing_and_gives_what_it_owns_to_nobody(bench: Bench) -> None:
+    writer = Writer(bench)
+    writer.write("owned", SMALL)
+    objects.land(bench.store, "cached", LARGE)
+    with silent(bench):
+        assert watched(bench)
+        assert [at.stalled for at in bench.store.volumes()] == [True]
+        assert bench.store.usage()[0].state == "stalled"
+        with pytest.raises(Unavailable, match="does not answer"):
+            bench.store.check_present(BUCKET, "owned")
+        bench.store.check_present(BUCKET, "cached")
+        with pytest.raises(Unavailable, match="does not answer"):
+            bench.store.check_answers(BUCKET, "cached")
+        bench.store.check_answers(BUCKET, "never")
+        with pytest.raises(Unavailable, match="does not answer"):
+            bench.store.begin(BUCKET, objects.make("new", LARGE)[0], checked_s=1.0)
+        (refused,) = bench.store.prepare([writer.put("new", SMALL)]).outcomes
+        assert refused is not None
+        assert refused.retry_after_s is not None
+        reader = bench.reader()
+        reader.refresh(bench.store.volumes())
+        assert reader.lookup(BUCKET, "cached") is None, "the engine may know better"
+        assert [key for key, _ in reader.scan(BUCKET)] == ["cached", "owned"]
+        with pytest.raises(Unavailable, match="does not answer"):
+            reader.incoming(BUCKET, "new")
+    (volume,) = bench.store.usable()
+    until(lambda: volume.desk.oldest() is None and not volume.desk.late)
+    assert not watched(bench)
+    bench.store.check_present(BUCKET, "owned")
+    writer.write("owned", SMALL, "w2")
+    reader = bench.reader()
+    reader.refresh(bench.store.volumes())
+    assert reader.lookup(BUCKET, "cached") is not None
+
+
+def test_a_file_that_was_made_too_late_goes_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.store.serve()
+    (volume,), may = bench.store.usable(), threading.Event()
+    volume.desk.patience_s = 0.0
+    volume.desk.begin(may.wait)
+    monkeypatch.setattr(desk.Desk, "late", False)  # nobody has noticed yet
+    with pytest.raises(Unavailable):
+        bench.store.begin(BUCKET, objects.make("k", LARGE)[0], checked_s=1.0)
+    assert volume.state == "ok"
+    may.set()
+    until(lambda: volume.desk.oldest() is None)
+    assert owning.files_in(bench.dirs[0]) == []
