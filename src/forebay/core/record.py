@@ -97,24 +97,20 @@ def build_head(info: ObjectInfo) -> bytes:
     What only some are told (OWN_HEADERS) stands before all else, where `split_head` finds it at once. Control
     characters cannot pass: a stored header that holds one is dropped, since it could split the response.
     """
-    own = [f"{name}: {value}" for name, value in info.headers if name.startswith(OWN_HEADERS)]
-    lines = [
-        *own,
-        f'ETag: "{info.etag}"' if info.etag else "",
-        f"Last-Modified: {_http_date(math.floor(info.modified_s))}",
-        "Accept-Ranges: bytes",
-    ]
-    names = {name for name, _ in info.headers}
-    if "content-type" not in names:
-        lines.append("Content-Type: binary/octet-stream")
-    lines += [
-        f"{name.title() if not name.startswith('x-amz-') else name}: {value}"
-        for name, value in info.headers
-        if not name.startswith(OWN_HEADERS)
-    ]
-    if _CONTROL.search("".join(lines)):
-        lines = [line for line in lines if not _CONTROL.search(line)]
-    return "".join([line + "\r\n" for line in lines if line]).encode("utf-8")
+    own = shown = ""
+    kind = "Content-Type: binary/octet-stream\r\n"
+    for name, value in info.headers:
+        if name == "content-type":
+            kind = ""
+        if _CONTROL.search(name) or _CONTROL.search(value):
+            continue
+        if name.startswith(OWN_HEADERS):
+            own += f"{name}: {value}\r\n"
+        else:
+            shown += f"{name if name.startswith('x-amz-') else name.title()}: {value}\r\n"
+    etag = f'ETag: "{info.etag}"\r\n' if info.etag and not _CONTROL.search(info.etag) else ""
+    date = _http_date(math.floor(info.modified_s))
+    return f"{own}{etag}Last-Modified: {date}\r\nAccept-Ranges: bytes\r\n{kind}{shown}".encode()
 
 
 def split_head(head: bytes) -> tuple[bytes, bytes]:
