@@ -97,6 +97,7 @@ def test_a_frozen_disk_stops_nothing_that_does_not_need_it(two: tuple[NodeProces
             assert 0 < len(refused) < len(kept)
             for number in range(24):
                 assert one.get("through", f"warm-{number}") == pattern(MIDDLE, number)
+            until(lambda: one.metric("forebay_dirty_objects") == 0 or "is flushed when the disk" in one.log)
         until(lambda: volumes(one)[frozen]["state"] == "ok")
     for key, data in kept.items():
         bucket, _, name = key.partition("/")

@@ -42,10 +42,12 @@ from forebay.core.metrics import series
 from forebay.core.ours import Sent
 from forebay.core.record import Record
 from forebay.core.types import Bucket
+from forebay.node.answering import by_disk, check_flushes
 from forebay.node.buckets import Buckets
 from forebay.node.errand import Books, Delivered, Errand, Place, Superseded, Yielded
 from forebay.node.store import Delete
 from forebay.node.store.notes import Note, Owed, succeeding
+from forebay.node.store.volume import Volume
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
@@ -67,6 +69,7 @@ class Ledger(Books, Protocol):
 
     def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None: ...
     def write_notes(self, owed: list[Owed]) -> None: ...
+    def volume_at(self, bucket: str, key: str) -> Volume | None: ...
 
 
 class Totals(NamedTuple):
@@ -327,7 +330,8 @@ class Flusher:
         if debt is None or debt.note.seq != note.seq:
             return
         owed = debt.owed = msgspec.structs.replace(debt.owed, note=note)
-        await asyncio.get_running_loop().run_in_executor(self._workers, self._store.write_notes, [owed])
+        volume = self._store.volume_at(bucket, key)
+        await by_disk(volume, self._workers, lambda: self._store.write_notes([owed]), f"{bucket}/{key}")
 
     # --- backpressure ------------------------------------------------------------------------------------------------
     async def room(self, bucket: Bucket, size_bytes: int) -> None:
@@ -444,6 +448,7 @@ class Flusher:
             served = await self._buckets.get(name)
             if flight.unwanted:
                 raise Superseded
+            check_flushes(self._store.volume_at(name, key), f"{name}/{key}")
             place = Place(
                 served.bucket,
                 served.backend,

@@ -50,9 +50,9 @@ from forebay.core.freshness import MISSED
 from forebay.core.httpsem import Conditions
 from forebay.core.ours import Sent
 from forebay.core.record import PINNED, Record, State, blocks_in
-from forebay.core.stall import LOOK_S
 from forebay.core.tags import with_tags
 from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
+from forebay.node.answering import by_disk
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
 from forebay.node.commits import Commits
@@ -62,7 +62,6 @@ from forebay.node.records import info_of, is_pinned, own_version, present_blocks
 from forebay.node.room import Room
 from forebay.node.store import Change, Delete, KnownVolumes, Put, Store
 from forebay.node.store.notes import Note, Owed, digest_of, succeeding
-from forebay.node.store.volume import stalled
 from forebay.node.through import Through
 from forebay.ports.clock import Clock
 
@@ -589,14 +588,7 @@ class Writes:
 
     async def _on_disk(self, bucket: str, key: str, work: Callable[[], ResultT]) -> ResultT:
         """Have it done by the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
-        volume = self._store.volume_at(bucket, key)
-        workers = volume.desk.bearers if volume is not None else self._workers
-        doing = asyncio.get_running_loop().run_in_executor(workers, work)
-        while volume is not None and not doing.done():
-            await asyncio.wait((doing,), timeout=LOOK_S)
-            if volume.stall.stalled and not doing.done():
-                raise stalled(volume.path, f"{bucket}/{key}")
-        return await doing
+        return await by_disk(self._store.volume_at(bucket, key), self._workers, work, f"{bucket}/{key}")
 
     async def aclose(self, grace_s: float = 10.0) -> None:
         """Begin no more, and end every section: those that wait for a backend after `grace_s` at the latest."""

@@ -30,7 +30,7 @@ from forebay.core.types import Headers, ObjectInfo
 from forebay.node.store import files, keys, ledger
 from forebay.node.store.durable import Entry
 from forebay.node.store.notes import Note, Owed
-from forebay.node.store.volume import Volume
+from forebay.node.store.volume import Volume, stalled
 from forebay.node.store.volumes import VolumeSet
 
 log = logging.getLogger("forebay.store")
@@ -67,6 +67,8 @@ class Headings:
         volume = self._volumes.home(bucket, info.key)
         if volume.state == "out":
             raise self._volumes.unusable(volume)
+        if volume.stall.stalled:
+            raise stalled(volume.path, f"{bucket}/{info.key}")
         entry = keys.index_key(bucket, info.key)
         now = volume.record(entry, info.key)
         if now is None or now.object_id != record.object_id:
