@@ -60,7 +60,10 @@ def test_our_first_batch_is_timed_and_one_of_another_data_set_is_refused() -> No
                 reader.get(f"/{BUCKET}/{peers.many_key('some', index)}", into=got)
                 assert got == body(index)
         assert all(seconds > 0 for seconds in start.ours(lab, SOME, lab.weed.endpoint))
+        assert start.listing_alone(lab.weed.endpoint, SOME) > 0
         more = dataclasses.replace(SOME, count=301)
+        with pytest.raises(load.LoadFailed, match="300 keys, not 301"):
+            start.listing_alone(lab.weed.endpoint, more)
         with pytest.raises(load.LoadFailed, match="300 samples, not 301"):
             start.ours(lab, more, lab.weed.endpoint)
         start._remove(lab, peers.many_key("some", 0))

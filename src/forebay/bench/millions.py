@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -31,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from forebay.bench import load
-from forebay.bench.parts import BUCKET, Lab, Node, resident_bytes
+from forebay.bench.parts import BUCKET, Lab, Node
 from forebay.bench.report import Result
 from forebay.bench.stats import Measure, bounded, compared
 from forebay.bench.workloads import KIB, MIB, REPORTED, Goal, Objects, Row
@@ -45,6 +46,7 @@ KEPT = "kept"  # the local bucket
 OWNED_EVERY = 8
 TOGETHER = 512  # changes in a commit
 FETCHED = Objects("fetched", 4 * KIB, 2000)  # what only the bucket has
+FETCHED_QUICK = Objects("fetched", 4 * KIB, 300)
 PATIENCE_S = 600.0
 LOOK_S = 0.01
 LEAVING_S = 0.5  # objects that leave are fewer after so long
@@ -109,30 +111,37 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _rest(node: Node) -> int:
+def _rest(lab: Lab, node: Node) -> int:
     """Return when the engine has nothing to do: its process."""
     pid = _engine(node)
-    used_s = -REST_S
-    while (now_s := _cpu_s(pid)) - used_s > 0.2 * REST_S:
+    used_s, rest_s = float("-inf"), REST_S / 4 if lab.quick else REST_S
+    while (now_s := _cpu_s(pid)) - used_s > 0.2 * rest_s:
         used_s = now_s
-        time.sleep(REST_S)
+        time.sleep(rest_s)
     return pid
+
+
+def _own_bytes(pid: int) -> int:
+    """Memory that is the process's own: pages of the index, which the kernel has anyway, are not."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(found[1]) * KIB if found else 0
 
 
 class _Cold:
     """Paths of objects that the node has not read yet."""
 
-    def __init__(self) -> None:
-        self._next = iter(range(FETCHED.count))
+    def __init__(self, lab: Lab) -> None:
+        objects = FETCHED_QUICK if lab.quick else FETCHED
+        lab.upload(objects)
+        self._paths = iter([f"/{BUCKET}/{objects.key(index)}" for index in range(objects.count)])
 
     def path(self) -> str:
-        return f"/{BUCKET}/{FETCHED.key(next(self._next))}"
+        return next(self._paths)
 
 
 def start(lab: Lab, row: Row) -> Result:
     """First hits and misses after a start and after a kill of the engine, against an empty node's."""
     (objects,) = row.quick if lab.quick else row.objects
-    lab.upload(FETCHED)
     hits: tuple[list[float], list[float]] = ([], [])
     misses: tuple[list[float], list[float]] = ([], [])
     kills: tuple[list[float], list[float]] = ([], [])
@@ -145,27 +154,25 @@ def start(lab: Lab, row: Row) -> Result:
         full.kill()
         _fill(_volume(full), objects, OWNED_EVERY)
         full.restart()
-        with load.Reader(empty.endpoint) as reader:
-            reader.get(f"/{BUCKET}/{FETCHED.key(0)}")
-        cold = (_Cold(), _Cold())
-        for each in cold:
-            each.path()
-        for _ in range(2 if lab.quick else row.rounds):
-            resident = []
-            for side, node, hit in ((0, full, objects.key(1)), (1, empty, FETCHED.key(0))):
-                _rest(node)
+        cold = (_Cold(lab), _Cold(lab))
+        warm = (f"/{BUCKET}/{objects.key(1)}", cold[1].path())
+        _answered(empty, warm[1], time.perf_counter())
+        for _ in range(1 if lab.quick else row.rounds):
+            own = []
+            for side, node in ((0, full), (1, empty)):
+                _rest(lab, node)
                 node.kill()
                 began_s = time.perf_counter()
                 node.restart(wait=False)
-                hits[side].append(_answered(node, f"/{BUCKET}/{hit}", began_s))
+                hits[side].append(_answered(node, warm[side], began_s))
                 misses[side].append(_answered(node, cold[side].path(), began_s))
-                engine = _rest(node)
+                engine = _rest(lab, node)
                 if side == 0:
                     known.append(time.perf_counter() - began_s - REST_S)
-                resident.append(resident_bytes(engine))
+                own.append(_own_bytes(engine))
                 os.kill(engine, signal.SIGKILL)
                 kills[side].append(_answered(node, cold[side].path(), time.perf_counter()))
-            memory.append((resident[0] - resident[1]) / objects.count)
+            memory.append((own[0] - own[1]) / objects.count)
     goals = row.goals
     return Result(
         row,
@@ -190,7 +197,6 @@ def _later(name: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float]
 def evict(lab: Lab, row: Row) -> Result:
     """What it costs the engine that a bucket's objects leave at once, and how long cold reads take meanwhile."""
     (objects,) = row.quick if lab.quick else row.objects
-    lab.upload(FETCHED)
     costs: tuple[list[float], list[float]] = ([], [])
     reads: tuple[list[float], list[float]] = ([], [])
     worst: list[float] = []
@@ -201,14 +207,14 @@ def evict(lab: Lab, row: Row) -> Result:
             _fill(_volume(node), objects)
             costs[1].append(_deleting_us(lab, _volume(node), objects))
             node.restart()
-            pid, cold = _rest(node), _Cold()
+            pid, cold = _rest(lab, node), _Cold(lab)
             with load.Reader(node.endpoint) as reader:
-                before = [reader.get(cold.path()).total_s for _ in range(100)]
-                _rest(node)
+                before = [reader.get(cold.path()).total_s for _ in range(20 if lab.quick else 100)]
+                _rest(lab, node)
                 used_s = _cpu_s(pid)
                 during = list(_read_while(node, reader, cold))
                 left = node.counter("forebay_objects")
-                _rest(node)
+                _rest(lab, node)
             costs[0].append((_cpu_s(pid) - used_s) * 1e6 / (objects.count - left))
             reads[0].append(statistics.median(during))
             reads[1].append(statistics.median(before))

@@ -11,6 +11,10 @@ then it is the second job of every round.
 
 Nobody has worker processes here: none of the loaders lists in them, and forking them only takes time.
 
+The limit is shown as well: the bucket's pages asked for by CONNECTIONS connections at once, each folder by itself, by
+somebody who knows the folders, reads nothing of what comes but where a page ends, and has both cores to share with the
+bucket alone. No loader on this machine has its first batch sooner, since none can shuffle what it did not list.
+
 Every object holds its own key, so that a batch can be checked: right sizes, no sample twice, all of them of the data
 set, and not in order. A data set of another length than the bucket's is an error as well.
 """
@@ -32,10 +36,11 @@ from forebay.bench import load, loader, peers
 from forebay.bench.parts import BUCKET, Lab
 from forebay.bench.report import Result
 from forebay.bench.stats import compared
-from forebay.bench.workloads import Objects, Row
+from forebay.bench.workloads import REPORTED, Objects, Row
 
 BATCH = 64
 CONNECTIONS = 16
+PAGE_KEYS = 1000
 TOLD_S = 10.0  # between two lines about the upload
 OURS, KEEPS, CANNOT_SHUFFLE = "forebay", "litdata", "s3torchconnector-iterable"
 
@@ -106,6 +111,31 @@ def _say(line: str) -> None:
     print(f"[bench]   {line}", file=sys.stderr, flush=True)
 
 
+def listing_alone(endpoint: str, objects: Objects) -> float:
+    """Seconds until every page of the bucket's listing has come."""
+    folders = sorted({peers.many_key(objects.name, index).rpartition("/")[0] + "/" for index in range(objects.count)})
+    began_s = time.perf_counter()
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        seen = sum(pool.map(lambda folder: _listed(endpoint, folder), folders))
+    if seen != objects.count:
+        raise load.LoadFailed(f"the bucket lists {seen} keys, not {objects.count}")
+    return time.perf_counter() - began_s
+
+
+def _listed(endpoint: str, folder: str) -> int:
+    """How many keys a folder lists."""
+    seen, after = 0, ""
+    with contextlib.closing(http.client.HTTPConnection(endpoint.rpartition("/")[2], timeout=load.TIMEOUT_S)) as asked:
+        while True:
+            asked.request("GET", f"/{BUCKET}?list-type=2&max-keys={PAGE_KEYS}&prefix={folder}&start-after={after}")
+            body = asked.getresponse().read()
+            page = body.count(b"<Key>")
+            seen += page
+            if page < PAGE_KEYS:
+                return seen
+            after = body[body.rindex(b"<Key>") + 5 :].partition(b"<")[0].decode()
+
+
 # --- sides -----------------------------------------------------------------------------------------------------------
 def _work(objects: Objects) -> dict[str, Any]:
     return {
@@ -162,8 +192,10 @@ def first_batch(lab: Lab, row: Row) -> Result:
     rivals = [name for name in peers.FIRST if name != CANNOT_SHUFFLE]
     sides = [OURS, *peers.FIRST]
     seconds: dict[str, list[tuple[float | None, float]]] = {side: [] for side in sides}
+    alone: list[float] = []
     with lab.remote(row.link) as remote:
         for turn in range(1 if lab.quick else row.rounds):
+            alone.append(listing_alone(remote.endpoint, objects))
             for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
                 if side == OURS:
                     seconds[side].append(ours(lab, objects, remote.endpoint))
@@ -176,7 +208,14 @@ def first_batch(lab: Lab, row: Row) -> Result:
         turns = [[seconds[peer][turn][job] for peer in rivals] for turn in range(len(mine))]
         best = [min(each for each in turn if each is not None) for turn in turns]
         measures.append(compared(name, "s", row.goals[name], mine, best, "best peer"))
-    notes = (*(f"{side}: {_told(side, seconds[side])}" for side in sides), loader.peers_versions())
+    mine = [pair[0] or 0.0 for pair in seconds[OURS]]
+    measures.append(compared("first batch / listing alone", "s", REPORTED, mine, alone, "listing alone"))
+    limit = statistics.median(each / other for each, other in zip(alone, measures[0].theirs, strict=True))
+    notes = (
+        f"listing alone takes {limit:.3f} of the best peer's time",
+        *(f"{side}: {_told(side, seconds[side])}" for side in sides),
+        loader.peers_versions(),
+    )
     return Result(row, tuple(measures), notes=notes, extra={"first_batch_s": seconds})
 
 
