@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, pattern
 
 MIB = 1 << 20
@@ -42,6 +44,46 @@ def test_flipped_bytes_of_data_files_and_of_the_index_reach_nobody(node: MakeNod
             assert one.get("lake", key) == data, key
     assert one.get("lake", "large0", (3 * MIB, 3 * MIB + 9)) == objects["large0"][3 * MIB : 3 * MIB + 9]
     assert one.metric("forebay_corrupt_blocks_total") == len(objects)
+
+
+@pytest.mark.parametrize(("write", "durability"), [("local", "disk"), ("back", "memory")])
+def test_blocks_that_only_this_node_had_are_listed_until_they_are_written_again(
+    node: MakeNode, tmp_path: Path, write: str, durability: str
+) -> None:
+    one = node("--fronts", "1", "--flush-timeout", "0")
+    more = {"freshness_s": 1e18, "write": write, "durability": durability}
+    url = "local://" if write == "local" else f"file://{tmp_path}/away"
+    (tmp_path / "away").mkdir()
+    one.json("PUT", "buckets/mine", {"name": "mine", "url": url, **more})
+    (tmp_path / "away").rmdir()
+    data = pattern(13 * MIB)
+    for key in ("rots", "well"):
+        assert one.ask("PUT", f"/mine/{key}", {}, data)[0] == 200
+    assert one.get("mine", "rots") == data
+    assert one.stop() == 0
+    files = sorted((tmp_path / "node-0" / "node" / "volumes" / "v0" / "data").rglob("*"))
+    file = min((path for path in files if path.is_file() and path.stat().st_size > MIB), key=lambda path: path.name)
+    flip(file, 5 * MIB)
+    flip(file, 13 * MIB - 1)
+    one.start()
+    for again in range(2):
+        lost = [4 * MIB, 8 * MIB, 12 * MIB, 13 * MIB]
+        assert one.get("mine", "rots", (0, 4 * MIB)) == data[: 4 * MIB]
+        for start, end in zip(lost[::2], lost[1::2], strict=True):
+            status, answer = one.ask("GET", "/mine/rots", {"Range": f"bytes={start}-{end - 1}"})
+            assert (status, b"write it again" in answer) == (500, True), answer  # S3 knows no 502
+        [found] = one.json("GET", "lost/mine?prefix=ro")
+        assert (found["key"], [each for pair in found["ranges"] for each in pair]) == ("rots", lost)
+        assert one.metric("forebay_lost_objects") == 1
+        if not again:
+            assert one.stop() == 0
+            one.start()
+    run = Program(one.endpoint, one.dir / "node")
+    run("lost", "give-up", "-r", "mine/")
+    assert "bytes 4194304-8388607, 12582912-13631487 rotted" in run("lost", "ls").output
+    assert one.ask("PUT", "/mine/rots", {}, data)[0] == 200
+    assert one.json("GET", "lost/mine") == []
+    assert one.metric("forebay_lost_objects") == 0
 
 
 def flip(file: Path, at: int) -> None:

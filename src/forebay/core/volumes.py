@@ -105,13 +105,14 @@ class VolumeState(msgspec.Struct, frozen=True):
 
 
 class LostObject(msgspec.Struct, frozen=True):
-    """An object that was acknowledged, that no backend has, and whose bytes are gone."""
+    """An object that was acknowledged, that no backend has, and whose bytes are gone: all, or half-open `ranges`."""
 
     bucket: str
     key: str
     size_bytes: int
     modified_s: float
     problem: str
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
 class Seen(msgspec.Struct, frozen=True):

@@ -339,9 +339,13 @@ class Verbs:
             owed.since_s,
             owed.flushing,
             owed.conflicts,
-            len(self._engine.store.lost_in(bucket.name)),
+            self._lost_objects(bucket.name),
             self._engine.volumes.missing(bucket.name),
         )
+
+    def _lost_objects(self, bucket: str) -> int:
+        store = self._engine.store
+        return len(store.lost_in(bucket)) + sum(1 for _ in store.partly_lost(bucket))
 
     async def _lost(self, call: calls.LostCall) -> list[LostObject]:
         store = self._engine.store
@@ -350,13 +354,19 @@ class Verbs:
             found = [lost for lost in named if lost is not None]
         else:
             found = store.lost_in(call.bucket, call.prefix, call.start_after, limits.LIST_KEYS_MAX)
-        return [
+        whole = [
             LostObject(each.bucket, each.key, each.record.size_bytes, each.record.modified_s, each.problem)
             for each in found
         ]
 
+        def asked(key: str) -> bool:
+            return key in call.keys if call.keys else key.startswith(call.prefix) and key > call.start_after
+
+        partly = [each for each in store.partly_lost(call.bucket) if asked(each.key)]
+        return sorted([*whole, *partly], key=lambda each: each.key)[: limits.LIST_KEYS_MAX]
+
     async def _lost_give_up(self, call: calls.LostCall) -> list[LostObject]:
-        found = await self._lost(call)
+        found = [each for each in await self._lost(call) if not each.ranges]  # of the others the rest can be read
         for each in found:
             await self._engine.writes.give_up(each.bucket, each.key)
         return found
@@ -389,8 +399,7 @@ class Verbs:
             objects += usage.objects
         values["forebay_objects"] = objects
         for each in engine.buckets.all():
-            lost = engine.store.lost_in(each.name)
-            values[series("forebay_lost_objects", bucket=each.name)] = len(lost)
+            values[series("forebay_lost_objects", bucket=each.name)] = self._lost_objects(each.name)
         for process, reason, count in engine.restarts:
             values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
         values |= engine.flusher.metrics() | engine.volumes.metrics()

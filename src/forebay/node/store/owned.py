@@ -90,7 +90,7 @@ def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | N
         mark = ledger.note_of(volume, entry)
         if entry in volume.lost or (mark is not None and mark.settled and mark.note.seq == owed.note.seq):
             return None
-        return Kept(bucket, key, entry, owed.note, owed.record, True)
+        return _in_view(volume, Kept(bucket, key, entry, owed.note, owed.record, True))
     note = ledger.note_of(volume, entry)
     if note is None:
         _drop_unbacked(volume, entry)
@@ -99,8 +99,15 @@ def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | N
     elif note.note.is_delete:
         return Kept(bucket, key, entry, note.note, None, False)
     elif owner_of(entry, note) == (bucket, key) and _check_note(volume, bucket, key, entry, note):
-        return Kept(bucket, key, entry, note.note, volume.record(entry, key), False)
+        return _in_view(volume, Kept(bucket, key, entry, note.note, volume.record(entry, key), False))
     return None
+
+
+def _in_view(volume: Volume, kept: Kept) -> Kept:
+    """It is; and if blocks of it are known to have rotted, that is known again."""
+    if kept.record is not None and kept.record.inline is None and not kept.record.complete:
+        volume.partly_lost[kept.entry] = (kept.bucket, kept.key)
+    return kept
 
 
 def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:

@@ -475,6 +475,7 @@ class Puts:
             owned.tell_lost(volume, bucket, key, f"{len(wrong)} blocks from {wrong[0]} do not match their checksums")
             smaller = presence.with_bits(record, presence.bits_of(record) & ~presence.mask(wrong))
             self._put(volume, bucket, key, smaller, record)
+            volume.partly_lost[entry] = (bucket, key)
             if kept is not None and kept.record is not None and kept.record.object_id == record.object_id:
                 volume.durable.replace_later(entry, msgspec.structs.replace(kept, record=smaller))
             return smaller

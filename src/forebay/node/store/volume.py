@@ -166,6 +166,7 @@ class Volume:
         self.index: Index
         self.durable: Durable
         self.lost: dict[bytes, Lost] = {}  # by index key: what is owned and cannot be had is out of view
+        self.partly_lost: dict[bytes, tuple[str, str]] = {}  # in view, and blocks of it rotted; or was so: look
         self.unbacked: list[bytes] | None = []  # index keys of owned records without a note; None: not looked for
         self.used_minute = int(clock.wall_s() // 60)  # of the last commit before the start
         self.flushes_lost = 0

@@ -23,7 +23,9 @@ import msgspec
 
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.placement import Members
-from forebay.core.volumes import KnownVolume, Owners
+from forebay.core.ranges import absent_runs, run_bytes
+from forebay.core.record import State, blocks_in
+from forebay.core.volumes import KnownVolume, LostObject, Owners
 from forebay.core.wire import VolumeAt
 from forebay.node.store import catching, desk, keys, ledger, owned
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
@@ -31,6 +33,7 @@ from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume, 
 
 FULL = "InsufficientStorage"
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
+RANGES_SHOWN = 3  # of an object that is lost in part, in words
 
 
 class VolumeSet:
@@ -145,6 +148,22 @@ class VolumeSet:
         found = (lost for volume in self._by_id.values() for lost in volume.lost.values() if lost.bucket == bucket)
         chosen = [lost for lost in found if lost.key.startswith(prefix) and lost.key > start_after]
         return sorted(chosen, key=lambda lost: lost.key)[:limit]
+
+    def partly_lost(self, bucket: str) -> Iterator[LostObject]:
+        """The owned objects of a bucket of which some blocks rotted, and what of each."""
+        for volume in self._by_id.values():
+            for entry, name in list(volume.partly_lost.items()):
+                record = volume.record(entry, name[1])
+                if record is None or not record.state & State.OWNED or record.complete or record.inline is not None:
+                    del volume.partly_lost[entry]  # it was written again, or deleted
+                elif name[0] == bucket:
+                    blocks = blocks_in(record.size_bytes, record.block_bytes)
+                    runs = absent_runs(record.present, 0, blocks)
+                    ranges = tuple(run_bytes(run, record.size_bytes, record.block_bytes) for run in runs)
+                    shown = ", ".join(f"{start}-{end - 1}" for start, end in ranges[:RANGES_SHOWN])
+                    more = f" and {len(ranges) - RANGES_SHOWN} ranges more" if len(ranges) > RANGES_SHOWN else ""
+                    problem = f"bytes {shown}{more} rotted"
+                    yield LostObject(*name, record.size_bytes, record.modified_s, problem, ranges)
 
     def check_noted(self, volume: Volume, bucket: str, key: str) -> None:
         """`Unavailable` if the node would not remember that this volume owns something of the bucket."""
