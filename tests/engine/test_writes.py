@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests import patience
 
 from forebay.core import calls, limits
 from forebay.core.errors import Busy, Exists, Invalid, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket
 from forebay.node.locks import KeyLocks
+from forebay.node.writes import remove_temp
 
 from .conftest import MIB, Front, Rig, pattern, rig, until
 from .writing import AWAY, as_written, delete, flushed, incoming, names, put, temp_files, written
@@ -497,3 +501,25 @@ def test_jobs_leave_what_is_owned_where_it_is(rigged: Rigged) -> None:
         assert await rig.front.get("a/large") == data
 
     rigged(story)
+
+
+def test_a_temp_file_is_removed_without_waiting_for_a_disk_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    gone, left = tmp_path / "tmp" / "gone", tmp_path / "tmp" / "left"
+    left.write_bytes(b"bytes")
+    answers, unlink, asked = threading.Event(), os.unlink, []
+
+    def slow(path: str) -> None:
+        asked.append(path)
+        assert answers.wait(patience.PATIENCE_S)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    remove_temp(str(gone))
+    assert asked == [], "the disk is not asked about what became the object"
+    remove_temp(str(left))
+    assert left.exists()
+    answers.set()
+    patience.until(lambda: not left.exists(), "it is removed once the disk answers")
