@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import xxhash
+from tests.patience import PATIENCE_S
 
 from forebay.core.record import Record, blocks_in
 from forebay.core.types import ObjectInfo
@@ -33,6 +34,11 @@ class Bench:
         reader = StoreReader(self.store.volumes(), **options)
         self.readers.append(reader)
         return reader
+
+    def settle(self) -> None:
+        """Return when the disks' own threads have done what they were given: what is left by then stays."""
+        for volume in self.store._all:
+            volume.desk.begin(lambda: None).result(PATIENCE_S)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]

@@ -137,6 +137,7 @@ def test_a_later_write_replaces_a_dirty_one_for_ever(
     bench.store.reclaim()
     fronts_hold_its_file = old.inline is None
     assert (old.object_id in bench.store.take_dropped()) == fronts_hold_its_file
+    bench.settle()
     assert [int(path.name, 16) for path in owning.files_in(bench.dirs[0])] == [new.object_id]
     assert bench.store.mark_clean(BUCKET, "k", old.object_id, version="b1", checked_s=9.0) is None
     bench.close()
@@ -192,6 +193,7 @@ def test_nothing_that_lands_replaces_what_was_written(writer: Writer) -> None:
     bench.store.flush()
     bench.store.reclaim()
     assert bench.store.lookup(BUCKET, "k") == record
+    bench.settle()
     assert len(owning.files_in(bench.dirs[0])) == 1
 
 
@@ -240,6 +242,7 @@ def test_headers_in_sidecars_are_synced_and_follow_the_flush(make_bench: Callabl
     assert again is not None
     assert (again.version, again.state) == (version, State.UNVERIFIED)
     assert bench.store.check_blocks(again, BUCKET, "k", range(4)) == []
+    bench.settle()
     assert len(owning.files_in(bench.dirs[0])) == 2
 
 

@@ -249,6 +249,7 @@ class OwnedAgainstDict(RuleBasedStateMachine):
     @precondition(lambda self: self.bench.store.pending == 0)
     @invariant()
     def no_temp_file_is_left(self) -> None:
+        self.bench.settle()
         assert not [path for directory in self.bench.dirs for path in (directory / "tmp").iterdir()]
 
 

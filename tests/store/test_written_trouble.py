@@ -215,6 +215,7 @@ def test_the_disk_fills_in_the_middle_of_a_group(small_disk: Path, make_bench: C
     assert bench.kinds() == ["volume-full"]
     (small_disk / "others").unlink()
     bench.store.reclaim()
+    bench.settle()
     left = {path.name for path in owning.files_in(bench.dirs[0]) if path.suffix != ".head"}
     records = {f"k{n}": bench.store.lookup(BUCKET, f"k{n}") for n in range(12)}
     assert left == {f"{record.object_id:016x}" for record in records.values() if record is not None}
@@ -245,6 +246,7 @@ def test_a_capacity_bounds_what_is_owed_and_clean_bytes_make_room(make_bench: Ca
     (outcome,) = owning.commit(bench.store, [writer.put("more", 200 * KIB)])
     assert isinstance(outcome, Unavailable)
     assert outcome.code == "InsufficientStorage"
+    bench.settle()
     assert os.listdir(bench.dirs[0] / "tmp") == []
 
 
@@ -255,6 +257,7 @@ def test_a_body_that_is_not_whole_is_refused(writer: Writer) -> None:
     bad, fine = owning.commit(writer.bench.store, [change, good])
     assert isinstance(bad, Corrupt)
     assert isinstance(fine, Record)
+    writer.bench.settle()
     assert len(owning.files_in(writer.bench.dirs[0])) == 1
 
 
@@ -271,6 +274,7 @@ def test_what_the_visible_index_could_not_take_comes_into_view_later(
     assert [getattr(outcome, "code", "") for outcome in outcomes] == ["InsufficientStorage"] * 2
     assert bench.kinds() == ["volume-full", "changes-lost"]
     assert bench.store.lookup(BUCKET, "k") == old
+    bench.settle()
     assert len(owning.files_in(bench.dirs[0])) == 2, "of the write to memory nothing is left"
     bench.store.housekeep()  # there is room again
     assert bench.store.catching.may_catch_up

@@ -61,7 +61,7 @@ from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.confirming import Confirmations
 from forebay.node.flights import Flight
-from forebay.node.openings import NOWHERE, Answer, Opening, Passing
+from forebay.node.openings import Answer, Nowhere, Opening, Passing
 from forebay.node.permits import Permits
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
@@ -543,7 +543,7 @@ class ColdReads:
         """A flight that others can join."""
         name = (served.bucket.name, info.key)
         sink = DiskSink(landing, landing.volume.desk.bearers)
-        backend = _source(served, record)
+        backend = self._source(served, info.key, record)
         flight = Flight(self, name[0], backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
         self.flights[name] = flight
         self._enter(flight)
@@ -585,7 +585,7 @@ class ColdReads:
         flight = Flight(
             self,
             served.bucket.name,
-            _source(served, record),
+            self._source(served, info.key, record),
             info,
             sink,
             checked_s=checked_s,
@@ -677,6 +677,18 @@ class ColdReads:
         for flight in list(self._by_object.get(object_id, ())):
             flight.lost(blocks)
 
+    def _source(self, served: Served, key: str, record: Record | None) -> Backend:
+        """Where bytes that are not here come from."""
+        if record is None or not record.state & State.OWNED:
+            return served.backend
+        object_id = record.object_id
+
+        def still_owned() -> bool:
+            now = self.store.lookup(served.bucket.name, key)
+            return now is not None and now.object_id == object_id and bool(now.state & State.OWNED)
+
+        return Nowhere(still_owned)
+
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
         """A front could not use what the record says is there."""
         self.suspicions.suspect(bucket, key, object_id, reason)
@@ -736,11 +748,6 @@ def _is_of(found: Flight | Record, version: str) -> bool:
     if isinstance(found, Flight):
         return version in (found.info.version, own_version(found.object_id))
     return is_version(found, version)
-
-
-def _source(served: Served, record: Record | None) -> Backend:
-    """Where bytes that are not here come from."""
-    return NOWHERE if record is not None and record.state & State.OWNED else served.backend
 
 
 def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:

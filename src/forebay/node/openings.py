@@ -8,11 +8,12 @@ Invariant. The body in a `Passing` is read by one reader or closed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Fetch
-from forebay.core.errors import Corrupt
+from forebay.core.errors import Corrupt, Precondition
 from forebay.core.ranges import Run
 from forebay.core.record import Record
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
@@ -70,7 +71,13 @@ class Nowhere(Refusing):
     scheme = "local"
     read_only = True
 
+    def __init__(self, still_owned: Callable[[], bool]) -> None:
+        """`still_owned()`: whether the object is the key's, and owed. One that was replaced has lost nothing."""
+        self._still_owned = still_owned
+
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
+        if not self._still_owned():
+            raise Precondition(f"{key} changed under an open read: open it again", code="PreconditionFailed")
         raise Corrupt(
             f"{key} was written here, its backend does not have it, and its bytes on this node's disk are damaged: "
             "write it again"
@@ -90,6 +97,3 @@ class Nowhere(Refusing):
 
     async def aclose(self) -> None:
         pass
-
-
-NOWHERE = Nowhere()
