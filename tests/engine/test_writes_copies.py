@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import threading
 import zlib
 from collections.abc import Callable
 from hashlib import sha256
@@ -16,8 +17,9 @@ import pytest
 from forebay.core import calls, limits
 from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import RangeSpec
+from forebay.node.engine import WORKERS
 
-from .conftest import MIB, Rig, pattern
+from .conftest import MIB, Rig, pattern, until
 from .writing import as_written, flushed, put, temp_files, written
 
 Rigged = Callable[..., None]
@@ -228,5 +230,30 @@ def test_a_flushed_bucket_copies_at_its_backend_again(rigged: Rigged) -> None:
         assert await rig.front.get("b") == b"one"
         assert rig.remote.count("copy") == 0, "a bucket written back answers when the node has it"
         await flushed(rig)
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("mode", ["back", "through", "local"])
+def test_a_source_that_is_replaced_before_its_bytes_are_taken_is_read_anew(rigged: Rigged, mode: str) -> None:
+    """The copy knows where the bytes lie, and no worker is free to take them; then their file is gone."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, mode)
+        await add(rig, "other", "local")
+        await put(rig, "a", pattern(3 * MIB, 1))
+        await copy(rig, "remote/a", "other/first")
+        free = threading.Event()
+        held = [rig.engine._workers.submit(free.wait) for _ in range(WORKERS)]
+        await until(lambda: all(each.running() for each in held))
+        copied = asyncio.create_task(copy(rig, "remote/a", "other/b"))
+        await until(lambda: rig.engine._workers._work_queue.qsize())
+        await put(rig, "a", b"newer")
+        rig.engine.flush()
+        rig.engine.store.settle()
+        free.set()
+        await copied
+        assert await rig.front.get("b", bucket="other") in (pattern(3 * MIB, 1), b"newer")
+        assert await rig.front.get("a") == b"newer"
 
     rigged(story)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -19,6 +20,8 @@ class CarefulGate:
     """A server on `port` of loopback that passes whole requests on to another port there."""
 
     def __init__(self, port_behind: int) -> None:
+        gate, self._under_way, self._lock = self, 0, threading.Lock()
+
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
@@ -28,6 +31,10 @@ class CarefulGate:
                     super().handle()
 
             def pass_on(self) -> None:
+                with gate.passing():
+                    self.pass_whole()
+
+            def pass_whole(self) -> None:
                 size_bytes = int(self.headers.get("content-length", "0"))
                 body = self.rfile.read(size_bytes)
                 if len(body) < size_bytes:
@@ -59,6 +66,20 @@ class CarefulGate:
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        with self._lock:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    def is_idle(self) -> bool:
+        """No request is on its way through: what was cut before this one asks does not land any more."""
+        return not self._under_way
 
     def start(self) -> None:
         self._thread.start()

@@ -3,7 +3,8 @@
 Theory. A body says what it is: its label, then bytes drawn from the label, so that any range of it is told from the
 same range of any other body. The client knows the labels that anybody tried on a key (`Board.tried`); what it reads
 has to be a range of one of them, and of which one is what the history needs. A body that is of none is wrong at once:
-that is a mixed version, zeros, or another key's.
+that is a mixed version, zeros, or another key's. No two bodies are of the same size, so a HEAD and a listing tell as
+well which one is there: they are reads to the judge, and a listing is one of each key of its bucket.
 
 An answer of 503, a connection that broke and a timeout all mean the same: the call may have been done or not. Any other
 answer that the call did not ask for is wrong.
@@ -21,8 +22,8 @@ import random
 import re
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -57,10 +58,11 @@ def body_of(label: str, size_bytes: int) -> bytes:
 
 
 class Seen(NamedTuple):
-    """What a read found: whose body (`ABSENT`: nothing), and the ETag it was told."""
+    """What a read of a whole object found: whose body (`ABSENT`: nothing), the ETag it was told, and the size."""
 
     label: str
     etag: str
+    size_bytes: int
 
 
 class Board:
@@ -73,15 +75,35 @@ class Board:
         self.answered = self.unsure = 0
         self.may_be_full = False  # a disk is, or was since the last quiet moment
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
+        self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
+        self._sizes: set[int] = set()  # of all bodies ever
+        self._next: dict[int, int] = {}  # by the size that was wished for: where to look for a free one
         self._lock = threading.Lock()
 
     def trying(self, place: Place, label: str, size_bytes: int) -> None:
         with self._lock:
             self.tried[place][label] = size_bytes
 
-    def note(self, place: Place, call: Call) -> None:
+    def new(self, place: Place, label: str, size_bytes: int) -> bytes:
+        """A body for the label, of the next size that no other body ever had."""
         with self._lock:
-            self.calls[place].append(call)
+            wished, size_bytes = size_bytes, self._next.get(size_bytes, size_bytes)
+            while size_bytes in self._sizes:
+                size_bytes += 1
+            self._sizes.add(size_bytes)
+            self._next[wished] = size_bytes + 1
+            self.tried[place][label] = size_bytes
+        return body_of(label, size_bytes)
+
+    def forget(self, place: Place, kept: set[str]) -> None:
+        """Only these labels may still be read there."""
+        with self._lock:
+            self.tried[place] = {label: size for label, size in self.tried[place].items() if label in kept}
+
+    def note(self, place: Place, call: Call, act: str) -> None:
+        with self._lock:
+            self.calls[place].append(call._replace(act=act))
+            self.acts[place[0], act] += not call.is_open
             self.answered += not call.is_open
             self.unsure += call.is_open
             self.open[place] += call.is_open
@@ -96,25 +118,57 @@ class Board:
             tried = [label for label, size_bytes in self.tried[place].items() if size_bytes == total]
         return [label for label in tried if body_of(label, total)[start : start + len(body)] == body]
 
+    def label_of(self, place: Place, size_bytes: int) -> str | None:
+        """Whose body is of that size."""
+        with self._lock:
+            return next((label for label, size in self.tried[place].items() if size == size_bytes), None)
+
+    def told(self) -> str:
+        """What was done, and how often, over all buckets."""
+        total: Counter[str] = Counter()
+        for (_, act), count in self.acts.items():
+            total[act] += count
+        return ", ".join(f"{act} {count}" for act, count in sorted(total.items()))
+
 
 class Client(threading.Thread):
     """Calls until it is told to stop. One line a call on the board."""
 
-    def __init__(self, ask: Ask, board: Board, name: str, places: list[Place], sources: list[str], seed: int) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        board: Board,
+        name: str,
+        places: list[Place],
+        sources: list[str],
+        seed: int,
+        *,
+        changing: Collection[str] = (),
+    ) -> None:
+        """`changing`: buckets where the ETag of one body may become another."""
         super().__init__(daemon=True, name=name)
         self.stopping = threading.Event()
         self.going = threading.Event()
         self.going.set()
         self.resting = threading.Event()
         self._ask, self._board, self._places, self._sources = ask, board, places, sources
+        self._changing = changing
         self._random = random.Random(seed)
         self._number = 0
         self._found: dict[Place, Seen] = {}
 
     # --- its life ----------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        acts = [self._put, self._create, self._swap, self._copy, self._remove, self._remove_some, self._multipart]
-        weights = [6, 2, 3, 2, 2, 1, 1]
+        try:
+            self._call_on()
+        except Exception as error:  # a client that ended is one that finds nothing
+            self._board.complain(f"{self.name} broke: {error!r}")
+        finally:
+            self.resting.set()
+
+    def _call_on(self) -> None:
+        reads = [self.read, self._head, self._list]
+        writes = [self._put, self._create, self._swap, self._copy, self._remove, self._remove_some, self._multipart]
         while not self.stopping.is_set() and not self._board.wrong:
             if not self.going.is_set():
                 self.resting.set()
@@ -123,10 +177,9 @@ class Client(threading.Thread):
                 continue
             place = self._random.choice(self._places)
             if self._random.random() < 0.45 or self._board.open[place] >= OPEN_MAX:
-                self.read(place)
+                self._random.choices(reads, [6, 2, 2])[0](place)
             else:
-                self._random.choices(acts, weights)[0](place)
-        self.resting.set()
+                self._random.choices(writes, [6, 2, 3, 3, 2, 1, 1])[0](place)
 
     def rest(self) -> None:
         """No call from now on until `go_on`. Wait for `resting` to know that the last one is over."""
@@ -164,8 +217,51 @@ class Client(threading.Thread):
             return self._wrong(place, f"{headers}: {said}")
         if len(labels) > 1:
             return None
-        self._board.note(place, Call("read", labels[0], began, time.monotonic()))
-        return Seen(labels[0], answer.headers.get("etag", ""))
+        self._board.note(place, Call("read", labels[0], began, time.monotonic()), "range" if headers else "get")
+        return Seen(labels[0], answer.headers.get("etag", ""), len(answer.body))
+
+    def _head(self, place: Place) -> None:
+        began = time.monotonic()
+        answer = self._asked("HEAD", place)
+        if answer is None:
+            return None
+        if answer.status not in (200, 404):
+            return self._refused(place, "HEAD", answer)
+        size_bytes = int(answer.headers["content-length"]) if answer.status == 200 else None
+        return self._found_size(place, size_bytes, began, time.monotonic(), "head")
+
+    def _list(self, place: Place) -> None:
+        """All keys of its bucket, in one page or several, as it was while the first to the last was asked for."""
+        version, page = self._random.choice(["", "list-type=2&"]), self._random.choice([1000, 1000, 2])
+        began, sizes, after = time.monotonic(), {}, ""
+        while True:
+            answer = self._asked("GET", (place[0], ""), f"{version}max-keys={page}{after}")
+            if answer is None:
+                return None
+            if answer.status != 200:
+                return self._refused(place, "GET ?list", answer)
+            found = re.findall(rb"<Key>([^<]+)</Key>.*?<Size>(\d+)</Size>", answer.body, re.DOTALL)
+            sizes |= {key.decode(): int(size) for key, size in found}
+            if b"<IsTruncated>true" not in answer.body:
+                break
+            if version:
+                token = re.search(rb"<NextContinuationToken>([^<]+)<", answer.body)
+                assert token is not None, answer
+                after = f"&continuation-token={quote(token[1].decode(), safe='')}"
+            else:
+                after = f"&marker={quote(max(sizes), safe='')}"
+        ended = time.monotonic()
+        for each in self._places:
+            if each[0] == place[0]:
+                self._found_size(each, sizes.get(each[1]), began, ended, "list v2" if version else "list v1")
+        return None
+
+    def _found_size(self, place: Place, size_bytes: int | None, began: float, ended: float, act: str) -> None:
+        label = ABSENT if size_bytes is None else self._board.label_of(place, size_bytes)
+        if label is None:
+            self._wrong(place, f"{act}: {size_bytes} bytes, which nobody wrote")
+        else:
+            self._board.note(place, Call("read", label, began, ended), act)
 
     # --- writes ------------------------------------------------------------------------------------------------------
     def _label(self, place: Place) -> str:
@@ -174,13 +270,14 @@ class Client(threading.Thread):
 
     def _new(self, place: Place) -> tuple[str, bytes]:
         label = self._label(place)
-        body = body_of(label, self._random.choices(SIZES, SIZE_WEIGHTS)[0])
-        self._board.trying(place, label, len(body))
-        return label, body
+        return label, self._board.new(place, label, self._random.choices(SIZES, SIZE_WEIGHTS)[0])
 
     def _put(self, place: Place) -> None:
         label, body = self._new(place)
-        self._write("write", place, label, "PUT", body=body)
+        headers = {}
+        if self._random.random() < 0.5:
+            headers["Content-MD5"] = base64.b64encode(hashlib.md5(body).digest()).decode()
+        self._write("write", place, label, "PUT", body=body, headers=headers)
 
     def _create(self, place: Place) -> None:
         label, body = self._new(place)
@@ -196,12 +293,21 @@ class Client(threading.Thread):
         self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen.label)
 
     def _copy(self, place: Place) -> None:
-        """From a source that never changes: what it holds is the label's body."""
-        source = self._random.choice(self._sources)
-        known = self._board.tried[place[0], source]
-        (label, size_bytes), *_ = known.items()
+        """From a source that never changes, or from another key while it is what a read has found."""
+        headers = {}
+        if self._random.random() < 0.5:
+            source = (place[0], self._random.choice(self._sources))
+            (label, size_bytes), *_ = self._board.tried[source].items()
+        else:
+            source = self._random.choice([each for each in self._places if each[0] == place[0] and each != place])
+            seen = self._found.get(source) if self._random.random() < 0.4 else self.read(source, whole=True)
+            if seen is None or seen.label == ABSENT or not self._lasts(source, seen.etag):
+                return
+            self._found[source] = seen
+            label, headers["x-amz-copy-source-if-match"], size_bytes = seen
         self._board.trying(place, label, size_bytes)
-        self._write("write", place, label, "PUT", headers={"x-amz-copy-source": f"/{place[0]}/{quote(source)}"})
+        headers["x-amz-copy-source"] = f"/{source[0]}/{quote(source[1])}"
+        self._write("write", place, label, "PUT", headers=headers, source=source)
 
     def _remove(self, place: Place) -> None:
         self._write("delete", place, ABSENT, "DELETE")
@@ -220,11 +326,11 @@ class Client(threading.Thread):
         if answer is not None and answer.status != 200:
             self._refused(place, "POST ?delete", answer)
         for each in some:
-            self._board.note(each, Call("delete", ABSENT, began, ended if each[1] in gone else math.inf))
+            self._board.note(each, Call("delete", ABSENT, began, ended if each[1] in gone else math.inf), "delete some")
 
     def _multipart(self, place: Place) -> None:
         label = self._label(place)
-        body = body_of(label, PART_BYTES + self._random.choice([17, MIB]))
+        body = self._board.new(place, label, PART_BYTES + self._random.choice([17, MIB]))
         began = self._asked("POST", place, "uploads")
         found = re.search(rb"<UploadId>([^<]+)</UploadId>", began.body if began else b"")
         if began is None or found is None:
@@ -237,7 +343,6 @@ class Client(threading.Thread):
             if sent is None or sent.status != 200:
                 return None if sent is None else self._refused(place, "PUT part", sent)
             tags.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{hashlib.md5(part).hexdigest()}</ETag></Part>")
-        self._board.trying(place, label, len(body))
         document = f"<CompleteMultipartUpload>{''.join(tags)}</CompleteMultipartUpload>".encode()
         kind: Kind = self._random.choice(["write", "create"])
         headers = {"If-None-Match": "*"} if kind == "create" else {}
@@ -253,22 +358,29 @@ class Client(threading.Thread):
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         seen: str = "",
+        source: Place | None = None,
     ) -> None:
         began = time.monotonic()
         answer = self._asked(method, place, query, body, headers)
         ended = time.monotonic()
+        act = "multipart" if query else "copy" if source else kind if label else "delete"
         status = UNSURE if answer is None else answer.status
         if answer is not None and status == 200 and b"<Error>" in answer.body:  # told after the head had been sent
             status = 412 if b"PreconditionFailed" in answer.body else UNSURE
         if status == UNSURE:
-            self._board.note(place, Call(kind, label, began, math.inf, seen))
+            self._board.note(place, Call(kind, label, began, math.inf, seen), act)
+        elif source in self._places and status in (404, 412):  # the source is not what was read any more
+            refused: Call = Call("refused swap", label, began, ended, label)
+            self._board.note(source, Call("read", ABSENT, began, ended) if status == 404 else refused, "copy refused")
+        elif status == 412 and seen and not self._lasts(place, (headers or {})["If-Match"]):
+            return
         elif status == 412 and kind in ("create", "swap"):
-            refused: Kind = "refused create" if kind == "create" else "refused swap"
-            self._board.note(place, Call(refused, label, began, ended, seen))
+            told: Kind = "refused create" if kind == "create" else "refused swap"
+            self._board.note(place, Call(told, label, began, ended, seen), f"{act} refused")
         elif status == 404 and kind == "swap":  # what was read is gone: S3 says so in this way
-            self._board.note(place, Call("read", ABSENT, began, ended))
+            self._board.note(place, Call("read", ABSENT, began, ended), f"{act} refused")
         elif status in (200, 204):
-            self._board.note(place, Call(kind, label, began, ended, seen))
+            self._board.note(place, Call(kind, label, began, ended, seen), act)
         elif answer is not None:
             self._refused(place, f"{method} {kind}", answer)
 
@@ -288,6 +400,11 @@ class Client(threading.Thread):
                 return answer
         self.stopping.wait(AFTER_UNSURE_S)
         return None
+
+    def _lasts(self, place: Place, etag: str) -> bool:
+        """Whether the ETag stays what it is while the body does. What was written back gets the bucket service's when
+        it is fetched again, which is another one unless both are the MD5: a refusal tells nothing then."""
+        return "-" not in etag or place[0] not in self._changing
 
     def _wrong(self, place: Place, what: str) -> None:
         self._board.complain(f"{self.name}, {place[0]}/{place[1]}: {what}")

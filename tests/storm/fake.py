@@ -27,8 +27,12 @@ Fault = Literal[
     "done twice",
     "deleted comes back",
     "cut range",
+    "older HEAD",
+    "listing without a key",
+    "older listing",
+    "copies another version",
 ]
-RATE = 0.05  # of the calls where the fault can strike
+RATE = 0.2  # of the calls where the fault can strike
 
 
 class FakeStore:
@@ -65,8 +69,12 @@ class FakeStore:
         if self._late and self._random.random() < 0.2:
             key, again = self._late.pop()
             self._set(key, again)
+        if method in ("GET", "HEAD") and name.endswith("/"):
+            return self._list(name, query)
         if method == "GET":
             return self._get(name, headers)
+        if method == "HEAD":
+            return self._head(name)
         if method == "DELETE":
             return self._delete([name])
         if "delete" in query:
@@ -81,7 +89,13 @@ class FakeStore:
         if "uploadId" in query:
             body = b"".join(self._parts[query["uploadId"][0]].values())
         if "x-amz-copy-source" in headers:
-            body = self._objects[unquote(headers["x-amz-copy-source"])]
+            source = self._objects.get(unquote(headers["x-amz-copy-source"]))
+            if source is None:
+                return Answer(404, {}, b"<Code>NoSuchKey</Code>")
+            wanted = headers.get("x-amz-copy-source-if-match", _etag(source))
+            if wanted != _etag(source) and not self._strikes("copies another version"):
+                return Answer(412, {}, b"<Code>PreconditionFailed</Code>")
+            body = source
         return self._put(name, headers, body)
 
     def _get(self, name: str, headers: dict[str, str]) -> Answer:
@@ -90,7 +104,7 @@ class FakeStore:
             body = older
         if body is None:
             return Answer(404, {}, b"<Code>NoSuchKey</Code>")
-        told = {"etag": hashlib.md5(body).hexdigest()}
+        told = {"etag": _etag(body)}
         if len(body) > 9000 and self._strikes("zeros"):
             body = body[:4096] + bytes(4096) + body[8192:]
         if older is not None and 200 < len(older) <= len(body) and self._strikes("mixed versions"):
@@ -107,13 +121,36 @@ class FakeStore:
         told["content-range"] = f"bytes {start}-{start + len(part) - 1}/{len(body)}"
         return Answer(206, told, part[1:] if self._strikes("cut range") else part)
 
+    def _head(self, name: str) -> Answer:
+        body = self._objects.get(name)
+        if (older := self._older.get(name)) is not None and self._strikes("older HEAD"):
+            body = older
+        return Answer(404, {}, b"") if body is None else Answer(200, {"content-length": str(len(body))}, b"")
+
+    def _list(self, folder: str, query: dict[str, list[str]]) -> Answer:
+        after = query.get("continuation-token", query.get("marker", [""]))[0]
+        left = sorted(name for name in self._objects if name.startswith(folder) and name[len(folder) :] > after)
+        page = left[: int(query["max-keys"][0])]
+        rows = ""
+        for name in page:
+            size_bytes = len(self._objects[name])
+            if self._strikes("listing without a key"):
+                continue
+            if (older := self._older.get(name)) is not None and self._strikes("older listing"):
+                size_bytes = len(older)
+            rows += f"<Contents><Key>{name[len(folder) :]}</Key><Size>{size_bytes}</Size></Contents>"
+        if len(page) < len(left):
+            last = page[-1][len(folder) :]
+            rows += f"<NextContinuationToken>{last}</NextContinuationToken><IsTruncated>true</IsTruncated>"
+        return Answer(200, {}, f"<ListBucketResult>{rows}</ListBucketResult>".encode())
+
     def _put(self, name: str, headers: dict[str, str], body: bytes) -> Answer:
         there = self._objects.get(name)
         if headers.get("if-none-match") and there is not None and not self._strikes("ignores If-None-Match"):
             return Answer(412, {}, b"<Code>PreconditionFailed</Code>")
         if "if-match" in headers and there is None:
             return Answer(404, {}, b"<Code>NoSuchKey</Code>")
-        same = there is not None and headers.get("if-match") == hashlib.md5(there).hexdigest()
+        same = there is not None and headers.get("if-match") == _etag(there)
         if "if-match" in headers and not same and not self._strikes("ignores If-Match"):
             return Answer(412, {}, b"<Code>PreconditionFailed</Code>")
         if not self._strikes("forgets a write"):
@@ -134,3 +171,7 @@ class FakeStore:
                 self._objects.pop(name, None)
         keys = "".join(f"<Deleted><Key>{name.split('/', 2)[2]}</Key></Deleted>" for name in names)
         return Answer(200 if len(names) > 1 else 204, {}, f"<DeleteResult>{keys}</DeleteResult>".encode())
+
+
+def _etag(body: bytes) -> str:
+    return hashlib.md5(body).hexdigest()

@@ -16,6 +16,7 @@ writers at once, and so no conditional write that somebody else decides.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -29,7 +30,7 @@ class Call(NamedTuple):
     """One call to a key. `label` is the body that it wrote, or that it read (`ABSENT`: none).
 
     `create` wrote only if there was nothing, `swap` only if `seen` was there; "refused …" are those that were told 412.
-    `ended` is infinite where no answer came.
+    `ended` is infinite where no answer came. `act` says how it was asked, for people.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     began: float
     ended: float
     seen: str = ""
+    act: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -99,8 +101,10 @@ def told(calls: Iterable[Call]) -> str:
     """A history in words, one call a line, for whoever has to find out."""
     story = sorted(calls, key=lambda call: call.began)
     first = story[0].began if story else 0.0
-    return "\n".join(
+    clock = time.strftime("%H:%M:%S", time.localtime(first + time.time() - time.monotonic()))
+    return f"  from {clock} on:\n" + "\n".join(
         f"  {call.began - first:9.4f} to {call.ended - first:9.4f} {call.kind:14} {call.label or 'nothing'}"
         + (f" where {call.seen or 'nothing'} was" if "swap" in call.kind else "")
+        + f" ({call.act})"
         for call in story
     )

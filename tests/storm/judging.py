@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import http.client
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from tests.patience import until
-from tests.storm.clients import Ask, Board, Client, Place, body_of
+from tests.patience import PATIENCE_S, until
+from tests.storm.clients import Ask, Board, Client, Place
 from tests.storm.history import ABSENT, explain, told
 
 SOURCES = ["source/small", "source/large"]  # what copies are made of: written once, never again
 SOURCE_SIZES = [700, 400_000]
+STALL_ASKS = 5
 
 
 class Crew:
     """Some clients on the same keys. Between two quiet moments each key's history has to have an explanation."""
 
-    def __init__(self, ask: Ask, buckets: list[str], seed: int, keys: int = 3, clients: int = 4) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        buckets: list[str],
+        seed: int,
+        keys: int = 3,
+        clients: int = 4,
+        *,
+        changing: Collection[str] = (),
+    ) -> None:
+        """`changing`: buckets where the ETag of one body may become another."""
         self.board = Board()
         self.places: list[Place] = [(bucket, f"k{number}") for bucket in buckets for number in range(keys)]
         self.sources: list[Place] = [(bucket, source) for bucket in buckets for source in SOURCES]
         self.content: dict[Place, set[str]] = {place: {ABSENT} for place in self.places}
         self._ask = ask
         self.clients = [
-            Client(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number)
+            Client(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number, changing=changing)
             for number in range(clients)
         ]
         for (bucket, source), size_bytes in zip(self.sources, SOURCE_SIZES * len(buckets), strict=True):
             label = f"{bucket} {source}"
-            self.board.trying((bucket, source), label, size_bytes)
-            answer = ask("PUT", f"/{bucket}/{source}", {}, body_of(label, size_bytes))
+            answer = ask("PUT", f"/{bucket}/{source}", {}, self.board.new((bucket, source), label, size_bytes))
             assert answer.status == 200, answer
             self.content[bucket, source] = {label}
 
@@ -73,6 +86,22 @@ class Crew:
                 before = " or ".join(sorted(each or "nothing" for each in self.content[place]))
                 wrong.append(f"{place[0]}/{place[1]}: nothing explains this, where {before} was:\n{told(calls)}")
             self.content[place] = after or self.content[place]
-            kept = self.content[place]
-            self.board.tried[place] = {k: size for k, size in self.board.tried[place].items() if k in kept}
+            self.board.forget(place, self.content[place])
         return wrong + self.board.wrong[len(wrong) :]
+
+
+def stalled(asks: Mapping[str, Callable[[], bool]], patience_s: float = PATIENCE_S) -> list[str]:
+    """The names of those that are not answered, or not rightly, each asked several times beside the others."""
+    right: set[str] = set()
+
+    def ask(name: str) -> None:
+        with contextlib.suppress(OSError, AssertionError, http.client.HTTPException):
+            if all(asks[name]() for _ in range(STALL_ASKS)):
+                right.add(name)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in asks]
+    for thread in threads:
+        thread.start()
+    with contextlib.suppress(AssertionError):
+        until(lambda: not any(thread.is_alive() for thread in threads), timeout_s=patience_s)
+    return sorted(set(asks) - right)

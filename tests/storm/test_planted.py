@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import get_args
 
 import pytest
 from tests.patience import until
 from tests.storm.fake import FakeStore, Fault
-from tests.storm.judging import Crew
+from tests.storm.judging import Crew, stalled
 
 FAULTS = [fault for fault in get_args(Fault) if fault]
 ROUNDS_MAX = 40
@@ -39,3 +40,22 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
     store = FakeStore(1, fault)
     assert storm(store, 1, ROUNDS_MAX)
     assert store.struck
+
+
+def test_a_stall_of_what_is_healthy_is_found() -> None:
+    """A store that hangs while one disk of two does: what lies on the other one is asked for meanwhile."""
+    never = threading.Event()
+
+    def waits() -> bool:
+        never.wait()
+        return True
+
+    right = {"status": lambda: True, "GET of a healthy key": lambda: True}
+    assert stalled(right) == []
+    wrong = {"a hit that waits": waits, "an answer that is wrong": lambda: False, "none at all": _cut}
+    assert stalled(right | wrong, patience_s=0.5) == sorted(wrong)
+    never.set()
+
+
+def _cut() -> bool:
+    raise ConnectionResetError
