@@ -378,4 +378,6 @@ FAULTS = {
 }
 NEEDS_MOUNTS = {"full", "absent", "frozen"}
 DISTURBING = {"kill", "pause", "absent"}
-WHEN_NAMED = {"frozen"}  # the engine still removes temporary files of a write itself, and hangs with the disk
+# A node that is killed while a disk is full leaves that disk out when it starts again (ENOSPC as it opens the volume),
+# until a later restart. And a disk that stops to answer has not been stormed since the engine removes no temp file.
+WHEN_NAMED = {"frozen", "full"}
