@@ -94,6 +94,16 @@ def test_what_is_remembered_follows_what_is_owed(rigged: Rigged) -> None:
     rigged(story)
 
 
+async def put_all(rig: Rig, body: bytes) -> None:
+    for key in KEYS:
+        await put(rig, key, body)
+
+
+async def read_all(rig: Rig) -> set[bytes | None]:
+    """What the keys are, None for what cannot be read now."""
+    return {await read_or_refused(rig, key) for key in KEYS}
+
+
 async def restarted(rig: Rig, *, gone: str = "", back: str = "") -> None:
     """Stop; take the volume `gone` away, and bring `back` the other; start."""
     await rig.stop()
@@ -120,22 +130,20 @@ def test_what_was_written_while_a_volume_was_away_is_not_hidden_by_its_return(
 
     async def story(rig: Rig) -> None:
         await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
-        for key in KEYS:
-            await put(rig, key, b"one")
+        await put_all(rig, b"one")
         await restarted(rig, gone=f"{folder}/b")
-        for key in KEYS:
-            await put(rig, key, b"two")
+        await put_all(rig, b"two")
         await restarted(rig, back=f"{folder}/b")
         rig.remote.down = AWAY
-        assert {await read_or_refused(rig, key) for key in KEYS} == {b"two", None}
+        assert await read_all(rig) == {b"two", None}
         for key in KEYS:
             with pytest.raises(Unavailable):
                 await put(rig, key, b"three")
-        assert {await read_or_refused(rig, key) for key in KEYS} == {b"two", None}, "a write changes nothing of that"
+        assert await read_all(rig) == {b"two", None}, "a write changes nothing of that"
         rig.remote.down = None
-        assert {await rig.front.get(key) for key in KEYS} == {b"two"}
+        assert await read_all(rig) == {b"two"}
         rig.remote.down = AWAY
-        assert {await rig.front.get(key) for key in KEYS} == {b"two"}, "confirmed, or fetched"
+        assert await read_all(rig) == {b"two"}, "confirmed, or fetched"
 
     rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
 
@@ -148,17 +156,14 @@ def test_volumes_that_are_away_by_turns_know_of_each_others_sessions(
 
     async def story(rig: Rig) -> None:
         await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
-        for key in KEYS:
-            await put(rig, key, b"one")
+        await put_all(rig, b"one")
         await restarted(rig, gone=f"{folder}/a")
-        for key in KEYS:
-            await put(rig, key, b"two")
+        await put_all(rig, b"two")
         await restarted(rig, gone=f"{folder}/b", back=f"{folder}/a")
-        assert {await rig.front.get(key) for key in KEYS} == {b"two"}
-        for key in KEYS:
-            await put(rig, key, b"three")
+        assert await read_all(rig) == {b"two"}
+        await put_all(rig, b"three")
         await restarted(rig, back=f"{folder}/b")
-        assert {await rig.front.get(key) for key in KEYS} == {b"three"}
+        assert await read_all(rig) == {b"three"}
 
     rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
 
@@ -190,13 +195,11 @@ def test_a_write_over_what_a_volume_brought_back_is_no_conflict_with_our_own(
     async def story(rig: Rig) -> None:
         await written(rig, "back", freshness_s=FRESH_IMMUTABLE)
         for body, more in ((b"one", {"gone": f"{folder}/b"}), (b"two", {"back": f"{folder}/b"})):
-            for key in KEYS:
-                await put(rig, key, body)
+            await put_all(rig, body)
             await flushed(rig)
             await rig.engine.known.tend(rig.engine.store, ())
             await restarted(rig, **more)
-        for key in KEYS:
-            await put(rig, key, b"three")
+        await put_all(rig, b"three")
         await flushed(rig)
         assert sorted(await names(rig)) == sorted(KEYS), "no copy of a conflict"
         for key in KEYS:

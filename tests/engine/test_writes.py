@@ -17,7 +17,7 @@ from forebay.core import calls, limits
 from forebay.core.errors import Busy, Exists, Invalid, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket
 from forebay.node.locks import KeyLocks
-from forebay.node.writes import remove_temp
+from forebay.node.store.desk import remove_temp
 
 from .conftest import MIB, Front, Rig, pattern, rig, until
 from .writing import AWAY, as_written, delete, flushed, incoming, names, put, temp_files, written

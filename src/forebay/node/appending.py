@@ -43,7 +43,8 @@ from forebay.node.locks import KeyLocks
 from forebay.node.records import own_version
 from forebay.node.store import LeasedFile, StoreReader
 from forebay.node.store.derived import Derived
-from forebay.node.writes import Writes, remove_temp
+from forebay.node.store.desk import remove_temp
+from forebay.node.writes import Writes
 
 TRIES = 8  # a shard that is overwritten so often while it is appended to is not appended to
 _CHUNK = limits.MIB

@@ -49,8 +49,9 @@ from forebay.node.cold import ColdReads
 from forebay.node.read import Ask
 from forebay.node.sink import BlockHashes
 from forebay.node.store import Store, StoreReader
+from forebay.node.store.desk import remove_temp
 from forebay.node.uploads import UploadBook
-from forebay.node.writes import Writes, check_writable, remove_temp
+from forebay.node.writes import Writes, check_writable
 
 TRIES = 4  # a source that changes so often while it is copied is not copied
 _CHUNK = limits.MIB

@@ -19,7 +19,7 @@ from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
 from forebay.node.records import is_version
 from forebay.node.store import Put, StoreReader, VolumeUsage
-from forebay.node.store.derived import remove
+from forebay.node.store.desk import remove_temp
 
 SCAN_LIMIT = 1000
 
@@ -85,7 +85,7 @@ class Keeping:
             return Kept(True)
         finally:
             if call.path:
-                remove(call.path)
+                remove_temp(call.path)
 
     def _put(self, call: KeepCall, place: str, name: str) -> Put:
         now_s = self._wall_s()

@@ -135,9 +135,8 @@ class Flight:
         self._next_reader = 1
         self._tasks: dict[int, asyncio.Task[events.Event]] = {}
         self._claims: dict[int, Claim] = {}  # of runs that wait for a permit
-        self._checked: dict[
-            int, asyncio.Task[bool]
-        ] = {}  # by block of the store, which may be several of the machine's
+        # By block of the store, which may be several of the machine's.
+        self._checked: dict[int, asyncio.Task[bool]] = {}
         self._checks: set[asyncio.Task[Any]] = set()  # and the closing of bodies that nobody began to read
         self._ends: dict[int, int] = {}  # run -> block to stop before
         self._events: deque[events.Event] = deque()

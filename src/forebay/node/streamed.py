@@ -25,7 +25,8 @@ from forebay.core.errors import Closed, ForebayError, Precondition
 from forebay.core.types import ObjectInfo, check_key
 from forebay.node.buckets import Buckets, Served
 from forebay.node.store import Store
-from forebay.node.writes import Writes, check_writable, etag_of, remove_temp
+from forebay.node.store.desk import remove_temp
+from forebay.node.writes import Writes, check_writable, etag_of
 
 log = logging.getLogger("forebay.writes")
 

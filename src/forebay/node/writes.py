@@ -61,7 +61,7 @@ from forebay.node.read import Ask
 from forebay.node.records import info_of, is_pinned, own_version, present_blocks
 from forebay.node.room import Room
 from forebay.node.store import Change, Delete, KnownVolumes, Put, Store
-from forebay.node.store.desk import CALL_S, desk_of
+from forebay.node.store.desk import remove_temp
 from forebay.node.store.notes import Note, Owed, digest_of, succeeding
 from forebay.node.through import Through
 from forebay.ports.clock import Clock
@@ -677,15 +677,3 @@ def _sync(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def remove_temp(path: str) -> None:
-    """Remove a temp file of a write, if it is still there. Waits for its disk CALL_S at most."""
-    if not os.path.lexists(path):
-        return  # it became the object; and unlinking nothing, too, waits for a disk that takes no writes
-    try:
-        desk_of(path).carry(CALL_S, os.unlink, path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("a temp file stays at %s: %s", path, error)

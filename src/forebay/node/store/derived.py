@@ -44,6 +44,7 @@ from forebay.core.derived import DerivedKind, KeepCall, Kept, name_of, reserved
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.record import Record, State
 from forebay.node.outcomes import Call
+from forebay.node.store.desk import remove_temp
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock
 
@@ -108,7 +109,7 @@ class Derived:
             kept: Kept = await self._call("keep", call)
         except ForebayError as error:
             if call.path:
-                remove(call.path)
+                remove_temp(call.path)
             log.info("what was derived from %s/%s is not kept: %s", call.bucket, call.key, error)
             return False
         return kept.kept
@@ -172,7 +173,7 @@ class DerivedWriter:
     def abort(self) -> None:
         """Remove what was written. Twice is fine."""
         self._close()
-        remove(self._path)
+        remove_temp(self._path)
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -182,11 +183,3 @@ class DerivedWriter:
 
 def _is_whole(record: Record, version: str) -> bool:
     return record.version == version and record.complete and not record.state & _UNVERIFIED
-
-
-def remove(path: str) -> None:
-    """Remove the file that a derived object came in, if it is still there."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

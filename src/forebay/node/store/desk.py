@@ -17,11 +17,14 @@ thread waits for a disk at most CALL_S, and not at all while it is late.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+log = logging.getLogger("forebay.store")
 
 CALL_S = 1.0  # how long the store's thread waits: a busy machine gives a thread its turn in that time, mostly
 BEARERS = 8  # what a disk with queues of its own is fed by
@@ -147,8 +150,20 @@ _of_files: dict[str, Desk] = {}
 
 
 def desk_of(path: str) -> Desk:
-    """For a process that does not hold the volume: the desk for files like `path`, which lie in its tmp/."""
+    """The desk for files like `path`, which lie in the tmp/ of a volume that is not at hand."""
     volume = os.path.dirname(os.path.dirname(path))
     if volume not in _of_files:
         _of_files[volume] = Desk(volume)
     return _of_files[volume]
+
+
+def remove_temp(path: str) -> None:
+    """Remove a file of tmp/ that nobody needs, if it is still there. Any thread; waits for its disk CALL_S at most."""
+    if not os.path.lexists(path):
+        return  # it became the object; and unlinking nothing, too, waits for a disk that takes no writes
+    try:
+        desk_of(path).carry(CALL_S, os.unlink, path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("a temp file stays at %s: %s", path, error)
