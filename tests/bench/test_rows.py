@@ -41,6 +41,20 @@ def test_a_link_counts_and_slows_what_comes_over_it(lab: Lab):
         assert OBJECTS.size_bytes <= remote.bytes_down() - before < OBJECTS.size_bytes + 2000
 
 
+def test_nginx_as_a_cache_keeps_what_it_fetched_by_name(lab: Lab):
+    key = OBJECTS.key(4)
+    with lab.remote(Link()) as remote, parts.CachingNginx(remote.endpoint, parts.BUCKET) as nginx:
+        lab.compare(nginx.url, f"/first/{key}", key)
+        remote.settle()
+        once = remote.bytes_down()
+        lab.compare(nginx.url, f"/first/{key}", key)
+        remote.settle()
+        assert remote.bytes_down() == once, "what is kept is not fetched again"
+        lab.compare(nginx.url, f"/second/{key}", key)
+        remote.settle()
+        assert remote.bytes_down() >= once + OBJECTS.size_bytes, "another name is cached apart"
+
+
 def test_many_readers_all_get_the_whole_object(lab: Lab):
     took = cold.read_together(lab.nginx.url, f"/{OBJECTS.key(1)}", 8, OBJECTS.size_bytes)
     assert len(took) == 8

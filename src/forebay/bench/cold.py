@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from forebay.bench import load
-from forebay.bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, Lab, Node, Remote
+from forebay.bench.parts import BUCKET, CLIENT_CORE, SERVER_CORE, CachingNginx, Lab, Node, Remote
 from forebay.bench.report import Result
 from forebay.bench.stats import Measure, bounded, compared
 from forebay.bench.workloads import MIB, REPORTED, Objects, Row
@@ -39,10 +39,12 @@ def throughput(lab: Lab, row: Row) -> Result:
     rounds = 2 if lab.quick else row.rounds
     rates: tuple[list[float], list[float]] = ([], [])
     kept: list[float] = []
+    cached: list[float] = []
     singles: tuple[list[list[load.Read]], list[list[load.Read]]] = ([], [])
     with (
         lab.remote(row.link, core=None if unpinned else CLIENT_CORE) as remote,
         lab.node(core=None if unpinned else SERVER_CORE) as node,
+        CachingNginx(remote.endpoint, BUCKET) if unpinned else contextlib.nullcontext() as nginx,
     ):
         load.pin_self(None if unpinned else CLIENT_CORE)
         _check(lab, row, node, remote, objects)
@@ -50,7 +52,9 @@ def throughput(lab: Lab, row: Row) -> Result:
             for side, endpoint, bucket in ((0, node.endpoint, f"many-{turn}"), (1, remote.endpoint, BUCKET)):
                 _prepare(lab, node, remote, bucket, objects)
                 rates[side].append(_read_parallel(endpoint, bucket, objects, row.connections))
-            if unpinned:
+            if nginx is not None:
+                lab.prime_memory(objects.bytes_total)
+                cached.append(_read_parallel(nginx.url, f"many-{turn}", objects, row.connections))
                 lab.prime_memory(objects.bytes_total)
                 with tempfile.TemporaryDirectory(dir=lab.dir) as into:
                     kept.append(_read_parallel(remote.endpoint, BUCKET, objects, row.connections, Path(into)))
@@ -61,8 +65,11 @@ def throughput(lab: Lab, row: Row) -> Result:
                 singles[side].append(_read_all(endpoint, bucket, objects))
         load.pin_self(None)
         fetched = node.counter("forebay_backend_read_bytes_total")
+        if nginx is not None:
+            lab.compare(nginx.url, f"/many-0/{objects.key(0)}", objects.key(0))
     measures = [compared("rate", "B/s", row.goals["rate"], *rates)]
-    if kept:
+    if cached:
+        measures.append(compared("rate, nginx as the cache", "B/s", REPORTED, rates[0], cached, "nginx, cold"))
         measures.append(compared("rate, peer keeps a file", "B/s", REPORTED, rates[0], kept))
     if "first byte" in row.goals:
         mine, others = ([_rate(reads) for reads in side] for side in singles)

@@ -63,6 +63,40 @@ class BenchNginx(Nginx):
         return load.on_core(self.core, command)
 
 
+class CachingNginx(Nginx):
+    """nginx as a cache in front of the bucket at `origin`, with `proxy_cache`: it does what a node does with a cold
+    object (receives it, keeps it in a file, sends it on), in C, and promises less.
+
+    `/NAME/key` is the bucket's `key`, cached apart for each NAME. Not pinned; nothing is synced or compared.
+    """
+
+    name = "caching-nginx"
+
+    def __init__(self, origin: str, bucket: str) -> None:
+        super().__init__(Path())
+        self._origin, self._bucket = origin.removeprefix("http://"), bucket
+
+    def command(self) -> list[str]:
+        command = super().command()
+        config = self.dir / "nginx.conf"
+        text = config.read_text().replace(f"access_log {self.dir}/access.log;", "access_log off;")
+        head, server, _ = text.partition("    server {")
+        assert server, "the nginx configuration changed"
+        config.write_text(f"""{head}
+    proxy_cache_path {self.dir}/cache levels=1:2 keys_zone=objects:10m max_size=100g use_temp_path=off;
+    proxy_http_version 1.1; proxy_set_header Connection "";
+    proxy_buffers 16 64k; proxy_buffer_size 64k; proxy_busy_buffers_size 256k;
+    proxy_cache objects; proxy_cache_key $request_uri; proxy_cache_valid 200 1h;
+    upstream origin {{ server {self._origin}; keepalive 32; }}
+    server {{
+        listen 127.0.0.1:{self.ports[0]} backlog=1024; merge_slashes off;
+        location ~ ^/[^/]+/(?<key>.*)$ {{ proxy_pass http://origin/{self._bucket}/$key; }}
+    }}
+}}
+""")
+        return command
+
+
 class Node(Server):
     """A Forebay node with a directory of its own: a supervisor, an engine and fronts, as a user starts it.
 
