@@ -44,7 +44,7 @@ def written(directory: Path, count: int, *, heard: int = 0, size_bytes: int = 40
 def found(directory: Path, heard: int = 0) -> list[Any]:
     journal = Journal(str(directory), SEED, heard)
     journal.close()
-    return journal.found
+    return [changes for generation in journal.found for changes in generation]
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_an_object_cannot_be_made_to_look_like_a_frame(tmp_path: Path) -> None:
     journal.append(pack(changes(5)))
     journal.close()
     journal = Journal(str(tmp_path), SEED + 1, 2)
-    assert (journal.found, journal.generation) == ([changes(5)], 4)
+    assert (journal.found, journal.generation) == ([[changes(5)]], 4)
 
 
 # --- the durable index -----------------------------------------------------------------------------------------------
@@ -444,6 +444,46 @@ def test_a_feeding_that_was_refused_is_tried_again(tmp_path: Path, monkeypatch: 
         told.check()
     for _ in range(100):
         told.commit()
+    told.check()
+    told.durable.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_start_without_room_has_what_is_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """LMDB cannot be told at the start either: all is seen, writes go on as before the stop, and so after the next."""
+    told = Keeper(tmp_path / "durable", seed)
+    feed = Durable._feed
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for _ in range(6):
+        refuses = told.chance.random() < 0.7
+        monkeypatch.setattr(Durable, "_feed", refuse if refuses else feed)
+        for _ in range(told.chance.choice((0, 1, 5, 40))):
+            drawn = told.draw()
+            try:
+                told.durable.commit(drawn)
+            except OSError:
+                assert refuses
+                break
+            told.apply(drawn)
+        if told.durable._feeder is not None:
+            told.durable._feeder.join()
+        told.durable._env.close()  # killed
+        monkeypatch.setattr(Durable, "_feed", refuse if told.chance.random() < 0.7 else feed)
+        told.durable = Durable(str(told.path))
+        told.check()
+        for key, entry in told.right.items():
+            assert told.durable.get(key) == entry
+    monkeypatch.setattr(Durable, "_feed", feed)
+    for _ in range(20):
+        told.commit()
+    told.check()
+    told.durable.close()
+    told.durable = Durable(str(told.path))
     told.check()
     told.durable.close()
 

@@ -378,6 +378,5 @@ FAULTS = {
 }
 NEEDS_MOUNTS = {"full", "absent", "frozen"}
 DISTURBING = {"kill", "pause", "absent"}
-# A node that is killed while a disk is full leaves that disk out when it starts again (ENOSPC as it opens the volume),
-# until a later restart. And a disk that stops to answer has not been stormed since the engine removes no temp file.
-WHEN_NAMED = {"frozen", "full"}
+# A disk that stops to answer has not been stormed since the engine removes no temp file.
+WHEN_NAMED = {"frozen"}

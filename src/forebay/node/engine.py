@@ -122,6 +122,7 @@ class Engine:
         self._server: asyncio.Server | None = None
         self._background: list[asyncio.Task[None]] = []
         self._stopping = False
+        self.starts_again = asyncio.Event()  # set: for a volume that may be opened now
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
 
     # --- starting and stopping ---------------------------------------------------------------------------------------
@@ -493,6 +494,9 @@ class Engine:
                 if not self.store.any_stalled:  # else what is under way there may come to be owed later
                     await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
+                if self.store.finds_room() and not self.starts_again.is_set():
+                    log.warning("there is room to open a volume that was left out: the engine starts again")
+                    self.starts_again.set()
                 if self._identities.read():
                     self.fronts.greet_again()
             except Exception:
@@ -574,11 +578,14 @@ async def run_until_stopped(
         child.beat(loop, interval_s(settings.hung_after_s))
         if after_start is not None:
             after_start()
-        await stopping.wait()
+        ends = [asyncio.create_task(each.wait()) for each in (stopping, engine.starts_again)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
     finally:
         if front is not None:
             await front.stop()
-        await engine.stop(flush=True)
+        await engine.stop(flush=not engine.starts_again.is_set())
     return 0
 
 

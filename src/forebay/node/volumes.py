@@ -40,8 +40,10 @@ class Volumes:
                 there.add(each.volume_id)
         for known in self._known.memory.volumes:
             if known.volume_id not in there:  # it could not be opened: the log says why
-                change = "mend the disk and restart the node"
-                shown.append(_absent(known.volume_id, known.path, "out", "it could not be opened", change, known))
+                detail, change = "it could not be opened", "mend the disk and restart the node"
+                if known.path in self._store.roomless:
+                    detail, change = "its disk has no room to open it", "make room there: it is opened by itself then"
+                shown.append(_absent(known.volume_id, known.path, "out", detail, change, known))
         return shown
 
     def _used(self, usage: VolumeUsage) -> VolumeState:

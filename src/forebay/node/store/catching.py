@@ -42,8 +42,9 @@ class Catching:
 
     @property
     def may_catch_up(self) -> bool:
-        """Whether `steps` would help: of a full disk there is nothing to hope."""
-        return any(volume.behind and volume.state == "ok" for volume in self._volumes.usable())
+        """Whether `steps` would help: of a full disk, until its index takes no more."""
+        behind = [volume for volume in self._volumes.usable() if volume.behind]
+        return any(volume.state == "ok" or (volume.state == "full" and not volume.flushes_lost) for volume in behind)
 
     def steps(self, held: Callable[[Name], bool] = lambda name: False) -> Iterator[Owed | None]:
         """Bring into view what is not, in steps: what is owed to backends, or None. Go on when there is time; `held`

@@ -7,7 +7,8 @@ LMDB. When a generation of the journal is full its layer is fed to LMDB in a thr
 and says that LMDB has heard of this generation; meanwhile commits go to the next one. Most entries of a bucket whose
 backend is near are settled by then, and LMDB never has them.
 
-On a disk with hardly any room nothing is put off: the transaction is made at once, and its refusal is the write's.
+On a disk with hardly any room nothing is put off: the transaction is made at once, and its refusal is the write's. A
+start on a full disk, where LMDB cannot be told what the journal holds, has it in layers as before the stop.
 
 A note that was settled (its flush ended) need not be forgotten at once: its removal goes with the next commit, or with
 `settle`. Until then the visible index, in the transaction that made the record clean, marks the entry as settled, so
@@ -148,11 +149,27 @@ class Durable:
                     txn.put(_SEED, seed)
             self._journal = Journal(self.path, int.from_bytes(seed, "little"), heard)
             if self._journal.found:
-                self._feed(dict(itertools.chain(*self._journal.found)), self._journal.generation - 1)
-                self._journal.found.clear()
+                self._hear()
         except BaseException:
             close_env(self.path, self._env, write=True)
             raise
+
+    def _hear(self) -> None:
+        """Tell LMDB what the journal holds. Where it finds no room for that, go on as the one before us would have."""
+        found = self._journal.found
+        changes = itertools.chain.from_iterable(itertools.chain.from_iterable(found))
+        try:
+            self._feed(dict(changes), self._journal.generation - 1)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._journal.resume()
+            self._layers = ()
+            for generation in found:
+                self._layers = (_Layer(), *self._layers)
+                for each in generation:
+                    self._enter(dict(each))
+        found.clear()
 
     def _compacted(self) -> bool:
         """Put a smaller copy in the place of a file that is mostly free pages; closed if so."""
@@ -294,10 +311,7 @@ class Durable:
         try:
             if self._journal.provides(len(body)):
                 self._journal.append(body)
-                layer = self._layers[0]
-                coming_bytes = sum(_taken_bytes(value) for value in updates.values() if value)
-                layer.coming_bytes += coming_bytes - sum(map(self._bytes_of, updates))
-                layer.update(updates)
+                self._enter(updates)
                 kept = True
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -307,6 +321,13 @@ class Durable:
             self._journal.release()
         self.commits += 1
         self.free_pages.changed()
+
+    def _enter(self, updates: Updates) -> None:
+        """Have `updates` in view: the journal has them."""
+        layer = self._layers[0]
+        coming_bytes = sum(_taken_bytes(value) for value in updates.values() if value)
+        layer.coming_bytes += coming_bytes - sum(map(self._bytes_of, updates))
+        layer.update(updates)
 
     def _turn(self) -> None:
         """Go on in the next generation, while LMDB hears of this one."""

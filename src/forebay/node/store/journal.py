@@ -62,16 +62,17 @@ class _Frame(NamedTuple):
 
 class Journal:
     """The journal in `directory`, of which LMDB has heard the generations up to `heard`. `Corrupt` if what it has not
-    heard of is not whole. `found`: those changes, in order."""
+    heard of is not whole. `found`: those changes, in order, of each generation."""
 
     def __init__(self, directory: str, seed: int, heard: int) -> None:
         self._directory = directory
         self._seed = seed
-        self.found: list[Changes] = []
+        self.found: list[list[Changes]] = []
         self.generation = heard + 1
         self._number = 0  # of the next frame
         self._before = 0
         self._offset = 0
+        self._last: _Frame | None = None  # that was found
         self._provided_bytes = 0
         self._fd = -1
         self._read()
@@ -83,7 +84,8 @@ class Journal:
         while frames := self._frames_of(self.generation):
             if before is not None and frames[0].before != before:
                 raise self._damaged(f"generation {self.generation - 1} has {before} frames of {frames[0].before}")
-            self.found += [_decode(frame.body) for frame in frames]
+            self.found.append([_decode(frame.body) for frame in frames])
+            self._last = frames[-1]
             before = len(frames)
             self.generation += 1
         if self._frames_of(self.generation + 1):
@@ -140,6 +142,19 @@ class Journal:
         self._close_file()
         self.generation += 1
         self._before, self._number, self._offset = self._number, 0, 0
+
+    def resume(self) -> None:
+        """Go on behind the last frame that was found: LMDB cannot be told. What was found is synced. `OSError`."""
+        assert self._last is not None
+        self.generation = self._last.generation
+        self._before, self._number = self._last.before, self._last.number + 1
+        self._offset = self._last.offset + _span(len(self._last.body))
+        for generation in range(self.generation - len(self.found) + 1, self.generation + 1):
+            fd = os.open(_path(self._directory, generation), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)  # the last one may be of a write that a kill cut short
+            finally:
+                os.close(fd)
 
     def takes(self, size_bytes: int) -> bool:
         """Whether this generation has place for so much more. `OSError`."""

@@ -219,8 +219,10 @@ class Volume:
             raise Exists(
                 f"volume {self.path} is in use by another node (process {holder}): stop it, or give another directory"
             ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+        text = str(os.getpid()).encode()
+        with suppress(OSError):  # a full disk may have no room for it, and has where another one's text stands
+            os.pwrite(self._lock_fd, text, 0)
+            os.ftruncate(self._lock_fd, len(text))
         total_bytes, _ = self._statvfs()
         mark = read_mark(self.path)
         self.fresh = mark is None and not os.path.exists(os.path.join(self.path, "data"))
@@ -381,13 +383,14 @@ class Volume:
             raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
 
     def write_mark(self) -> None:
-        """Replace volume.json, synced."""
+        """Replace volume.json, synced. A full disk need not have room for one that says the same."""
         path = os.path.join(self.path, "volume.json")
-        with open(path + ".new", "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self.mark)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".new", path)
+        if read_mark(self.path) != self.mark:
+            with open(path + ".new", "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self.mark)) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path + ".new", path)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -471,10 +474,6 @@ class Volume:
         stat = os.statvfs(self.path)
         return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
-    def reserve_bytes(self) -> int:
-        """What is left free for the index."""
-        return min(limits.RESERVE_BYTES_MAX, self._statvfs()[0] // 100)
-
     def free_bytes(self, *, fresh: bool = False) -> int:
         """What may be written beyond the reserve, as of the last fifth of a second, or (`fresh`) of now."""
         now_s = clock.monotonic_s()
@@ -487,7 +486,7 @@ class Volume:
         """Hold some room that a full disk can give back to the index, so that evicting stays possible."""
         size_bytes = min(8 * limits.MIB, self._statvfs()[0] // 100)
         try:
-            with open(os.path.join(self.path, "ballast"), "wb") as file:
+            with open(os.path.join(self.path, "ballast"), "ab") as file:  # a full disk may hold it since before
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
         except OSError:
             self.drop_ballast()
@@ -507,9 +506,10 @@ class Volume:
                 raise FileNotFoundError(errno.ENOENT, "the directory was removed or replaced", self.path)
             if self.state == "full":
                 self._free = (float("-inf"), 0)
-                if self.free_bytes() > min(64 * limits.MIB, self.reserve_bytes()):
+                if has_room(self.path):
                     self.state, self.reason = "ok", ""
                     self.make_ballast()
+                    self.desk.call(self.write_mark)  # it may have found no room for what it should say
                     self.tell(StoreEvent("volume-healed", self.id, "there is room again"))
         except OSError as error:
             self.trouble(error, "looking at the directory")
@@ -615,6 +615,16 @@ class Volume:
             return None
         record = decode_record(value)
         return None if record.key and record.key != key else record
+
+
+def has_room(path: str) -> bool:
+    """Whether the disk of the volume at `path` is not full any more."""
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return False
+    reserve_bytes = min(limits.RESERVE_BYTES_MAX, stat.f_blocks * stat.f_frsize // 100)
+    return stat.f_bavail * stat.f_frsize - reserve_bytes > min(64 * limits.MIB, reserve_bytes)
 
 
 def stalled(path: str, subject: str) -> Unavailable:

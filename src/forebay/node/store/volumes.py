@@ -29,9 +29,10 @@ from forebay.core.volumes import KnownVolume, LostObject, Owners
 from forebay.core.wire import VolumeAt
 from forebay.node.store import catching, desk, keys, ledger, owned
 from forebay.node.store.usage import PAGE_BYTES, Room, VolumeUsage
-from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume, stalled
+from forebay.node.store.volume import Expected, Lost, StoreEvent, Unit, Volume, has_room, stalled
 
 FULL = "InsufficientStorage"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
 RANGES_SHOWN = 3  # of an object that is lost in part, in words
 
@@ -55,6 +56,7 @@ class VolumeSet:
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
         self.any_stalled = False
+        self.roomless: dict[str, bool] = {}  # paths of volumes that found no room to be opened; whether it seemed so
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
@@ -73,8 +75,18 @@ class VolumeSet:
                 catching.at_once(volume)
             volume.behind = later
         except (OSError, Corrupt) as error:
-            volume.trouble(error, "opening the volume")
             volume.release()
+            if isinstance(error, OSError) and error.errno in NO_ROOM and volume.drop_ballast():
+                self._add(path, xattrs, expected, later)
+                return
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                self.roomless[path] = has_room(path)
+                what = (
+                    f"{path}: there is no room to open it ({error}); it is opened when there is: make room on its disk"
+                )
+                self.tell(StoreEvent("volume-out", volume.id, what))
+                return
+            volume.trouble(error, "opening the volume")
             return
         except BaseException:
             volume.release()
@@ -86,6 +98,10 @@ class VolumeSet:
         self._by_id = {volume.id: volume for volume in usable}
         self._members = Members({volume.id: volume.mark.weight for volume in usable})
         self.owners = Owners(self._known, self._by_id)
+
+    def finds_room(self) -> bool:
+        """Whether a volume that found no room to be opened may find it now: open the store again."""
+        return any(has_room(path) for path, seemed in self.roomless.items() if not seemed)
 
     def serve(self) -> None:
         """From now on others are served: none of them waits for a disk any more."""
@@ -380,8 +396,8 @@ def missing(absent: KnownVolume, subject: str) -> VolumeMissing:
     """What is answered for what an absent volume may own."""
     return VolumeMissing(
         f"{subject}: the only copy may be on volume {absent.volume_id} at {absent.path or 'an unknown path'}, which is "
-        "not in use: bring it back (is its disk mounted?) and restart the node, or give it up with `forebay volume "
-        f"give-up {absent.volume_id}`; `forebay volume ls` says more"
+        "not in use: bring it back (is its disk mounted, and has it room?) and restart the node, or give it up with "
+        f"`forebay volume give-up {absent.volume_id}`; `forebay volume ls` says more"
     )
 
 
