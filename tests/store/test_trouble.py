@@ -162,6 +162,30 @@ def test_when_even_the_index_finds_no_room_the_old_state_stands(
     (small_disk / "others").unlink()
 
 
+def test_a_commit_that_is_cut_short_for_want_of_room_leaves_the_volume_full(
+    small_disk: Path, make_bench: Callable[..., Bench]
+) -> None:
+    """LMDB says EIO when some of its pages found room and others did not."""
+    bench = make_bench("disk/v0")
+    store = bench.store
+    objects.land(store, "k", 700 * KIB)
+    (small_disk / "v0" / "ballast").unlink()
+    others = small_disk / "others"
+    _fill_by_others(others)
+    (volume,) = store.usable()
+    for free_pages in (3, 6, 9):
+        os.truncate(others, others.stat().st_size - free_pages * 4 * KIB)
+        for number in range(200):
+            volume.index.put("used", b"%08d" % number, bytes(1900))
+        store.flush()
+        assert (volume.state, "changes-lost" in bench.kinds()) == ("full", True)
+        bench.events.clear()
+    others.unlink()
+    store.housekeep()
+    assert volume.state == "ok"
+    assert objects.read(bench.reader(), "k") is not None
+
+
 def test_a_disk_that_turns_read_only_is_taken_out(
     failing_disk: Path, make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:

@@ -37,6 +37,8 @@ from forebay.node.store.pages import Pages
 
 TABLES = ("records", "ids", "sums", "doubts", "used", "meta", "notes")
 
+CUT_SHORT_BYTES = 16 * limits.MIB  # where less is free, a transaction may not have found room
+
 Item = TypeVar("Item")
 _Changes = dict[str, dict[bytes, bytes | None]]
 
@@ -300,11 +302,20 @@ class Index:
 def as_error(error: lmdb.Error, path: str) -> Exception:
     """LMDB's exceptions as what the volume acts on: OSError with its errno, or `Corrupt`."""
     code = getattr(error, "code", 0)
-    if isinstance(error, lmdb.DiskError):
+    if isinstance(error, lmdb.DiskError) or (code == errno.EIO and _is_full(path)):
         code = errno.ENOSPC
     if code and code > 0:
         return OSError(code, os.strerror(code), path)
     return Corrupt(f"the index {path} is broken ({error}): restart the node, which rebuilds it from the data files")
+
+
+def _is_full(path: str) -> bool:
+    """Whether a write there may have been cut short for want of room: LMDB calls that EIO."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < CUT_SHORT_BYTES
 
 
 # --- scans -----------------------------------------------------------------------------------------------------------
