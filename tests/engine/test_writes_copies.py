@@ -17,7 +17,7 @@ import pytest
 from forebay.core import calls, limits
 from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import RangeSpec
-from forebay.node.engine import WORKERS
+from forebay.node.store.desk import BEARERS
 
 from .conftest import MIB, Rig, pattern, until
 from .writing import as_written, flushed, put, temp_files, written
@@ -244,10 +244,12 @@ def test_a_source_that_is_replaced_before_its_bytes_are_taken_is_read_anew(rigge
         await put(rig, "a", pattern(3 * MIB, 1))
         await copy(rig, "remote/a", "other/first")
         free = threading.Event()
-        held = [rig.engine._workers.submit(free.wait) for _ in range(WORKERS)]
+        volume = rig.engine.store.volume_at("other", "b")
+        assert volume is not None
+        held = [volume.desk.bearers.submit(free.wait) for _ in range(BEARERS)]
         await until(lambda: all(each.running() for each in held))
         copied = asyncio.create_task(copy(rig, "remote/a", "other/b"))
-        await until(lambda: rig.engine._workers._work_queue.qsize())
+        await until(lambda: volume.desk.bearers._work_queue.qsize())  # type: ignore[attr-defined]
         await put(rig, "a", b"newer")
         rig.engine.flush()
         rig.engine.store.settle()

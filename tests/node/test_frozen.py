@@ -34,12 +34,14 @@ def where(one: NodeProcess, bucket: str, key: str) -> str:
     return next(path for path, each in volumes(one).items() if each["volume_id"] == found)
 
 
-def answers(one: NodeProcess, method: str, target: str, body: bytes | None = None) -> tuple[int, bytes]:
+def answers(
+    one: NodeProcess, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, bytes]:
     """As `ask`, and more patient: a stall is seen later where the machine is busy."""
     url = urlsplit(one.endpoint)
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE_S)
     try:
-        connection.request(method, target, body=body)
+        connection.request(method, target, body=body, headers=headers or {})
         response = connection.getresponse()
         return response.status, response.read()
     except TimeoutError:
@@ -119,3 +121,60 @@ def test_a_frozen_disk_stops_nothing_that_does_not_need_it(two: tuple[NodeProces
         assert one.get(bucket, name) == b"after"
     assert one.children()["engine"]
     assert "hangs" not in one.log
+
+
+def test_copies_and_appends_stop_nothing_else_where_their_disk_is_frozen(two: tuple[NodeProcess, Disk, Disk]) -> None:
+    one, a, b = two
+    made = ["copy", "part", "shard"]
+    bodies = {"here/large": pattern(LARGE, 1), "here/middle": pattern(MIDDLE, 2)}
+    for name, body in bodies.items():
+        assert answers(one, "PUT", f"/{name}", body)[0] == 200
+    uploads: dict[str, str] = {}
+    for number in range(8):
+        assert answers(one, "PUT", f"/here/healthy-{number}", b"here")[0] == 200
+        assert append(one, f"shard-{number}.tar", "first", pattern(MIDDLE, number))[0] == 200
+        status, told = answers(one, "POST", f"/here/part-{number}?uploads")
+        assert status == 200
+        uploads[f"part-{number}"] = told.partition(b"<UploadId>")[2].partition(b"<")[0].decode()
+    at = {f"healthy-{number}": where(one, "here", f"healthy-{number}") for number in range(8)}
+    healthy = [key for key, path in at.items() if path == str(b.path / "v")]
+    assert healthy
+    source = {"x-amz-copy-source": "/here/large"}
+    with ThreadPoolExecutor(32) as clients:
+        with a.frozen():
+            sent: dict[str, Future[tuple[int, bytes]]] = {}
+            for number in range(8):
+                sent[f"copy-{number}"] = clients.submit(answers, one, "PUT", f"/here/copy-{number}", None, source)
+                target = f"/here/part-{number}?partNumber=1&uploadId={uploads[f'part-{number}']}"
+                sent[f"part-{number}"] = clients.submit(answers, one, "PUT", target, None, source)
+                name = f"shard-{number}.tar"
+                sent[f"shard-{number}"] = clients.submit(append, one, name, "second", pattern(MIDDLE, 50 + number))
+            for key in healthy * 4:
+                assert answers(one, "GET", f"/here/{key}") == (200, b"here")
+                assert answers(one, "PUT", f"/here/{key}", b"here")[0] == 200
+            until(lambda: volumes(one)[str(a.path / "v")]["state"] == "stalled")
+            found = {key: future.result(2 * PATIENCE_S) for key, future in sent.items()}
+            for kind in made:
+                of_kind = [answer for key, answer in found.items() if key.startswith(kind)]
+                assert {status for status, _ in of_kind} == {200, 503}, (kind, of_kind)
+                assert all(str(a.path).encode() in body for status, body in of_kind if status == 503), of_kind
+            for key in healthy:
+                assert answers(one, "PUT", f"/here/{key}", b"here")[0] == 200
+        until(lambda: volumes(one)[str(a.path / "v")]["state"] == "ok")
+    for key, (status, _) in found.items():
+        if key.startswith("copy"):
+            seen, body = answers(one, "GET", f"/here/{key}")
+            assert (seen, body) == (200, bodies["here/large"]) or (status == 503 and seen == 404), (key, status, seen)
+    for number in range(8):
+        assert append(one, f"shard-{number}.tar", "third", b"3")[0] == 200
+        assert answers(one, "DELETE", f"/here/part-{number}?uploadId={uploads[f'part-{number}']}")[0] == 204
+    for volume in (a, b):
+        rest = [volume.path / "v" / "tmp", volume.path / "v" / "parts"]
+        until(
+            lambda rest=rest: not [file for each in rest for file in each.rglob("*") if file.is_file()], f"{rest} empty"
+        )
+    assert "hangs" not in one.log
+
+
+def append(one: NodeProcess, shard: str, name: str, body: bytes) -> tuple[int, bytes]:
+    return answers(one, "POST", f"/-/v1/members/here/{shard}?name={name}", body)

@@ -22,10 +22,9 @@ knows because the connection went.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -38,16 +37,19 @@ from forebay.core.members import AppendCall, MemberIndex
 from forebay.core.record import Record, State
 from forebay.core.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, check_key
+from forebay.node.answering import by_disk_in_steps
 from forebay.node.buckets import Served
 from forebay.node.locks import KeyLocks
+from forebay.node.parts import forget
 from forebay.node.records import own_version
-from forebay.node.store import LeasedFile, StoreReader
+from forebay.node.store import LeasedFile, Store, StoreReader
 from forebay.node.store.derived import Derived
 from forebay.node.store.desk import remove_temp
 from forebay.node.writes import Writes
 
 TRIES = 8  # a shard that is overwritten so often while it is appended to is not appended to
 _CHUNK = limits.MIB
+_STEP_BYTES = 8 * limits.MIB
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _HEADERS = (("content-type", "application/x-tar"),)
 
@@ -77,6 +79,7 @@ class Appends:
 
     def __init__(
         self,
+        store: Store,
         index: StoreReader,
         writes: Writes,
         derived: Derived,
@@ -85,7 +88,7 @@ class Appends:
         flush: Callable[[], None],
         wall_s: Callable[[], float],
     ) -> None:
-        self._index, self._writes, self._derived = index, writes, derived
+        self._store, self._index, self._writes, self._derived = store, index, writes, derived
         self._workers = workers
         self._wall_s = wall_s
         self._flush = flush
@@ -136,14 +139,12 @@ class Appends:
         old = self._old(call, info)
         kept = self._kept(call, old)
         try:
-            building = asyncio.get_running_loop().run_in_executor(
-                self._workers, lambda: self._build(call, old, kept, path, md5=md5)
-            )
+            volume = self._store.volume_at(call.bucket, call.key)
+            steps = self._build(call, old, kept, path, md5=md5)
             try:
-                built = await asyncio.shield(building)
-            except asyncio.CancelledError:
-                await asyncio.wait([building])  # it writes to the file that is removed below
-                raise
+                built = await by_disk_in_steps(
+                    volume, self._workers, steps, f"{call.bucket}/{call.key}", lambda: forget(path)
+                )
             except OSError as error:
                 raise Unavailable(
                     f"the shard could not be written ({error.strerror}): see `forebay status`",
@@ -194,12 +195,14 @@ class Appends:
         raise Busy(f"{call.key} is not here: fetch it, then append", code="NotHere", retry_after_s=0.1)
 
     # --- in a worker thread ------------------------------------------------------------------------------------------
-    def _build(self, call: AppendCall, old: _Old, kept: bytes | LeasedFile | None, path: str, *, md5: bool) -> _Built:
+    def _build(
+        self, call: AppendCall, old: _Old, kept: bytes | LeasedFile | None, path: str, *, md5: bool
+    ) -> Generator[None, None, _Built]:
         index = _index_of(old, kept)
         fd = os.open(path, _FLAGS, 0o600)
         try:
             if old.file is not None:
-                _copy(old.file.fd, fd, min(index.end, index.size_bytes))
+                yield from _copy(old.file.fd, fd, min(index.end, index.size_bytes))
             elif old.record is not None:
                 _write(fd, (old.record.inline or b"")[: index.end])
             os.ftruncate(fd, index.end)  # a last member that was not filled up is, with zeros
@@ -211,12 +214,12 @@ class Appends:
             else:
                 source = os.open(call.path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    _copy(source, fd, call.size_bytes)
+                    yield from _copy(source, fd, call.size_bytes)
                 finally:
                     os.close(source)
             _write(fd, tar.padding(call.size_bytes) + tar.END)
             size_bytes = os.lseek(fd, 0, os.SEEK_CUR)
-            sums, digest, hash128 = _hashes(fd, size_bytes, md5=md5)
+            sums, digest, hash128 = yield from _hashes(fd, size_bytes, md5=md5)
         finally:
             os.close(fd)
         return _Built(size_bytes, sums, digest, hash128, index, index.end + len(head), size_bytes - len(tar.END))
@@ -246,12 +249,12 @@ def _index_of(old: _Old, kept: bytes | LeasedFile | None) -> MemberIndex:
     return members.build("tar", read, record.size_bytes, version=record.version, etag=record.etag)
 
 
-def _copy(source: int, target: int, size_bytes: int) -> None:
+def _copy(source: int, target: int, size_bytes: int) -> Generator[None, None, None]:
     """From the source's beginning to the target's position, by the filesystem if it can."""
     done = 0
     while done < size_bytes:
         try:
-            copied = os.copy_file_range(source, target, size_bytes - done, done)
+            copied = os.copy_file_range(source, target, min(_STEP_BYTES, size_bytes - done), done)
         except OSError:
             copied = 0
         if not copied:
@@ -261,6 +264,7 @@ def _copy(source: int, target: int, size_bytes: int) -> None:
             _write(target, data)
             copied = len(data)
         done += copied
+        yield
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -269,7 +273,7 @@ def _write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _hashes(fd: int, size_bytes: int, *, md5: bool) -> tuple[list[int], str, str]:
+def _hashes(fd: int, size_bytes: int, *, md5: bool) -> Generator[None, None, tuple[list[int], str, str]]:
     """xxh3-64 of each block, MD5 if wanted, xxh3-128."""
     sums: list[int] = []
     digest = hashlib.md5(usedforsecurity=False) if md5 else None
@@ -283,4 +287,5 @@ def _hashes(fd: int, size_bytes: int, *, md5: bool) -> tuple[list[int], str, str
             if digest is not None:
                 digest.update(data)
         sums.append(block.intdigest())
+        yield
     return sums, digest.hexdigest() if digest is not None else "", whole.hexdigest()

@@ -43,16 +43,7 @@ from typing import Any
 
 from forebay.backends.seam import Backend, Fetch
 from forebay.core import limits
-from forebay.core.errors import (
-    Bug,
-    Busy,
-    Closed,
-    ForebayError,
-    Invalid,
-    NotFound,
-    Precondition,
-    Unavailable,
-)
+from forebay.core.errors import Bug, Busy, Closed, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.freshness import CLOCK_SLACK_S, MISSED
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
@@ -574,7 +565,9 @@ class ColdReads:
             if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
                 raise _changed(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
-            record, below = self._still_there(record)
+            asked, (record, below) = record, self._still_there(record)
+            if record is None and asked is not None and asked.state & State.OWNED:  # nobody else has it
+                raise self.store.silence(*read.ask[:2]) or _changed(*read.ask[:2])
         except BaseException:
             if body:
                 await body[0].aclose()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -44,17 +44,21 @@ from forebay.core.record import Record, State
 from forebay.core.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, RangeSpec, check_key
 from forebay.core.uploads import Digest, stored_checksum, with_checksum, without_own
+from forebay.node.answering import by_disk, by_disk_in_steps, threads_of
 from forebay.node.buckets import Buckets, Served
 from forebay.node.cold import ColdReads
+from forebay.node.parts import forget
 from forebay.node.read import Ask
 from forebay.node.sink import BlockHashes
 from forebay.node.store import Store, StoreReader
 from forebay.node.store.desk import remove_temp
+from forebay.node.store.volume import Volume
 from forebay.node.uploads import UploadBook
 from forebay.node.writes import Writes, check_writable
 
 TRIES = 4  # a source that changes so often while it is copied is not copied
 _CHUNK = limits.MIB
+_STEP_BYTES = 8 * limits.MIB
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -89,6 +93,14 @@ class _Pieces:
         self.queue.put_nowait(Unavailable("what is copied does not match its checksums: try again"))
 
 
+class _Target(NamedTuple):
+    """Where a copy goes: a file of `volume`, or memory ("")."""
+
+    path: str
+    volume: Volume | None
+    subject: str
+
+
 class Drawn:
     """The bytes of an object, drawn into a new file `path` (into memory when it is ""), and what is known of them."""
 
@@ -101,7 +113,7 @@ class Drawn:
         self._whole = xxhash.xxh3_128()
         self._md5 = hashlib.md5(usedforsecurity=False) if md5 else None
         self._at = 0
-        self._fd = os.open(path, _FLAGS, 0o600) if path else -1
+        self._fd = -1
 
     @property
     def body(self) -> bytes | None:
@@ -121,8 +133,10 @@ class Drawn:
         """Of an owned object with these bytes."""
         return self.md5 or f"{self._whole.hexdigest()}-x"
 
-    def take(self, piece: _Piece) -> None:
-        """Add a piece. May run in a worker thread; `OSError` when the disk errs."""
+    def take(self, piece: _Piece) -> Generator[None, None, None]:
+        """Add a piece, in steps for a worker thread; `OSError` when the disk errs."""
+        if self.path and self._fd < 0:
+            self._fd = os.open(self.path, _FLAGS, 0o600)
         if piece.body is not None:
             self._hash(memoryview(piece.body))
             if self._fd >= 0:
@@ -132,12 +146,12 @@ class Drawn:
         else:
             source = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                self._take_file(source, piece.offset, piece.end - piece.start)
+                yield from self._take_file(source, piece.offset, piece.end - piece.start)
             finally:
                 os.close(source)
         self._at += piece.end - piece.start
 
-    def _take_file(self, source: int, offset: int, length: int) -> None:
+    def _take_file(self, source: int, offset: int, length: int) -> Generator[None, None, None]:
         done = 0
         while done < length:
             chunk = os.pread(source, min(_CHUNK, length - done), offset + done)
@@ -149,6 +163,8 @@ class Drawn:
             elif not _share(source, self._fd, len(chunk), offset + done, self._at + done):
                 _write(self._fd, chunk, self._at + done)
             done += len(chunk)
+            if done % _STEP_BYTES < len(chunk):
+                yield
 
     def _hash(self, data: memoryview) -> None:
         self.sums += [checksum for _, checksum in self._blocks.feed(data)]
@@ -163,6 +179,12 @@ class Drawn:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def discard(self) -> None:
+        """Not wanted: the file goes. In a worker thread, while none takes a piece. Twice is fine."""
+        self.close()
+        if self.path:
+            forget(self.path)
 
 
 class Copies:
@@ -220,7 +242,7 @@ class Copies:
         try:
             md5 = served.bucket.options.get("etag") == "md5" or info.size_bytes <= limits.ETAG_MD5_BYTES_MAX
             algorithm = call.checksum_algorithm or stored_checksum(info.headers)[0]
-            drawn = await self._draw(source, info, path, md5=md5, algorithm=algorithm)
+            drawn = await self._draw(source, info, self._target(call, path), md5=md5, algorithm=algorithm)
             written = await self._put(call, served, info, drawn, algorithm, etag_kept)
             return msgspec.structs.replace(written, checksums={algorithm: drawn.checksum}) if algorithm else written
         finally:
@@ -274,7 +296,7 @@ class Copies:
             _check_size(end - start)
             path = self._path(call.bucket, call.key, end - start)
             try:
-                drawn = await self._draw(source, info, path, md5=True, start=start, end=end)
+                drawn = await self._draw(source, info, self._target(call, path), md5=True, start=start, end=end)
                 part = UploadPartCall(
                     call.bucket,
                     call.key,
@@ -321,6 +343,10 @@ class Copies:
             raise Unavailable("no volume takes the copy: see `forebay status`", code="InsufficientStorage")
         return path
 
+    def _target(self, call: CopyCall | UploadPartCopyCall, path: str) -> _Target:
+        volume = self._store.volume_at(call.bucket, call.key) if path else None
+        return _Target(path, volume, f"{call.bucket}/{call.key}")
+
     def _is_there(self, call: CopyCall) -> bool:
         """Whether the backend can make this copy: it has the source, and nothing is asked that it cannot do."""
         record = self._store.lookup(call.source_bucket, call.source_key)
@@ -350,29 +376,25 @@ class Copies:
         self,
         source: Served,
         info: ObjectInfo,
-        path: str,
+        target: _Target,
         *,
         md5: bool,
         algorithm: str = "",
         start: int = 0,
         end: int | None = None,
     ) -> Drawn:
-        """Read [start, end) of the source, as whoever reads it does."""
-        out, loop = _Pieces(), asyncio.get_running_loop()
+        """Read [start, end) of the source, as whoever reads it does. `Unavailable` if the target's disk stalls."""
+        out = _Pieces()
         end = info.size_bytes if end is None else end
-        drawn = Drawn(path, end - start, md5=md5, algorithm=algorithm)
+        drawn = Drawn(target.path, end - start, md5=md5, algorithm=algorithm)
         asked = RangeSpec(start, end - 1) if start < end else None
         read = self._cold.open(Ask(source.bucket.name, info.key, asked, version=info.version), out)
         try:
-            while (piece := await out.queue.get()) is not None:
-                if isinstance(piece, ForebayError):
-                    raise _SourceChanged(piece) if isinstance(piece, Precondition | NotFound) else piece
-                taking = loop.run_in_executor(self._workers, drawn.take, piece)
+            while (piece := await self._next(out, drawn, target)) is not None:
                 try:
-                    await asyncio.shield(taking)
-                except asyncio.CancelledError:
-                    await asyncio.wait([taking])  # it writes to a descriptor that is closed below
-                    raise
+                    await by_disk_in_steps(
+                        target.volume, self._workers, drawn.take(piece), target.subject, drawn.discard
+                    )
                 except FileNotFoundError as error:  # it was replaced, and its file has gone since we were told of it
                     gone = Precondition("the source changed while it was copied: copy it again")
                     raise _SourceChanged(gone) from error
@@ -382,10 +404,21 @@ class Copies:
                         code="InsufficientStorage",
                     ) from error
                 read.took(piece.end)
+            await by_disk(target.volume, self._workers, drawn.close, target.subject)
         finally:
             read.close()
-            drawn.close()
         return drawn
+
+    async def _next(self, out: _Pieces, drawn: Drawn, target: _Target) -> _Piece | None:
+        """What comes next of the source; None at its end."""
+        try:
+            piece = await out.queue.get()
+            if isinstance(piece, ForebayError):
+                raise _SourceChanged(piece) if isinstance(piece, Precondition | NotFound) else piece
+        except BaseException:
+            threads_of(target.volume, self._workers).submit(drawn.discard)
+            raise
+        return piece
 
 
 class _SourceChanged(Exception):

@@ -274,7 +274,13 @@ class Engine:
         self.writes.moved_on = self.keeping.moved_on
         derived = Derived(self.index, lambda verb, call: self.keeping.keep(call), self.room.touched)
         self.appends = Appends(
-            self.index, self.writes, derived, self._workers, flush=self.flush, wall_s=self.clock.wall_s
+            self.store,
+            self.index,
+            self.writes,
+            derived,
+            self._workers,
+            flush=self.flush,
+            wall_s=self.clock.wall_s,
         )
         self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
         self.uploads = UploadBook(

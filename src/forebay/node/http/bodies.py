@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -31,14 +30,13 @@ from forebay.core.signedbody import check_payload_sha256, signs_sha256
 from forebay.core.stall import STALLED_AFTER_S
 from forebay.node.http.checksums import ALGORITHM_OF, Running, check_value, mismatch
 from forebay.node.http.requests import too_large
-from forebay.node.store.desk import Desk, Late, desk_of
+from forebay.node.store.desk import Desk, Late, create_temp, desk_of, remove_temp
 from forebay.node.store.volume import stalled
 
 log = logging.getLogger("forebay.bodies")
 
 LOOP_WAIT_S = 2.0  # how long the loop waits for a disk that does not answer; then nobody waits for it
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Received(NamedTuple):
@@ -57,7 +55,7 @@ class Received(NamedTuple):
     def discard(self) -> None:
         """Remove the file. Fine when there is none, or somebody took it."""
         if self.path:
-            _remove(self.path)
+            remove_temp(self.path)
 
 
 class Wanted(NamedTuple):
@@ -171,7 +169,7 @@ class Incoming:
             os.close(self._fd)
             self._fd = -1
         if self.path:
-            _remove(self.path)
+            remove_temp(self.path)
             self.path = ""
         self._body = None
         if self.stream is not None:
@@ -185,9 +183,7 @@ class Incoming:
             raise _no_room("no volume is usable")
         self._desk = desk_of(path)
         try:
-            self._fd = self._desk.carry(
-                _patience_s(), os.open, path, _FLAGS, 0o600, unwanted=lambda fd: _undo(fd, path)
-            )
+            self._fd = create_temp(path, _patience_s())
         except Late:
             raise stalled(os.path.dirname(os.path.dirname(path)), "a body") from None
         except OSError as error:
@@ -317,22 +313,3 @@ def _patience_s() -> float:
     except RuntimeError:
         return STALLED_AFTER_S
     return LOOP_WAIT_S
-
-
-def _remove(path: str) -> None:
-    with suppress(Late):  # it goes when the disk answers
-        desk_of(path).carry(_patience_s(), _unlink, path)
-
-
-def _undo(fd: int, path: str) -> None:
-    os.close(fd)
-    _unlink(path)
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("a body that is not needed stays at %s: %s", path, error)

@@ -59,7 +59,9 @@ from forebay.node.http.unpacking import unpack
 from forebay.node.link import Link
 from forebay.node.records import is_version, own_version
 from forebay.node.store.derived import Derived, DerivedWriter
+from forebay.node.store.desk import Late
 from forebay.node.store.reader import LeasedFile, StoreReader
+from forebay.node.store.volume import stalled
 from forebay.ports import clock as clocks
 
 log = logging.getLogger("forebay.shards")
@@ -428,15 +430,14 @@ class Shards:
         if self._has_plain(bucket, key, record):
             return
         await self._fetch(bucket, key, record)
-        try:
-            writer = self._derived.writer("plain", bucket, key, record.version)
-        except OSError as error:
-            raise _no_room_for_plain(bucket, key) from error
+        writer = self._derived.writer("plain", bucket, key, record.version)
         try:
             async with self._source(bucket, key, record) as source:
                 await self._in_builder(lambda: _unpack_into(writer, source, form, f"{bucket}/{key}"))
             if not await writer.keep():
                 raise _no_room_for_plain(bucket, key)
+        except Late as error:
+            raise stalled(error.filename, f"unpacking {bucket}/{key}") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_room_for_plain(bucket, key) from error
@@ -680,6 +681,7 @@ def _span(bucket: str, key: str, record: Record, index: MemberIndex, member: str
 def _unpack_into(writer: DerivedWriter, source: _Source, form: Form, what: str) -> None:
     """In a worker thread: the plain form, bounded by what the disk has."""
     unchecked = ROOM_STEP_BYTES
+    writer.write(b"")  # so that there is a file, even if nothing comes
     for piece in unpack(_in_order(source), form.packing, what):
         writer.write(piece)
         unchecked += len(piece)

@@ -43,8 +43,9 @@ from forebay.core import limits
 from forebay.core.derived import DerivedKind, KeepCall, Kept, name_of, reserved
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.record import Record, State
+from forebay.core.stall import STALLED_AFTER_S
 from forebay.node.outcomes import Call
-from forebay.node.store.desk import remove_temp
+from forebay.node.store.desk import create_temp, desk_of, remove_temp
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock
 
@@ -116,7 +117,8 @@ class Derived:
 
 
 class DerivedWriter:
-    """A derived object as it is written: one thread at a time, front to back, then `keep` or `abort`."""
+    """A derived object as it is written: one thread at a time, front to back, then `keep` or `abort`. Its file comes
+    with the first `write`, be it of nothing."""
 
     def __init__(self, path: str, call: KeepCall, keep: Callable[[KeepCall], Any]) -> None:
         self.size_bytes = 0
@@ -124,23 +126,31 @@ class DerivedWriter:
         self._sums: list[int] = []
         self._block = xxhash.xxh3_64()
         self._left = limits.BLOCK_BYTES
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = -1
+        self._ended = False
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append. OSError when the disk does not take it; then nothing of the file is left."""
+        """Append, in a worker thread. OSError when the disk does not take it (`Late`: it does not answer); then nothing
+        of the file is left."""
         view = memoryview(data)
         try:
+            if self._fd < 0:
+                self._fd = create_temp(self._path, STALLED_AFTER_S)
             while view:
-                written = os.write(self._fd, view[: self._left])
-                self._block.update(view[:written])
-                self._left -= written
-                self.size_bytes += written
+                piece, view = view[: self._left], view[self._left :]
+                desk_of(self._path).carry(STALLED_AFTER_S, self._write_out, piece)
+                self._block.update(piece)
+                self._left -= len(piece)
+                self.size_bytes += len(piece)
                 if not self._left:
                     self._end_block()
-                view = view[written:]
         except OSError:
             self.abort()
             raise
+
+    def _write_out(self, piece: memoryview) -> None:
+        while piece and not self._ended:  # the file is closed then
+            piece = piece[os.write(self._fd, piece) :]
 
     def wait_for_room(self, patience_s: float) -> None:
         """Wait, in a worker thread, until the disk has some room again: what is written takes it, and the engine's
@@ -176,6 +186,7 @@ class DerivedWriter:
         remove_temp(self._path)
 
     def _close(self) -> None:
+        self._ended = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 log = logging.getLogger("forebay.store")
 
 CALL_S = 1.0  # how long the store's thread waits: a busy machine gives a thread its turn in that time, mostly
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 BEARERS = 8  # what a disk with queues of its own is fed by
 
 Result = TypeVar("Result")
@@ -154,15 +155,31 @@ def desk_of(path: str) -> Desk:
     volume = os.path.dirname(os.path.dirname(path))
     if volume not in _of_files:
         _of_files[volume] = Desk(volume)
+        _of_files[volume].patience_s = CALL_S
     return _of_files[volume]
 
 
+def create_temp(path: str, patience_s: float) -> int:
+    """Make a file of tmp/ and open it to be written. `Late`: it is not there, and goes if it comes to be."""
+    return desk_of(path).carry(patience_s, os.open, path, _FLAGS, 0o600, unwanted=lambda fd: _undo(fd, path))
+
+
+def _undo(fd: int, path: str) -> None:
+    os.close(fd)
+    _unlink(path)
+
+
 def remove_temp(path: str) -> None:
-    """Remove a file of tmp/ that nobody needs, if it is still there. Any thread; waits for its disk CALL_S at most."""
-    if not os.path.lexists(path):
-        return  # it became the object; and unlinking nothing, too, waits for a disk that takes no writes
+    """Remove a file of tmp/ that nobody needs, if it is still there. Any thread; waits for its disk CALL_S at most, and
+    the file goes when that answers."""
+    if os.path.lexists(path):  # else it became the object; and unlinking nothing, too, waits for a disk that is frozen
+        desk = desk_of(path)
+        desk.wait(desk.bearers.submit(_unlink, path))
+
+
+def _unlink(path: str) -> None:
     try:
-        desk_of(path).carry(CALL_S, os.unlink, path)
+        os.unlink(path)
     except FileNotFoundError:
         pass
     except OSError as error:
