@@ -35,7 +35,7 @@ async def _answered(volume: Volume | None, doing: asyncio.Future[ResultT], subje
         await asyncio.wait((doing,), timeout=LOOK_S)
         if volume.stall.stalled and not doing.done():
             raise stalled(volume.path, subject)
-    return await doing
+    return await asyncio.shield(doing)
 
 
 async def by_disk_in_steps(
@@ -62,7 +62,7 @@ async def by_disk_in_steps(
     while True:
         doing = loop.run_in_executor(threads, _next, steps)
         try:
-            ended = await _answered(volume, asyncio.shield(doing), subject)
+            ended = await _answered(volume, doing, subject)
         except BaseException:
             doing.add_done_callback(leave)
             raise

@@ -566,8 +566,8 @@ class ColdReads:
                 raise _changed(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
             asked, (record, below) = record, self._still_there(record)
-            if record is None and asked is not None and asked.state & State.OWNED:  # nobody else has it
-                raise self.store.silence(*read.ask[:2]) or _changed(*read.ask[:2])
+            if record is None and asked is not None and asked.state & State.OWNED:
+                self.store.check_reads(*read.ask[:2])  # nobody else has it; if it was replaced, the flight finds that
         except BaseException:
             if body:
                 await body[0].aclose()

@@ -126,10 +126,11 @@ class VolumeSet:
         if volume is not None and volume.stall.stalled and owned.owes(volume, keys.index_key(bucket, key)):
             raise stalled(volume.path, f"{bucket}/{key}")
 
-    def silence(self, bucket: str, key: str) -> Unavailable | None:
-        """What to raise where the key's bytes cannot be read: its disk does not answer. None if it does."""
+    def check_reads(self, bucket: str, key: str) -> None:
+        """`Unavailable` where the key's bytes are not read, since its disk does not answer just now."""
         volume = self.volume_at(bucket, key)
-        return stalled(volume.path, f"{bucket}/{key}") if volume is not None and volume.silent else None
+        if volume is not None and volume.silent:
+            raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_answers(self, bucket: str, key: str) -> None:
         """`Unavailable` where what is here of the key could not be taken back, since its disk does not answer, or where
