@@ -29,6 +29,8 @@ from urllib.parse import quote
 
 from tests.storm.history import ABSENT, Call, Kind
 
+from forebay.core import limits
+
 MIB = 1 << 20
 SIZES = [100, 900, 9_000, 40_000, 300_000, MIB + 7, 5 * MIB + 17]
 SIZE_WEIGHTS = [6, 6, 4, 4, 2, 2, 1]
@@ -290,7 +292,7 @@ class Client(threading.Thread):
             return
         self._found[place] = seen
         label, body = self._new(place)
-        self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen.label)
+        self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen)
 
     def _copy(self, place: Place) -> None:
         """From a source that never changes, or from another key while it is what a read has found."""
@@ -301,7 +303,7 @@ class Client(threading.Thread):
         else:
             source = self._random.choice([each for each in self._places if each[0] == place[0] and each != place])
             seen = self._found.get(source) if self._random.random() < 0.4 else self.read(source, whole=True)
-            if seen is None or seen.label == ABSENT or not self._lasts(source, seen.etag):
+            if seen is None or seen.label == ABSENT or not self._lasts(source, seen):
                 return
             self._found[source] = seen
             label, headers["x-amz-copy-source-if-match"], size_bytes = seen
@@ -357,9 +359,10 @@ class Client(threading.Thread):
         query: str = "",
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-        seen: str = "",
+        seen: Seen | None = None,
         source: Place | None = None,
     ) -> None:
+        before = "" if seen is None else seen.label
         began = time.monotonic()
         answer = self._asked(method, place, query, body, headers)
         ended = time.monotonic()
@@ -368,19 +371,19 @@ class Client(threading.Thread):
         if answer is not None and status == 200 and b"<Error>" in answer.body:  # told after the head had been sent
             status = 412 if b"PreconditionFailed" in answer.body else UNSURE
         if status == UNSURE:
-            self._board.note(place, Call(kind, label, began, math.inf, seen), act)
+            self._board.note(place, Call(kind, label, began, math.inf, before), act)
         elif source in self._places and status in (404, 412):  # the source is not what was read any more
             refused: Call = Call("refused swap", label, began, ended, label)
             self._board.note(source, Call("read", ABSENT, began, ended) if status == 404 else refused, "copy refused")
-        elif status == 412 and seen and not self._lasts(place, (headers or {})["If-Match"]):
+        elif status == 412 and seen is not None and not self._lasts(place, seen):
             return
         elif status == 412 and kind in ("create", "swap"):
             told: Kind = "refused create" if kind == "create" else "refused swap"
-            self._board.note(place, Call(told, label, began, ended, seen), f"{act} refused")
+            self._board.note(place, Call(told, label, began, ended, before), f"{act} refused")
         elif status == 404 and kind == "swap":  # what was read is gone: S3 says so in this way
             self._board.note(place, Call("read", ABSENT, began, ended), f"{act} refused")
         elif status in (200, 204):
-            self._board.note(place, Call(kind, label, began, ended, seen), act)
+            self._board.note(place, Call(kind, label, began, ended, before), act)
         elif answer is not None:
             self._refused(place, f"{method} {kind}", answer)
 
@@ -401,10 +404,12 @@ class Client(threading.Thread):
         self.stopping.wait(AFTER_UNSURE_S)
         return None
 
-    def _lasts(self, place: Place, etag: str) -> bool:
+    def _lasts(self, place: Place, seen: Seen) -> bool:
         """Whether the ETag stays what it is while the body does. What was written back gets the bucket service's when
-        it is fetched again, which is another one unless both are the MD5: a refusal tells nothing then."""
-        return "-" not in etag or place[0] not in self._changing
+        it is fetched again, and the node's when it is copied onto once more. Those are the same where both are the MD5;
+        else a refusal tells nothing."""
+        is_md5 = "-" not in seen.etag and seen.size_bytes <= limits.ETAG_MD5_BYTES_MAX
+        return is_md5 or place[0] not in self._changing
 
     def _wrong(self, place: Place, what: str) -> None:
         self._board.complain(f"{self.name}, {place[0]}/{place[1]}: {what}")
