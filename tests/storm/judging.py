@@ -91,17 +91,21 @@ class Crew:
 
 
 def stalled(asks: Mapping[str, Callable[[], bool]], patience_s: float = PATIENCE_S) -> list[str]:
-    """The names of those that are not answered, or not rightly, each asked several times beside the others."""
+    """The names of those that are not answered, or not rightly (then with what came), each asked several times beside
+    the others."""
     right: set[str] = set()
+    came: dict[str, str] = {}
 
     def ask(name: str) -> None:
-        with contextlib.suppress(OSError, AssertionError, http.client.HTTPException):
+        try:
             if all(asks[name]() for _ in range(STALL_ASKS)):
                 right.add(name)
+        except (OSError, AssertionError, http.client.HTTPException) as error:
+            came[name] = f" ({error!r})"[:500]
 
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in asks]
     for thread in threads:
         thread.start()
     with contextlib.suppress(AssertionError):
         until(lambda: not any(thread.is_alive() for thread in threads), timeout_s=patience_s)
-    return sorted(set(asks) - right)
+    return sorted(name + came.get(name, "") for name in set(asks) - right)

@@ -142,10 +142,13 @@ class Sea:
 
         def reads(bucket: str, key: str, body: bytes) -> bool:
             answer = self.ask("GET", f"/{bucket}/{key}", {}, None)
-            return (answer.status, answer.body) == (200, body)
+            assert answer.status == 200, answer
+            return answer.body == body
 
         def writes(bucket: str, key: str, body: bytes) -> bool:
-            return self.ask("PUT", f"/{bucket}/{key}", {}, body).status == 200
+            answer = self.ask("PUT", f"/{bucket}/{key}", {}, body)
+            assert answer.status == 200, answer
+            return True
 
         found: dict[str, Callable[[], bool]] = {
             "status": lambda: bool(self.node.json("GET", "status")),
