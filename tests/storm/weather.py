@@ -381,5 +381,6 @@ FAULTS = {
 }
 NEEDS_MOUNTS = {"full", "absent", "frozen"}
 DISTURBING = {"kill", "pause", "absent"}
-# A disk that stops to answer has not been stormed since the engine removes no temp file.
+# Its judge reads and overwrites the same healthy objects at once, and then a read is told 412 now and then ("changed
+# under an open read") though nothing was sent of it.
 WHEN_NAMED = {"frozen"}
