@@ -300,3 +300,28 @@ def test_a_condition_that_the_backend_refuses_tells_that_what_is_here_is_old(rig
             rig.remote.down = None
 
     rigged(story)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_saw_a_write_in_a_listing_reads_nothing_older(rigged: Rigged, gone: bool) -> None:
+    """The backend has done what a write or a delete asks, and its answer is on the way; a listing shows it already."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        old = await put(rig, "key", b"one")
+        verb = "delete" if gone else "put"
+        answered = rig.remote.answers[verb] = asyncio.Event()
+        change = asyncio.create_task(delete(rig, "key") if gone else put(rig, "key", b"two"))
+        await until(lambda: rig.remote.unheard[verb] == 1)
+        assert await rig.front.get("key") == b"one", "nobody has seen anything else"
+        page = await rig.front.call("list", calls.ListCall("remote"))
+        assert old.etag not in [entry.etag for entry in page.entries]
+        if gone:
+            with pytest.raises(NotFound):
+                await rig.front.get("key")
+        else:
+            assert await rig.front.get("key") == b"two"
+        answered.set()
+        await change
+
+    rigged(story)

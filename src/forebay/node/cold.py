@@ -358,6 +358,18 @@ class ColdReads:
             opening.overtaken = True
             self._leave_to_its_own(opening)
 
+    def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
+        """The backend listed these keys: whoever read the page finds no older version of them here, though their
+        writes are still under way (`confirming.py`)."""
+        for key in self.confirmations.outdated(bucket, prefix, after, upto):
+            flight = self.flights.get((bucket, key))
+            if flight is not None:
+                flight.checked_s = 0.0
+            opening = self._openings.pop((bucket, key), None)
+            if opening is not None:
+                opening.overtaken = True
+                self._leave_to_its_own(opening)
+
     def _opened(self, name: tuple[str, str], done: asyncio.Task[Answer]) -> None:
         opening = self._openings.get(name)
         if opening is not None and opening.done is done:

@@ -11,7 +11,8 @@ survives the process, and stays so until the write has its outcome. That time is
 Inside a window nothing is written down, whatever the backend says: it may have said so before the write took effect. It
 is still true for those who ask meanwhile, so it is held in memory, with what the record said before; a slow write makes
 no reader ask more often. A question that is under way when a window closes is *overtaken*: its answer may be older than
-the write, so it is not written down either.
+the write, so it is not written down either. A listing may show what a write under way has done already: what was held
+of its key does not count any more then, and questions from before it are overtaken.
 
 The index is not synced for this: what the kernel has survives every process, and after a stop of the machine nothing
 counts as confirmed anyway. A key of which nothing is here costs no commit.
@@ -21,7 +22,7 @@ write a fetch each); a journal of intents (a second thing to recover); only wher
 become so later).
 
 Invariants. (1) No committed record calls a version confirmed that a write of this node may have replaced since. (2)
-What was confirmed inside a window is fresh inside it.
+What was confirmed inside a window is fresh inside it, until a listing shows its key.
 """
 
 from __future__ import annotations
@@ -75,6 +76,20 @@ class Confirmations:
         self._windows.pop((bucket, key), None)
         for question in self._questions.get((bucket, key), ()):
             question.overtaken = True
+
+    def outdated(self, bucket: str, prefix: str, after: str, upto: str) -> list[str]:
+        """The backend showed its keys under `prefix` from `after` to `upto` ("": to their end). What is held of those
+        that are being written is older. Returns these keys."""
+        written = [
+            key
+            for of_bucket, key in self._windows
+            if of_bucket == bucket and key.startswith(prefix) and after < key and (not upto or key <= upto)
+        ]
+        for key in written:
+            self._windows[bucket, key] = _Held("", 0.0)
+            for question in self._questions.get((bucket, key), ()):
+                question.overtaken = True
+        return written
 
     # --- by reads ----------------------------------------------------------------------------------------------------
     @contextmanager

@@ -296,7 +296,7 @@ class Engine:
         )
 
     def _assemble_answers(self) -> None:
-        self.listings = Listings(self.store, self.index, self.flusher)
+        self.listings = Listings(self.store, self.index, self.flusher, self.cold.listed)
         self.derived = Derived(self.index, self._ask, self._touched)
         self.manifests = Manifests(self.buckets, self.listings, self.derived, self.clock, self._workers)
         self.hinting = Hinting(

@@ -20,6 +20,7 @@ Invariant. Following `next_after` shows every key that is there throughout, once
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from forebay.backends.seam import Backend
@@ -54,8 +55,11 @@ class _Ours(NamedTuple):
 class Listings:
     """See the module's header."""
 
-    def __init__(self, store: Store, index: StoreReader, owed: Owed) -> None:
-        self._store, self._index, self._owed = store, index, owed
+    def __init__(
+        self, store: Store, index: StoreReader, owed: Owed, listed: Callable[[str, str, str, str], None]
+    ) -> None:
+        """`listed` is told which keys a page of the backend covers: bucket, prefix, after, up to."""
+        self._store, self._index, self._owed, self._listed = store, index, owed, listed
 
     async def page(self, served: Served, call: ListCall) -> ListPage:
         """The next page of a bucket, as it is now; `VolumeMissing` if keys may be missing from it."""
@@ -76,6 +80,7 @@ class Listings:
     ) -> ListPage:
         ours = self._ours(bucket, prefix, delimiter, after)
         theirs = await backend.list_page(prefix, delimiter, after, limit)
+        self._listed(bucket, prefix, after, theirs.next_after)
         if not (ours.page.entries or ours.page.prefixes or ours.removed or ours.thinned):
             return theirs
         kept = [
