@@ -50,7 +50,8 @@ class Cold:
     """An object that only the backend has. `pieces` are how it lands; `hold_at` waits for `release` before the piece
     that reaches it; `fail_at` fails there; `whole` sends it inside `Opened`; `memory` lands in a memfd; `silent` says
     nothing at all; of the next `withdrawn` reads, what was told up to `hold_at` is taken back there. From `spoil_at`
-    on, the file of the next `spoiled` reads ends, or is `gone` from the beginning."""
+    on, the file of the next `spoiled` reads ends, or is `gone` from the beginning. `overwritten`: whoever comes back
+    for the same version finds another, so many times."""
 
     data: bytes
     version: str = "v1"
@@ -65,6 +66,7 @@ class Cold:
     spoiled: int = 0
     spoil_at: int = 0
     gone: bool = False
+    overwritten: int = 0
     release: threading.Event = field(default_factory=threading.Event)
 
 
@@ -204,6 +206,9 @@ class FakeEngine:
                 return
             if cold.error is not None:
                 raise cold.error
+            if asked.version and cold.overwritten:
+                cold.overwritten -= 1
+                cold.version += "'"
             if asked.version and asked.version != cold.version:
                 raise Precondition("the object changed")
             start, end = (0, len(cold.data)) if asked.range is None else asked.range.resolve(len(cold.data))

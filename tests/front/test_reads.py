@@ -306,6 +306,25 @@ def test_the_rest_is_not_asked_for_without_end_nor_of_another_version(node: Node
         assert data.startswith(client.rest().partition(b"\r\n\r\n")[2]), "of the old version, as far as it came"
 
 
+def test_an_object_that_is_replaced_before_its_first_byte_is_opened_anew(node: Node) -> None:
+    """Nothing is said yet: the client gets the version that is there, and his conditions are judged by it."""
+    data = os.urandom(450_000)
+    node.engine.cold["b", "o"] = Cold(data, spoiled=2, gone=True, overwritten=2)
+    with node.connect() as client:
+        answer = client.ask("/b/o")
+        assert (answer.status, answer.body == data, answer.headers["etag"]) == (200, True, "\"etag-v1''\"")
+    assert [read.version for read in node.seen_reads("o")] == ["", "v1", "", "v1'", ""]
+    node.engine.cold["b", "if"] = Cold(data, spoiled=1, gone=True, overwritten=1)
+    with node.connect() as client:
+        assert client.ask("/b/if", If_Match='"etag-v1"').status == 412, "it was that version when it was opened first"
+    node.engine.cold["b", "busy"] = Cold(data, spoiled=99, gone=True, overwritten=99)
+    with node.connect() as client:
+        answer = client.ask("/b/busy")
+        assert answer.status == 503
+        assert b"read again" in answer.body
+    assert node.front.link.waiting == 0
+
+
 def test_an_evicted_objects_file_is_closed_when_the_engine_says_so(node: Node, eventually: Eventually) -> None:
     node.put("o", bytes(100_000))
     assert node.get("/b/o").status == 200

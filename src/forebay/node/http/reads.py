@@ -24,12 +24,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forebay.core.calls import ObjectNamed
-from forebay.core.errors import ForebayError
+from forebay.core.errors import ForebayError, Precondition, Unavailable
 from forebay.core.freshness import is_fresh
 from forebay.core.record import Record, State, blocks_in, split_head
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.core.wire import Opened, Welcome
-from forebay.node.http.arriving import Arriving, check_same
+from forebay.node.http.arriving import REOPENS_MAX, Arriving, check_same
 from forebay.node.http.counting import FrontCounts
 from forebay.node.http.requests import Exchange, status_of
 from forebay.node.http.sending import FileFailed
@@ -338,12 +338,36 @@ class Reads:
         decide: Decide | None,
         extra: bytes,
     ) -> None:
-        counts = self.counts
-        counts.reads_waiting += 1
-        read: Read | None = None
-        head_only = exchange.request.method == b"HEAD"
+        """Ask the engine. While nothing is said, an object whose version is gone before its first byte (it is
+        overwritten again and again) is opened anew, and the client's conditions are judged anew."""
+        self.counts.reads_waiting += 1
         try:
-            read = await self._link.open_read(bucket, key, range, head_only=head_only)
+            opened = 0
+            while not await self._answer(exchange, bucket, key, range, decide, extra):
+                opened += 1
+                if opened == REOPENS_MAX:
+                    raise Unavailable(f"{bucket}/{key} is overwritten faster than it can be read: read again")
+        except ForebayError as error:
+            if status_of(error) >= 500:  # a key that does not exist is an answer
+                self.counts.read_errors += 1
+            raise
+        finally:
+            self.counts.reads_waiting -= 1
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        bucket: str,
+        key: str,
+        range: RangeSpec | None,
+        decide: Decide | None,
+        extra: bytes,
+    ) -> bool:
+        """False: the version that was opened is gone, and nothing is said yet."""
+        counts, begun = self.counts, False
+        head_only = exchange.request.method == b"HEAD"
+        read = await self._link.open_read(bucket, key, range, head_only=head_only)
+        try:
             opened = await read.opened()
             plan = plan_plain(opened.record, range, extra) if decide is None else decide(opened.record)
             size = plan.end - plan.start
@@ -355,21 +379,26 @@ class Reads:
                 counts.miss_bytes += size
             if head_only or not size:
                 exchange.respond(plan.status, plan.head, size_bytes=size)
-                return
-            if (plan.start, plan.end) != (opened.start, opened.end):
-                read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
-                read, opened = await self.reopen(bucket, key, opened.record.version, plan.start, plan.end)
-            exchange.start(plan.status, plan.head, size)
-            await self.stream(exchange, read, opened, plan.start, plan.end)
+                return True
+
+            def begin() -> None:
+                nonlocal begun
+                begun = True
+                exchange.start(plan.status, plan.head, size)
+
+            try:
+                if (plan.start, plan.end) != (opened.start, opened.end):
+                    read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
+                    read, opened = await self.reopen(bucket, key, opened.record.version, plan.start, plan.end)
+                await self.stream(exchange, read, opened, plan.start, plan.end, begin)
+            except Precondition:
+                if begun:
+                    raise
+                return False
             await exchange.end()
-        except ForebayError as error:
-            if status_of(error) >= 500:  # a key that does not exist is an answer
-                counts.read_errors += 1
-            raise
+            return True
         finally:
-            counts.reads_waiting -= 1
-            if read is not None:
-                read.close()
+            read.close()
 
     async def _rest(self, exchange: Exchange, bucket: str, key: str, version: str, start: int, end: int) -> None:
         """The rest of a response whose head and first bytes are sent: the same version, or nothing."""
@@ -391,9 +420,17 @@ class Reads:
             raise
         return read, opened
 
-    async def stream(self, exchange: Exchange, read: Read, opened: Opened, start: int, end: int) -> None:
-        """Send [start, end) as it lands, as pieces of the body that was begun. What lands in a file was hashed, or
-        compared, by the engine."""
+    async def stream(
+        self,
+        exchange: Exchange,
+        read: Read,
+        opened: Opened,
+        start: int,
+        end: int,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Send [start, end) as it lands, as pieces of the body that was begun, or that `begin` begins once the first
+        piece is at hand. What lands in a file was hashed, or compared, by the engine."""
         assert (opened.start, opened.end) == (start, end), "what was opened is what is sent"
         arriving = Arriving(self._store, self._link, read, opened)
         try:
@@ -401,6 +438,9 @@ class Reads:
                 piece = await arriving.piece()
                 if arriving.position == start:
                     self._first_byte(exchange)
+                    if begin is not None:
+                        begin()
+                        begin = None
                 end = piece.end
                 if piece.file is None:
                     await exchange.write(piece.body or b"")
