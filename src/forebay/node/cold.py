@@ -52,7 +52,15 @@ from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
 from forebay.node.buckets import Buckets, Served
 from forebay.node.confirming import Confirmations
 from forebay.node.flights import Flight
-from forebay.node.openings import Answer, Nowhere, Opening, Passing
+from forebay.node.openings import (
+    Answer,
+    Nowhere,
+    Opening,
+    Passing,
+    changed_meanwhile,
+    first_request,
+    whole_blocks,
+)
 from forebay.node.permits import Permits
 from forebay.node.read import REOPENS_MAX, Ask, Evictor, Out, Read
 from forebay.node.records import cached_bytes, info_of, is_pinned, is_version, make_record, own_version, present_blocks
@@ -65,7 +73,6 @@ from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.cold")
 
-FIRST_BYTES = 16 * limits.MIB  # an object of that size is one request, as a direct read would be
 CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
 DOWN_FOR_S = 5.0  # after a failed confirmation: how long nobody else is made to wait for one
 SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
@@ -206,20 +213,20 @@ class ColdReads:
         found, record = self._here(name)
         if found is None:
             if self._deleted(*name):
-                raise _changed(*name) if version else _no_key(*name)
+                raise changed_meanwhile(*name) if version else _no_key(*name)
             self.store.check_lost(*name)
             return None
         if version and _is_of(found, version):
             return found
         if record is not None and record.state & State.OWNED:
             if version:
-                raise _changed(*name)
+                raise changed_meanwhile(*name)
             return found
         checked_s = self.confirmations.checked_s(*name, _version_of(found), found.checked_s)
         if not _suffices(checked_s, need_s, self.clock.wall_s()):
             return None
         if version:
-            raise _changed(*name)
+            raise changed_meanwhile(*name)
         return found
 
     def _here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
@@ -244,7 +251,7 @@ class ColdReads:
     def _give_inline(self, read: Read, record: Record, *, hit: bool) -> None:
         assert record.inline is not None
         if read.ask.version and not is_version(record, read.ask.version):
-            raise _changed(read.ask.bucket, read.ask.key)
+            raise changed_meanwhile(read.ask.bucket, read.ask.key)
         start, end = _resolve(read.ask.range, record.size_bytes)
         if hit:
             self.evictor.touched(record.object_id, 0, 1)
@@ -257,7 +264,7 @@ class ColdReads:
         if read.closed:
             return
         if read.ask.version and not _is_of(flight, read.ask.version):
-            raise _changed(read.ask.bucket, read.ask.key)
+            raise changed_meanwhile(read.ask.bucket, read.ask.key)
         start, end = _resolve(read.ask.range, flight.info.size_bytes)
         self.evictor.touched(flight.object_id, start // _BLOCK, -(-end // _BLOCK))
         read.follow(flight, start, end, self._ahead_to(read.ask, start, end))
@@ -312,7 +319,7 @@ class ColdReads:
             if isinstance(changed, ObjectInfo):
                 self.replaced(name, _version_of(found))
                 if ask.version not in ("", changed.version):
-                    raise _changed(*name)
+                    raise changed_meanwhile(*name)
                 return make_record(changed, asked_s)
         return self.record_of(found) if isinstance(found, Flight) else found
 
@@ -390,7 +397,7 @@ class ColdReads:
                 return Answer(asked_s, stale=True)
             self.replaced(name, _version_of(found))
             if ask.version not in ("", changed.version):
-                raise _changed(*name)
+                raise changed_meanwhile(*name)
         return await self._first_fetch(ask, opening)
 
     async def _check(
@@ -453,7 +460,7 @@ class ColdReads:
         served, asked_s = opening.served, opening.asked_s
         async with self.permits(served.bucket.name).claim(opening, Need.FIRST):
             try:
-                fetch = await served.backend.fetch(ask.key, _first_request(ask.range), version=ask.version)
+                fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
             except Invalid as error:
                 if error.code != "InvalidRange":
                     raise
@@ -462,7 +469,7 @@ class ColdReads:
             info = fetch.info
             if info.size_bytes <= limits.INLINE_BYTES_MAX:
                 return Answer(asked_s, inline=await self._read_inline(opening, fetch))
-            run = _whole_blocks(fetch)
+            run = whole_blocks(fetch)
             landing = None if opening.overtaken else self._landing(served, info, asked_s)
             if landing is None:
                 passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
@@ -575,7 +582,7 @@ class ColdReads:
         """Serve one reader from memory, over the blocks that `record` has. `rest`: what is left of a broken flight."""
         try:
             if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
-                raise _changed(read.ask.bucket, read.ask.key)
+                raise changed_meanwhile(read.ask.bucket, read.ask.key)
             start, end = rest or _resolve(read.ask.range, info.size_bytes)
             asked, (record, below) = record, self._still_there(record)
             if record is None and asked is not None and asked.state & State.OWNED:
@@ -692,7 +699,7 @@ class ColdReads:
             now = self.store.lookup(served.bucket.name, key)
             return now is not None and now.object_id == object_id and bool(now.state & State.OWNED)
 
-        return Nowhere(still_owned)
+        return Nowhere(served.bucket.name, still_owned)
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
         """A front could not use what the record says is there."""
@@ -757,33 +764,6 @@ def _is_of(found: Flight | Record, version: str) -> bool:
 
 def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:
     return (0, size_bytes) if asked is None else asked.resolve(size_bytes)
-
-
-def _first_request(asked: RangeSpec | None) -> RangeSpec:
-    """The range that finds out what an unknown object is, and brings the first bytes that are asked for."""
-    if asked is None:
-        return RangeSpec(0, FIRST_BYTES - 1)
-    if asked.first is None:
-        return RangeSpec(None, min((asked.last or 0) + _BLOCK, FIRST_BYTES))
-    first = asked.first // _BLOCK * _BLOCK
-    last = first + FIRST_BYTES - 1
-    return RangeSpec(first, last if asked.last is None else min(last, (asked.last // _BLOCK + 1) * _BLOCK - 1))
-
-
-def _whole_blocks(fetch: Fetch) -> Run:
-    """The blocks that a first body covers whole."""
-    first = -(-fetch.start // _BLOCK)
-    end = -(-fetch.end // _BLOCK) if fetch.end == fetch.info.size_bytes else fetch.end // _BLOCK
-    if first >= end:
-        raise Unavailable(
-            f"the backend answered bytes {fetch.start}-{fetch.end} of {fetch.info.size_bytes} of {fetch.info.key}, "
-            "which is not what was asked for: check the backend for a proxy that rewrites answers"
-        )
-    return Run(first, end)
-
-
-def _changed(bucket: str, key: str) -> Precondition:
-    return Precondition(f"{bucket}/{key} changed under an open read: open it again", code="PreconditionFailed")
 
 
 def _no_key(bucket: str, key: str) -> NotFound:

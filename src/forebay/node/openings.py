@@ -1,6 +1,7 @@
 """Openings: one question to a backend about one object, shared by all who wait for its answer.
 
-Theory. `ColdReads` asks and keeps; these are the values that pass between the asker and those who wait.
+Theory. `ColdReads` asks and keeps; these are the first request of an opening, and the values that pass between the
+asker and those who wait.
 
 Invariant. The body in a `Passing` is read by one reader or closed.
 """
@@ -13,13 +14,16 @@ from typing import Any, NamedTuple
 
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Fetch
-from forebay.core.errors import Corrupt, Precondition
+from forebay.core import limits
+from forebay.core.errors import Corrupt, Precondition, Unavailable
 from forebay.core.ranges import Run
 from forebay.core.record import Record
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
 from forebay.node.buckets import Served
 from forebay.node.flights import Flight
 
+FIRST_BYTES = 16 * limits.MIB  # an object of that size is one request, as a direct read would be
+_BLOCK = limits.BLOCK_BYTES
 PASSING_KEPT_S = 1.0  # how long an open body waits for the reader that asked for it
 
 
@@ -71,13 +75,13 @@ class Nowhere(Refusing):
     scheme = "local"
     read_only = True
 
-    def __init__(self, still_owned: Callable[[], bool]) -> None:
+    def __init__(self, bucket: str, still_owned: Callable[[], bool]) -> None:
         """`still_owned()`: whether the object is the key's, and owed. One that was replaced has lost nothing."""
-        self._still_owned = still_owned
+        self._bucket, self._still_owned = bucket, still_owned
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
         if not self._still_owned():
-            raise Precondition(f"{key} changed under an open read: open it again", code="PreconditionFailed")
+            raise changed_meanwhile(self._bucket, key)
         raise Corrupt(
             f"{key} was written here, its backend does not have it, and its bytes on this node's disk are damaged: "
             "write it again"
@@ -97,3 +101,33 @@ class Nowhere(Refusing):
 
     async def aclose(self) -> None:
         pass
+
+
+def first_request(asked: RangeSpec | None) -> RangeSpec:
+    """The range that finds out what an unknown object is, and brings the first bytes that are asked for."""
+    if asked is None:
+        return RangeSpec(0, FIRST_BYTES - 1)
+    if asked.first is None:
+        return RangeSpec(None, min((asked.last or 0) + _BLOCK, FIRST_BYTES))
+    first = asked.first // _BLOCK * _BLOCK
+    last = first + FIRST_BYTES - 1
+    return RangeSpec(
+        first,
+        last if asked.last is None else min(last, (asked.last // _BLOCK + 1) * _BLOCK - 1),
+    )
+
+
+def whole_blocks(fetch: Fetch) -> Run:
+    """The blocks that a first body covers whole."""
+    first = -(-fetch.start // _BLOCK)
+    end = -(-fetch.end // _BLOCK) if fetch.end == fetch.info.size_bytes else fetch.end // _BLOCK
+    if first >= end:
+        raise Unavailable(
+            f"the backend answered bytes {fetch.start}-{fetch.end} of {fetch.info.size_bytes} of {fetch.info.key}, "
+            "which is not what was asked for: check the backend for a proxy that rewrites answers"
+        )
+    return Run(first, end)
+
+
+def changed_meanwhile(bucket: str, key: str) -> Precondition:
+    return Precondition(f"{bucket}/{key} changed under an open read: open it again", code="PreconditionFailed")
