@@ -27,7 +27,7 @@ check: test ## the same as test
 
 bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|write|loader|offload|…] [ARGS=--list]
 	@$(if $(filter loader resume all,$(or $(NAME),all)),scripts/setup peers)
-	@$(PY) -m forebay.bench $(or $(NAME),all) $(ARGS)
+	@$(PY) -m bench $(or $(NAME),all) $(ARGS)
 
 peers: ## .venv-peers: the data loaders that `make bench` compares with, at fixed versions
 	@scripts/setup peers

@@ -30,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.servers import SeaweedFS, free_ports
+from bench.shaper import Shaper
 from demo import corpus
 from demo.feeds import from_node
 from demo.picture import Run, draw
-from forebay.bench.servers import SeaweedFS, free_ports
-from forebay.bench.shaper import Shaper
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1_000_000

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from forebay.torch.offload import DiskTier, Offload, pictures
+from forebay.offload import DiskTier, Offload
+from forebay.offload.planning import pictures
 
 WIDTH, LAYERS, WORDS, BATCH, LENGTH, STEPS = 128, 4, 512, 8, 64, 16
 

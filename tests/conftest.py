@@ -15,7 +15,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
-from forebay.bench import servers
+from bench import servers
 
 # Whoever runs the suite in the background of a script has its programs ignore Ctrl-C: they inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -23,6 +23,7 @@ from forebay.core.metrics import METRICS
 ROOT = Path(__file__).parents[1]
 SOURCE = "src/forebay/"
 LINE_MAX, FUNCTION_LINES_MAX, FILE_LINES_MAX, CORE_FILE_LINES_MAX = 120, 70, 800, 500
+FOLDER_MODULES_MAX = 25
 # What the design has a word for; more may be added to the glossary.
 WORDS = (
     *("backend", "block", "bucket", "check", "clean", "dirty", "engine", "epoch", "flight", "flush", "front", "home"),
@@ -83,6 +84,17 @@ def lines_are_short(tree: Tree) -> Iterator[str]:
                     yield f"{path}:{number}: {len(line)} columns, at most {LINE_MAX}"
 
 
+@rule
+def folders_are_small(tree: Tree) -> Iterator[str]:
+    modules: dict[str, int] = {}
+    for path, _ in python(tree, SOURCE, "bench/", "demo/"):
+        folder = str(Path(path).parent)
+        modules[folder] = modules.get(folder, 0) + (Path(path).name != "__init__.py")
+    for folder, count in modules.items():
+        if count > FOLDER_MODULES_MAX and folder != f"{SOURCE}cli":  # there a file is a verb
+            yield f"{folder}: {count} modules, at most {FOLDER_MODULES_MAX}: make rooms"
+
+
 # --- words -----------------------------------------------------------------------------------------------------------
 @rule
 def core_modules_open_with_their_theory(tree: Tree) -> Iterator[str]:
@@ -117,7 +129,7 @@ def nothing_is_left_for_later(tree: Tree) -> Iterator[str]:
 
 @rule
 def modules_are_domain_nouns(tree: Tree) -> Iterator[str]:
-    for path, _ in python(tree, SOURCE, "demo/"):
+    for path, _ in python(tree, SOURCE, "bench/", "demo/"):
         if set(Path(path).with_suffix("").parts) & {"utils", "util", "common", "manager", "helpers", "misc", "base"}:
             yield f"{path}: a name for a drawer: name what is in it"
 
@@ -236,14 +248,15 @@ def imports_are_declared(tree: Tree) -> Iterator[str]:
     runtime = {_package(text) for text in project.get("dependencies", [])}
     project_extras = project.get("optional-dependencies", {})
     extras = {_package(text) for extra in project_extras.values() for text in extra}
-    places = {"fsspec": "client/filesystem", "plan": "torch/offload/"}  # others are for the room of their name
-    rooms = {
-        f"{SOURCE}{places.get(extra, f'{extra}/')}": {_package(text) for text in texts}
+    places = {"torch": ("torch/", "offload/"), "plan": ("offload/",)}  # others are for the room of their name
+    rooms = [
+        (f"{SOURCE}{place}", {_package(text) for text in texts})
         for extra, texts in project_extras.items()
-    }
-    here = {"forebay", "demo", "tests", *sys.stdlib_module_names}
+        for place in places.get(extra, (f"{extra}/",))
+    ]
+    here = {"forebay", "bench", "demo", "tests", *sys.stdlib_module_names}
     for path, text in python(tree):
-        own = {name for room, names in rooms.items() if path.startswith(room) for name in names}  # src/forebay/torch/
+        own = {name for room, names in rooms if path.startswith(room) for name in names}  # src/forebay/torch/
         others = extras | {"botocore", "PIL"}  # boto3 brings botocore, and pillow is imported as PIL
         allowed = here | runtime | (own if path.startswith(SOURCE) else others)
         for name in sorted({imported.partition(".")[0] for imported in _imports(text)} - allowed):
@@ -337,7 +350,7 @@ def nothing_is_kept_in_a_home(tree: Tree) -> Iterator[str]:
     """What lies in a user's home may be of another version: it hid a red suite once."""
     homes = re.compile("|".join(["Path\\.ho" + "me\\(", "expand" + "user", "\\.ca" + "che/"]))
     for path, text in tree.items():
-        if path.startswith(("scripts/", "tests/", "demo/", f"{SOURCE}bench/")):
+        if path.startswith(("scripts/", "tests/", "demo/", "bench/")):
             for number, line in enumerate(text.splitlines(), 1):
                 if homes.search(line):
                     yield f"{path}:{number}: kept in a home: keep it in the checkout, at its version"
@@ -386,8 +399,9 @@ def test_the_tree_keeps_the_rule(check: Rule):
 
 
 def sound_tree() -> Tree:
-    """The least that breaks no rule about what must be there."""
+    """The least that breaks no rule about what must be there, and the most that a folder may hold."""
     return {
+        **{f"demo/scene{number}.py": '"""A scene."""\n' for number in range(FOLDER_MODULES_MAX)},
         "README.md": "`make demo` `make test` `forebay up` `AWS_ENDPOINT_URL`",
         "pyproject.toml": '[project]\ndependencies = ["lmdb>=1"]\nscripts = {forebay = "forebay.cli.main:run"}\n',
         "docs/dependencies.md": "| `lmdb` | the index |\n",
@@ -396,8 +410,8 @@ def sound_tree() -> Tree:
         "docs/glossary.md": "".join(f"| **{word}** | a meaning | |\n" for word in WORDS),
         "docs/design/0001-a-note.md": "Status: accepted\n",
         "changes/first-read.added.md": "Reads are served.",
-        f"{SOURCE}cli/main.py": '"""The command line."""\nimport lmdb\nfrom forebay.core import flight\n',
-        f"{SOURCE}core/flight.py": '"""Cold reads.\n\nTheory. One fetch.\n\nInvariants. (1) One.\n"""\n',
+        f"{SOURCE}cli/main.py": '"""The command line."""\nimport lmdb\nfrom forebay.core.machines import flight\n',
+        f"{SOURCE}core/machines/flight.py": '"""Cold reads.\n\nTheory. One fetch.\n\nInvariants. (1) One.\n"""\n',
     }
 
 
@@ -411,6 +425,7 @@ PLANTED: dict[str, list[tuple[str, str | None]]] = {
         (f"{SOURCE}node/long.py", '"""Long."""\n' + "a = 1\n" * 800),
     ],
     "functions_are_short": [("tests/test_x.py", long_function())],
+    "folders_are_small": [("demo/one_more.py", '"""One more."""\n')],
     "lines_are_short": [("Makefile", "x" * 121), ("scripts/x", "y" * 121)],
     "core_modules_open_with_their_theory": [
         (f"{SOURCE}core/x.py", '"""What it does. Invariants. (1) None."""\n'),

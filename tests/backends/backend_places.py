@@ -12,12 +12,12 @@ import boto3
 import botocore.config
 import pytest
 
-from forebay.backends.counting import BackendCounters
-from forebay.backends.faulty import FaultPlan
+from bench import servers
 from forebay.backends.locate import locate
 from forebay.backends.seam import Backend, Fetch
 from forebay.backends.stack import open_backend
-from forebay.bench import servers
+from forebay.backends.wrap.counting import BackendCounters
+from forebay.backends.wrap.faulty import FaultPlan
 from forebay.core.types import Bucket, RangeSpec
 from forebay.ports import clock as system_clock
 from forebay.ports.clock import Clock

@@ -9,10 +9,10 @@ from pathlib import Path
 import obstore
 import pytest
 from obstore.store import AzureStore
-from tests.backends.backend_places import Place, numbers, s3_place, write_file
 
-from forebay.backends import memory
-from forebay.bench import servers
+from bench import servers
+from forebay.backends.local import memory
+from tests.backends.backend_places import Place, numbers, s3_place, write_file
 
 
 @pytest.fixture

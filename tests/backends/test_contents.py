@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from forebay.backends.contents import Contents, quick, slow
+from forebay.backends.s3.contents import Contents, quick, slow
 
 TIMES = ("2026-01-02T03:04:05.000Z", "2026-01-02T03:04:05Z", "2025-12-31T23:59:59.123456Z")
 KEYS = ("a", "a b", "a+b", "ü/é", "x&y<z>", "new\nline", "100%", "deep/er/key.jpg", 'quo"te', "\U0001f600")

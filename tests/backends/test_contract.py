@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.backends.backend_places import BUCKETED, KINDS, LISTED, Place, list_all, read, run
 
-from forebay.backends.cloud import SEEN_KEPT_S
-from forebay.backends.faulty import FaultPlan
+from forebay.backends.http.cloud import SEEN_KEPT_S
+from forebay.backends.wrap.faulty import FaultPlan
 from forebay.core.errors import (
     ForebayError,
     Invalid,
@@ -19,9 +18,10 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
-from forebay.core.retry import RetryPolicy
+from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import RangeSpec
 from forebay.ports import clock as system_clock
+from tests.backends.backend_places import BUCKETED, KINDS, LISTED, Place, list_all, read, run
 
 on_every_backend = pytest.mark.parametrize("place", KINDS, indirect=True)
 on_every_listing_backend = pytest.mark.parametrize("place", LISTED, indirect=True)

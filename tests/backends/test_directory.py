@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backends.backend_places import list_all, read, run
 
 from forebay.backends import errors
-from forebay.backends.directory import DirectoryBackend
-from forebay.backends.memory import MemoryBackend
+from forebay.backends.local.directory import DirectoryBackend
+from forebay.backends.local.memory import MemoryBackend
 from forebay.backends.seam import Body
 from forebay.core.errors import Denied, NoBackendBucket, NotFound, Precondition, Unavailable
+from tests.backends.backend_places import list_all, read, run
 
 
 def test_control_characters_are_fine_and_what_is_not_utf8_is_not_an_object(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.backends.backend_places import list_all, read, run
 
-from forebay.backends.directory import DirectoryBackend
+from forebay.backends.local.directory import DirectoryBackend
 from forebay.backends.seam import Body
 from forebay.core.errors import Denied, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition, Unavailable
+from tests.backends.backend_places import list_all, read, run
 
 DATA = os.urandom(9_000_000)
 
@@ -85,7 +85,7 @@ def test_a_put_that_fails_or_is_cancelled_leaves_no_file(tmp_path: Path, kept_as
 
 PUT_THAT_WAITS = """
 import asyncio, sys
-from forebay.backends.directory import DirectoryBackend
+from forebay.backends.local.directory import DirectoryBackend
 from forebay.backends.seam import Body
 
 async def ready(upto):
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
 
 PUT_THAT_STOPS_BEFORE_THE_RENAME = """
 import asyncio, os, sys
-from forebay.backends.directory import DirectoryBackend
+from forebay.backends.local.directory import DirectoryBackend
 from forebay.backends.seam import Body
 
 def stop(source, target):

@@ -11,15 +11,18 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
-from tests.backends.backend_places import read, run, s3_client
-from tests.backends.scripted_http import Asked, ScriptedServer, answer
 
-from forebay.backends import aws, azure, google, locate
+from bench import servers
+from forebay.backends import locate
+from forebay.backends.azure import container
+from forebay.backends.gcs import credentials as google
+from forebay.backends.s3 import credentials as aws
 from forebay.backends.stack import open_backend
-from forebay.bench import servers
 from forebay.core.errors import Denied, Invalid, NoBackendBucket, NotFound, NotSupported, Unavailable
 from forebay.core.types import Bucket
 from forebay.ports.clock import SystemClock
+from tests.backends.backend_places import read, run, s3_client
+from tests.backends.scripted_http import Asked, ScriptedServer, answer
 
 CLOCK = SystemClock()
 
@@ -69,7 +72,7 @@ def test_no_message_shows_a_secret(tmp_path: Path) -> None:
     assert place.credentials is not None
     shown = f"{place!r} {place.credentials.current()!r} {google.Token('TOPSECRET', None)!r}"
     assert "SECRET" not in shown
-    azure_place = azure.find_place("c", {"account_name": "a", "account_key": "U0VDUkVU"}, {}, CLOCK)
+    azure_place = container.find_place("c", {"account_name": "a", "account_key": "U0VDUkVU"}, {}, CLOCK)
     assert "U0VDUkVU" not in repr(azure_place)
 
 
@@ -416,12 +419,12 @@ def test_azure_logins_ask_the_right_service(tmp_path: Path) -> None:
             ({"client_secret": "s"}, "client_secret", "s"),
             ({"federated_token_file": str(tmp_path / "token")}, "client_assertion", "federated"),
         ):
-            place = azure.find_place("c", {**login, **extra}, {}, CLOCK)
+            place = container.find_place("c", {**login, **extra}, {}, CLOCK)
             assert place.for_obstore()["token"] == "tok"
             assert server.asked[-1].target == "/t/oauth2/v2.0/token"
             assert parse_qs(server.asked[-1].body.decode())[field] == [value]
         app_service = {"IDENTITY_ENDPOINT": server.url, "IDENTITY_HEADER": "h"}
-        place = azure.find_place("c", {"account_name": "a"}, app_service, CLOCK)
+        place = container.find_place("c", {"account_name": "a"}, app_service, CLOCK)
         assert place.for_obstore()["token"] == "tok"
         assert server.asked[-1].headers["x-identity-header"] == "h"
 

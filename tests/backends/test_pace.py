@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.backends.backend_places import Place
 
-from forebay.backends.cloud import CloudReads
-from forebay.backends.pace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, SAMPLE_BYTES, Pace, pace_of
+from forebay.backends.http.cloud import CloudReads
+from forebay.backends.http.pace import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, SAMPLE_BYTES, Pace, pace_of
+from tests.backends.backend_places import Place
 
 MB = 1_000_000
 

@@ -10,21 +10,21 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backends.backend_places import list_all, read, run
 
-from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.errors import changed, from_status, no_such_upload
-from forebay.backends.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Lose, Reset, Truncate
-from forebay.backends.memory import MemoryBackend
-from forebay.backends.ours import whole_etag
-from forebay.backends.retrying import Retrying
+from forebay.backends.local.memory import MemoryBackend
+from forebay.backends.lost_answers import whole_etag
 from forebay.backends.seam import Body
+from forebay.backends.wrap.counting import BackendCounters, Counting
+from forebay.backends.wrap.faulty import Fail, Fault, FaultPlan, Faulty, Lie, Lose, Reset, Truncate
+from forebay.backends.wrap.retrying import Retrying
 from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, NotFound, Precondition, Unavailable
-from forebay.core.retry import RetryPolicy
+from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import RangeSpec
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import SystemClock
+from tests.backends.backend_places import list_all, read, run
 
 DATA = os.urandom(5_000_000)
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
-from tests.backends.backend_places import run
-from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
-from forebay.backends.counting import BackendCounters
 from forebay.backends.locate import locate
-from forebay.backends.retrying import Retrying
 from forebay.backends.seam import Backend, Body
+from forebay.backends.wrap.counting import BackendCounters
+from forebay.backends.wrap.retrying import Retrying
 from forebay.core import limits
 from forebay.core.errors import (
     Busy,
@@ -35,6 +33,8 @@ from forebay.core.errors import (
 from forebay.core.types import Bucket
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import SystemClock
+from tests.backends.backend_places import run
+from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
 DATA = os.urandom(3_000_000)
 CERTIFICATE = Path(__file__).parents[1] / "client" / "loopback.pem"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.backends.backend_places import WRITTEN, Place, read, run
 
 from forebay.backends.seam import Body
 from forebay.core.errors import NotFound, NotSupported
-from forebay.core.tags import format_tags
+from forebay.core.s3rules.tags import format_tags
+from tests.backends.backend_places import WRITTEN, Place, read, run
 
 TAGGED = {"memory", "s3", "s3-keys", "azure"}
 TAGS = format_tags([("project", "blue sky"), ("stage", "a/b+c")])

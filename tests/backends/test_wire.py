@@ -11,8 +11,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from tests.backends.backend_places import list_all, read, run
-from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
 from forebay.backends import errors
 from forebay.backends.pages import HIGHEST
@@ -28,8 +26,10 @@ from forebay.core.errors import (
     Unavailable,
 )
 from forebay.core.limits import RETRY_AFTER_MAX_S
-from forebay.core.retry import RetryPolicy
+from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import Bucket, RangeSpec
+from tests.backends.backend_places import list_all, read, run
+from tests.backends.scripted_http import Asked, Closing, ScriptedServer, answer
 
 ETAG = '"e1"'
 

@@ -9,14 +9,14 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.backends.backend_places import KINDS, REAL, UPLOADED, WRITTEN, Place, list_all, read, run
 
-from forebay.backends.faulty import FaultPlan
 from forebay.backends.seam import Backend, Body, PartSeen
 from forebay.backends.stack import open_backend
+from forebay.backends.wrap.faulty import FaultPlan
 from forebay.core import limits
 from forebay.core.errors import Closed, Corrupt, Denied, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import LOCAL_URL, Bucket, Headers, RangeSpec
+from tests.backends.backend_places import KINDS, REAL, UPLOADED, WRITTEN, Place, list_all, read, run
 
 on_every_written_backend = pytest.mark.parametrize("place", WRITTEN, indirect=True)
 on_every_uploading_backend = pytest.mark.parametrize("place", UPLOADED, indirect=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
-from forebay.bench.hinted import belady_hits
+from bench.rows.hinted import belady_hits
 
 
 def most_hits(order: str, fit: int) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench import load, signing
-from forebay.bench.parts import BenchNginx
+from bench import load, signing
+from bench.parts import BenchNginx
 
 pytestmark = pytest.mark.real
 

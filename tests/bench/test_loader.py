@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench import loader, peers
-from forebay.bench.parts import Lab
-from forebay.bench.servers import MissingProgram
-from forebay.bench.workloads import Objects
+from bench import peers
+from bench.parts import Lab
+from bench.rows import loader
+from bench.servers import MissingProgram
+from bench.workloads import Objects
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
 
 FEW = Objects("few", 20_000, 50)
@@ -50,7 +51,7 @@ def test_our_side_tells_of_each_epoch(tmp_path: Path, kind: str, how: str) -> No
     with Lab() as lab, lab.node(core=None) as node:
         with node.client() as client:
             client.bucket_put(Bucket("few", f"file://{tmp_path / 'bucket'}", freshness_s=FRESH_IMMUTABLE))
-        command = [sys.executable, "-m", "forebay.bench.trainee"]
+        command = [sys.executable, "-m", "bench.trainee"]
         asked = json.dumps({**work, "url": node.endpoint})
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench import load, offload_disk
-from forebay.bench.offload_disk import Course, Engine, Kind
-from forebay.bench.parts import Lab
-from forebay.bench.workloads import BY_NAME, MIB
-from forebay.torch.offload.disk_tier import DiskTier
-from forebay.torch.offload.swapfile import SwapFile
+from bench import load
+from bench.parts import Lab
+from bench.rows import offload_disk
+from bench.rows.offload_disk import Course, Engine, Kind
+from bench.workloads import BY_NAME, MIB
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.swapfile import SwapFile
 
 pytestmark = pytest.mark.real
 ROW = BY_NAME["offload-disk"]

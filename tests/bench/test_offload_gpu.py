@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.bench import main, offload_gpu, report
-from forebay.bench.offload_gpu import PEER_STEPS, STEPS, Alone, Round, Told, Work
-from forebay.bench.workloads import BY_NAME
+from bench import main, report
+from bench.rows import offload_gpu
+from bench.rows.offload_gpu import PEER_STEPS, STEPS, Alone, Round, Told, Work
+from bench.workloads import BY_NAME
 
 ROW = BY_NAME["offload-gpu"]
 SHAPE = {"layers": 3, "width": 64, "words": 128, "batch": 4, "sequence": 64}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forebay.bench.workloads import ROWS
+from bench.workloads import ROWS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot-loader"
 SIDES = ("webdataset", "litdata", "shards", "objects")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench import main, report
-from forebay.bench.report import Result
-from forebay.bench.stats import bounded, compared, faster
-from forebay.bench.workloads import BY_NAME, GROUPS, REPORTED, ROWS, Goal, Link, at_least, at_most
+from bench import main, report
+from bench.report import Result
+from bench.stats import bounded, compared, faster
+from bench.workloads import BY_NAME, GROUPS, REPORTED, ROWS, Goal, Link, at_least, at_most
 
 
 def test_the_median_of_the_rounds_is_judged_and_the_spread_is_kept():

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.node.conftest import until
 
-from forebay.bench import resume
-from forebay.bench.parts import Lab
-from forebay.bench.resume import CASES, Case, Found, Left, Shape, account
-from forebay.bench.workloads import BY_NAME, Objects
+from bench.parts import Lab
+from bench.rows import resume
+from bench.rows.resume import CASES, Case, Found, Left, Shape, account
+from bench.workloads import BY_NAME, Objects
 from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from tests.node.conftest import until
 
 ALONE = [[4, 1], [0, 5], [3, 2]]
 ONE, OTHER = Case(Shape(1, 0), Shape(1, 2)), Case(Shape(1, 2), Shape(2, 2))

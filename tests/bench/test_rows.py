@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench import cold, epoch, load, main, parts
-from forebay.bench.parts import Lab
-from forebay.bench.workloads import BY_NAME, Link, Objects
+from bench import load, main, parts
+from bench.parts import Lab
+from bench.rows import cold, epoch
+from bench.workloads import BY_NAME, Link, Objects
 
 pytestmark = pytest.mark.real
 OBJECTS = Objects("some", 200_000, 6)
@@ -135,6 +136,6 @@ def test_a_row_that_cannot_be_measured_is_a_loss_in_the_table(
     def refuse(*_: object) -> None:
         raise load.LoadFailed("the peer answered nonsense")
 
-    monkeypatch.setattr("forebay.bench.scale.listing", refuse)
+    monkeypatch.setattr("bench.rows.scale.listing", refuse)
     assert main.main(["--row", "list-1m", "--quick", "--out", str(tmp_path / "x.json")]) == 1
     assert "FAILED: LoadFailed: the peer answered nonsense" in capsys.readouterr().out

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.bench.servers import Nginx
-from forebay.bench.shaper import Bucket, Shaper
+from bench.servers import Nginx
+from bench.shaper import Bucket, Shaper
 
 pytestmark = pytest.mark.real
 SIZE = 24_000_000

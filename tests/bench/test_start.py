@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from forebay.bench import load, peers, start
-from forebay.bench.parts import BUCKET, Lab
-from forebay.bench.workloads import Objects
+from bench import load, peers
+from bench.parts import BUCKET, Lab
+from bench.rows import start
+from bench.workloads import Objects
 
 SOME = Objects("some", 100, 300)
 WORK = {"samples": 300, "batch": 4, "objects": "some/", "size_bytes": 100}

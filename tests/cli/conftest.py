@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.client.fake_node import FakeNode
 from typer.testing import CliRunner, Result
 
 from forebay.cli.main import app
+from tests.client.fake_node import FakeNode
 
 COMMAND = [sys.executable, "-m", "forebay.cli.main"]
 

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cli.conftest import Program
-from tests.client.fake_node import FakeNode
 
-from forebay.cli import facts, findings
 from forebay.cli.doctor import text
-from forebay.cli.findings import (
+from forebay.core.errors import Denied
+from forebay.core.messages import calls
+from forebay.core.types import Bucket
+from forebay.health import facts, findings
+from forebay.health.findings import (
     BucketFacts,
     ClockFacts,
     DiskFacts,
@@ -31,9 +32,8 @@ from forebay.cli.findings import (
     judge,
     worst,
 )
-from forebay.core import calls
-from forebay.core.errors import Denied
-from forebay.core.types import Bucket
+from tests.cli.conftest import Program
+from tests.client.fake_node import FakeNode
 
 GIB = 1 << 30
 DISK = DiskFacts("/d", "ext4", 100 * GIB, 50 * GIB, 10_000_000, 9_000_000, True, True, 0.001, 1e9)

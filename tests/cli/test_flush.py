@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Program
 
 from forebay.client.sync import Client
+from tests.cli.conftest import Program
 
 pytestmark = pytest.mark.real
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.conftest import Program
 
 from forebay.core.access import Identities, decode_identities
 from forebay.core.errors import Exists, Invalid
 from forebay.core.keyfile import parse_identities
-from forebay.node.identities import IdentitiesFile
-from forebay.node.sealing import Opener, make_key, read_key, seal
+from forebay.node.engine.identities import IdentitiesFile
+from forebay.node.sealed_secrets import Opener, make_key, read_key, seal
 from forebay.ports import clock
+from tests.cli.conftest import Program
 
 
 def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> None:

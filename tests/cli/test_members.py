@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from forebay.cli.outcome import EXITS
 from tests.cli.conftest import Program
 from tests.front.shard_place import Place, place
 from tests.front.test_shards import SAMPLES, packed
-
-from forebay.cli.outcome import EXITS
 
 
 @pytest.fixture(scope="module")

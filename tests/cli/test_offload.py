@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from forebay.offload.planning.choose import choose
+from forebay.offload.planning.hardware import Hardware
 from tests.cli.conftest import Program
 from tests.torch.offload.traces import layered
-
-from forebay.torch.offload.choose import choose
-from forebay.torch.offload.hardware import Hardware
 
 PNG = b"\x89PNG"
 

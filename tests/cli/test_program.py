@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import typer
-from tests.cli.conftest import COMMAND, Program
-from tests.client.fake_node import FakeNode
 
 from forebay.cli import outcome
 from forebay.cli.main import VERBS, app
 from forebay.core.errors import KINDS, Bug, Corrupt
 from forebay.core.types import Bucket
+from tests.cli.conftest import COMMAND, Program
+from tests.client.fake_node import FakeNode
 
 MANUAL = Path(__file__).parents[2] / "docs" / "cli.md"
 HEAVY = ("torch", "numpy", "obstore", "uvloop", "lmdb", "rich", "ssl", "asyncio", "forebay.node", "forebay.backends")
@@ -255,7 +255,7 @@ def test_the_manual_names_no_option_that_does_not_exist() -> None:
 
 def test_the_json_fields_of_the_manual_are_those_of_the_values() -> None:
     from forebay.cli.view import BucketView, Latency, View
-    from forebay.core import calls
+    from forebay.core.messages import calls
 
     manual = MANUAL.read_text("utf-8")
     for struct in (calls.ObjectState, calls.JobState, calls.NodeState, View, BucketView, Latency, calls.CachedEntry):

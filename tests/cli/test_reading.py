@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.conftest import Program
-from tests.client.fake_node import FakeNode
-from tests.patience import PATIENCE_S
 
 from forebay.cli.cat import parse_range
 from forebay.cli.get import file_for, relative
 from forebay.core.errors import Invalid
 from forebay.core.types import RangeSpec
+from tests.cli.conftest import Program
+from tests.client.fake_node import FakeNode
+from tests.patience import PATIENCE_S
 
 
 def lines(text: str) -> list[Any]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import COMMAND, Program
-from tests.patience import until
 
-from forebay.cli import local_node
+from forebay.client import local_node
 from forebay.client.sync import Client
 from forebay.ports import machine
+from tests.cli.conftest import COMMAND, Program
+from tests.patience import until
 
 pytestmark = pytest.mark.real
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from forebay.core.messages import calls
 from tests.cli.conftest import COMMAND, Program
 from tests.client.fake_node import STARTED_S, FakeNode
 from tests.patience import PATIENCE_S
-
-from forebay.core import calls
 
 
 class Terminal:

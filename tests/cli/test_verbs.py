@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.cli.conftest import Program
-from tests.client.fake_node import STARTED_S, FakeNode
 
 from forebay.cli import status, top
 from forebay.cli.view import look
-from forebay.core import calls
 from forebay.core.errors import Denied
+from forebay.core.messages import calls
 from forebay.core.metrics import BUCKETS, HistogramValue, Snapshot, series
 from forebay.core.types import Bucket, CorsRule
+from tests.cli.conftest import Program
+from tests.client.fake_node import STARTED_S, FakeNode
 
 
 # --- bucket ----------------------------------------------------------------------------------------------------------

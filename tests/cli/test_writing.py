@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import xxhash
-from tests.cli.conftest import Program
-from tests.client.fake_node import MODIFIED_S, FakeNode
-from tests.patience import PATIENCE_S
 
 from forebay.cli.put import key_for, same_bytes
 from forebay.cli.stat import facts
-from forebay.core.calls import ObjectState
 from forebay.core.errors import Denied, Invalid
+from forebay.core.messages.calls import ObjectState
 from forebay.core.types import Bucket
+from tests.cli.conftest import Program
+from tests.client.fake_node import MODIFIED_S, FakeNode
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.client.fake_node import FakeNode
-from tests.node.conftest import NodeProcess
 
 from forebay.client.sync import Client
+from tests.client.fake_node import FakeNode
+from tests.node.conftest import NodeProcess
 
 
 def in_child(run: Callable[[], bool]) -> bool:

@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from forebay.core import doorwire
-from forebay.core.doorwire import (
+from forebay.core.errors import Denied
+from forebay.core.messages import doorwire
+from forebay.core.messages.doorwire import (
     DoorAt,
     DoorClosed,
     DoorCold,
@@ -24,7 +25,6 @@ from forebay.core.doorwire import (
     DoorUsed,
     DoorWelcome,
 )
-from forebay.core.errors import Denied
 
 FOR_EVER_S = 1e18
 

@@ -18,9 +18,9 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
-from forebay.core import calls
-from forebay.core.doorwire import DoorAt
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.messages import calls
+from forebay.core.messages.doorwire import DoorAt
 from forebay.core.metrics import Snapshot, render
 from forebay.core.types import Bucket, ListEntry, ListPage
 

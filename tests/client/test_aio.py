@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.client.fake_node import FakeNode
 
 from forebay.aio import Client, connect
 from forebay.client import upload
 from forebay.core.errors import Busy, Closed, Corrupt, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import RangeSpec
+from tests.client.fake_node import FakeNode
 
 MIB = 1 << 20
 

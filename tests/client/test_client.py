@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.client.fake_node import FakeNode
 
 from forebay.client.connection import parse_url
 from forebay.client.sync import Client, connect
 from forebay.core.errors import Busy, Closed, Corrupt, Denied, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.types import Bucket, RangeSpec
+from tests.client.fake_node import FakeNode
 
 
 @contextmanager

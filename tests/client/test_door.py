@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forebay.client import door as client_door
+from forebay.client.door import HostDoor
+from forebay.client.sync import Client
+from forebay.core import limits
+from forebay.core.errors import Denied, NotFound, Unavailable
+from forebay.core.formats import members
+from forebay.core.messages import doorwire
+from forebay.core.messages.batch import Item
+from forebay.core.messages.doorwire import DoorAt, DoorOpened
+from forebay.ports import clock
 from tests.client.conftest import in_child
 from tests.client.fake_door import FakeDoor
 from tests.client.fake_node import FakeNode
 from tests.core.archives import tar_of, zip_of
 from tests.patience import until
-
-from forebay.client import door as client_door
-from forebay.client.door import HostDoor
-from forebay.client.sync import Client
-from forebay.core import doorwire, limits, members
-from forebay.core.batch import Item
-from forebay.core.doorwire import DoorAt, DoorOpened
-from forebay.core.errors import Denied, NotFound, Unavailable
-from forebay.ports import clock
 
 DATA = random.Random(1).randbytes(3_000_000)
 

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.client.fake_node import FakeNode
 
 from forebay.client.download import kept_bytes, part_mark
 from forebay.client.sync import Client
 from forebay.core.errors import Busy, Invalid, NotFound, Unavailable
+from tests.client.fake_node import FakeNode
 
 DATA = bytes(range(256)) * 4000
 

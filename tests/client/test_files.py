@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.client.conftest import in_child
-from tests.client.fake_door import FakeDoor
-from tests.client.fake_node import FakeNode
 
 from forebay.client import files
 from forebay.client.files import ObjectReader, ObjectWriter
 from forebay.client.sync import Client
-from forebay.core.doorwire import DoorAt
 from forebay.core.errors import Busy, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.messages.doorwire import DoorAt
+from tests.client.conftest import in_child
+from tests.client.fake_door import FakeDoor
+from tests.client.fake_node import FakeNode
 
 DATA = random.Random(2).randbytes(3_000_000)
 MIB = 1 << 20

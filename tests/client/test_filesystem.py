@@ -17,13 +17,13 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.callbacks import Callback
-from tests.node.conftest import NodeProcess, pattern
 
-from forebay.bench.servers import Nginx
-from forebay.client.filesystem import ForebayFileSystem
-from forebay.client.filesystem_errors import as_os_error
+from bench.servers import Nginx
 from forebay.client.sync import Client
 from forebay.core.errors import KINDS, Precondition
+from forebay.fsspec.errors import as_os_error
+from forebay.fsspec.filesystem import ForebayFileSystem
+from tests.node.conftest import NodeProcess, pattern
 
 pytestmark = pytest.mark.real
 BIG = pattern(3_000_000, 1)
@@ -288,7 +288,7 @@ def test_appending_reads_what_is_small_and_loses_nothing(fs: ForebayFileSystem, 
     with pytest.raises(OSError) as stale:
         late.close()
     assert (stale.value.errno, fs.cat_file(path)) == (errno.ESTALE, b"changed")
-    monkeypatch.setattr("forebay.client.filesystem_files.APPEND_BYTES_MAX", 3)
+    monkeypatch.setattr("forebay.fsspec.files.APPEND_BYTES_MAX", 3)
     with pytest.raises(OSError, match="several objects") as refused:
         fs.open(path, "ab")
     assert refused.value.errno == errno.EOPNOTSUPP

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from fsspec.tests import abstract
-from tests.node.conftest import NodeProcess
 
-from forebay.client.filesystem import ForebayFileSystem
+from forebay.fsspec.filesystem import ForebayFileSystem
+from tests.node.conftest import NodeProcess
 
 pytestmark = pytest.mark.real
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.conftest import NodeProcess
 
-from forebay.client.filesystem import ForebayFileSystem
+from forebay.fsspec.filesystem import ForebayFileSystem
+from tests.node.conftest import NodeProcess
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]  # what others warn of is theirs to mend
 ROWS = 2000

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.core.archives import tar_of
-from tests.front.shard_place import Place, place
-from tests.front.test_shards import SAMPLES, packed
 
 import forebay
 from forebay import aio
 from forebay.client.members import Kept
 from forebay.core.errors import Corrupt, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import RangeSpec
+from tests.core.archives import tar_of
+from tests.front.shard_place import Place, place
+from tests.front.test_shards import SAMPLES, packed
 
 
 @pytest.fixture(scope="module")

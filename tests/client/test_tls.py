@@ -10,10 +10,10 @@ import ssl
 from pathlib import Path
 
 import pytest
-from tests.client.fake_node import FakeNode
 
 from forebay.client.sync import Client
 from forebay.core.errors import Unavailable
+from tests.client.fake_node import FakeNode
 
 CERTIFICATE = str(Path(__file__).with_name("loopback.pem"))
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.client.fake_node import FakeNode
-from tests.client.test_flows import play, said
 
 from forebay.client import flows, upload
 from forebay.client.http1 import EXPECT_BYTES_MIN, Request, Response, Source
 from forebay.client.signing import Keys, sign
 from forebay.client.sync import Client
-from forebay.core.calls import Written
 from forebay.core.errors import Busy, Denied, Invalid, NotFound, Precondition, Unavailable
-from forebay.core.sigv4 import Verifier
+from forebay.core.messages.calls import Written
+from forebay.core.s3rules.sigv4 import Verifier
+from tests.client.fake_node import FakeNode
+from tests.client.test_flows import play, said
 
 MIB = 1 << 20
 WRITTEN = Written("e", "v", 3, 0.0)

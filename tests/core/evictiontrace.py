@@ -8,7 +8,7 @@ import bisect
 import random
 from collections import OrderedDict
 
-from forebay.core.eviction import Eviction, unit_of
+from forebay.core.machines.eviction import Eviction, unit_of
 
 Trace = list[tuple[int, int]]
 

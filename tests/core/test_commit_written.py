@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from forebay.core import commit, recover
-from forebay.core.commit import Place
+from forebay.core.machines import commit, recover
+from forebay.core.machines.commit import Place
 from forebay.sim.disk import SimDisk
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import SimStore, Subject, decode_header, encode_header

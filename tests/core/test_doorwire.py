@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import doorwire, limits
-from forebay.core.doorwire import (
+from forebay.core import limits
+from forebay.core.errors import Corrupt, NotFound
+from forebay.core.messages import doorwire
+from forebay.core.messages.doorwire import (
     DoorClosed,
     DoorCold,
     DoorDropped,
@@ -23,7 +25,6 @@ from forebay.core.doorwire import (
     DoorWelcome,
     Frames,
 )
-from forebay.core.errors import Corrupt, NotFound
 
 
 def feed(frames: Frames[Any], data: bytes, cuts: list[int]) -> list[Any]:

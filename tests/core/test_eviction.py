@@ -7,6 +7,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from forebay.core.errors import Invalid
+from forebay.core.machines.eviction import LOW_MARK, POOLS_MAX, Eviction, split_unit, unit_of
 from tests.core.evictiontrace import (
     POLICIES,
     Belady,
@@ -20,9 +23,6 @@ from tests.core.evictiontrace import (
     size_of,
     zipf,
 )
-
-from forebay.core.errors import Invalid
-from forebay.core.eviction import LOW_MARK, POOLS_MAX, Eviction, split_unit, unit_of
 
 MIB = 1 << 20
 

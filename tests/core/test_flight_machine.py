@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.core import flight as f
 from forebay.core.errors import ErrorOnWire
+from forebay.core.machines import flight as f
 
 BLOCK = 10
 BAD = ErrorOnWire("Unavailable", "the backend is away: try again")

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.core.flush import (
+from forebay.core.machines.flush import (
     DELAY_BASE_S,
     DELAY_MAX_S,
     PROBE_BASE_S,
@@ -30,7 +30,7 @@ from forebay.core.flush import (
     Woke,
     Wrote,
 )
-from forebay.core.gate import PROMISE_KEPT_S, RETRY_AFTER_S, Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
+from forebay.core.machines.gate import PROMISE_KEPT_S, RETRY_AFTER_S, Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 
 
 def starts(queue: Queue, now: float, event: Event) -> list[str]:

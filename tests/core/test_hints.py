@@ -7,13 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.core.evictiontrace import Belady, Ours, dataset, epochs, replay, size_of, zipf
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
-from forebay.core.eviction import split_unit, unit_of
-from forebay.core.hinted import HintedEviction
-from forebay.core.hints import NEVER, Dataset, Hints
+from forebay.core.machines.eviction import split_unit, unit_of
+from forebay.core.machines.hinted_eviction import HintedEviction
+from forebay.core.machines.hints import NEVER, Dataset, Hints
+from tests.core.evictiontrace import Belady, Ours, dataset, epochs, replay, size_of, zipf
 
 MIB = 1 << 20
 

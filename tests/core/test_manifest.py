@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Corrupt
+from forebay.core.formats.manifest import Manifest, build, pack
 from forebay.core.keyspace import Alphabet, cuts, is_past
-from forebay.core.manifest import Manifest, build, pack
 from forebay.core.types import ListEntry
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.archives import tar_of, zip_of
 
-from forebay.core import members, tar
 from forebay.core.errors import Corrupt, Invalid, NotFound, NotSupported
-from forebay.core.members import Form, MemberIndex, form_of
+from forebay.core.formats import members, tar
+from forebay.core.formats.members import Form, MemberIndex, form_of
+from tests.core.archives import tar_of, zip_of
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 ONE = [("a/one.jpg", b"1" * 700), ("a/one.cls", b"7")]

@@ -5,43 +5,44 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core import limits, ours
-from forebay.core.ours import Sent
+from forebay.core import limits
+from forebay.core.machines import sent_bodies
+from forebay.core.machines.sent_bodies import Sent
 
 LATE_S = 100.0
 
 
 def test_what_left_is_ours_until_a_later_flush_was_answered_and_nothing_can_arrive():
-    sent = ours.left(Sent(), "a")
+    sent = sent_bodies.left(Sent(), "a")
     assert sent.digests == ("a",)
-    sent = ours.answered(sent, 990.0, 1000.0, LATE_S)  # its successor is there: it may land all the same
+    sent = sent_bodies.answered(sent, 990.0, 1000.0, LATE_S)  # its successor is there: it may land all the same
     assert sent.digests == ("a",)
-    sent = ours.answered(
+    sent = sent_bodies.answered(
         sent, 1000.0 + LATE_S - 1, 2000.0, LATE_S
     )  # it may have landed while the answer was on its way
     assert sent.digests == ("a",)
-    assert ours.answered(sent, 1000.0 + LATE_S, 3000.0, LATE_S) == Sent()
+    assert sent_bodies.answered(sent, 1000.0 + LATE_S, 3000.0, LATE_S) == Sent()
 
 
 def test_without_an_answer_no_time_is_long_enough():
     """What landed unnoticed is met whenever the backend is reached again."""
-    sent = ours.answered(ours.left(Sent(), "a"), 1000.0, 1000.0, LATE_S)
-    sent = ours.left(sent, "b")
+    sent = sent_bodies.answered(sent_bodies.left(Sent(), "a"), 1000.0, 1000.0, LATE_S)
+    sent = sent_bodies.left(sent, "b")
     assert set(sent.digests) == {"a", "b"}, "time alone takes nothing: there was no answer since"
-    sent = ours.answered(sent, 1_000_000.0, 1_000_000.0, LATE_S)
+    sent = sent_bodies.answered(sent, 1_000_000.0, 1_000_000.0, LATE_S)
     assert sent == Sent((), (("b", 1_000_000.0 + LATE_S),))
 
 
 def test_what_is_sent_again_counts_anew():
-    sent = ours.left(ours.answered(ours.left(Sent(), "a"), 0.0, 0.0, LATE_S), "a")
+    sent = sent_bodies.left(sent_bodies.answered(sent_bodies.left(Sent(), "a"), 0.0, 0.0, LATE_S), "a")
     assert sent == Sent(("a",))
-    assert ours.left(sent, "a") == sent
+    assert sent_bodies.left(sent, "a") == sent
 
 
 def test_nothing_is_dropped_for_being_many():
     sent = Sent()
     for number in range(1000):
-        sent = ours.left(sent, str(number))
+        sent = sent_bodies.left(sent, str(number))
     assert len(sent.digests) == 1000
     assert sent.digests[0] == "0"
 
@@ -49,11 +50,11 @@ def test_nothing_is_dropped_for_being_many():
 def test_a_body_that_was_never_sent_waits_for_a_word_of_the_backend_where_many_are_without_an_answer():
     sent = Sent()
     for number in range(limits.UNANSWERED_MAX):
-        assert not ours.asks_first(sent, "new")
-        sent = ours.left(sent, str(number))
-    assert ours.asks_first(sent, "new")
-    assert not ours.asks_first(sent, "0"), "sent before: it makes none more"
-    assert not ours.asks_first(ours.answered(sent, 0.0, 0.0), "new")
+        assert not sent_bodies.asks_first(sent, "new")
+        sent = sent_bodies.left(sent, str(number))
+    assert sent_bodies.asks_first(sent, "new")
+    assert not sent_bodies.asks_first(sent, "0"), "sent before: it makes none more"
+    assert not sent_bodies.asks_first(sent_bodies.answered(sent, 0.0, 0.0), "new")
 
 
 @given(
@@ -71,11 +72,11 @@ def test_it_is_what_a_dumb_model_says(steps):
     answers: list[tuple[int, float]] = []
     for at, (what, value) in enumerate(steps):
         if what == "left":
-            sent = ours.left(sent, value)
+            sent = sent_bodies.left(sent, value)
             left_at[value] = at
         else:
             now_s += value
-            sent = ours.answered(sent, now_s, now_s, LATE_S)
+            sent = sent_bodies.answered(sent, now_s, now_s, LATE_S)
             answers.append((at, now_s))
         kept = set()
         for digest, since in left_at.items():

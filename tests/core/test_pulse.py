@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.pulse import WORKING_TIMES, Pulse, interval_s
+from forebay.core.machines.pulse import WORKING_TIMES, Pulse, interval_s
 
 DEADLINE_S = 10.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forebay.core.recover import (
+from forebay.core.machines.recover import (
     Delete,
     DropRecord,
     FileSeen,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import KINDS, Busy, Unavailable
-from forebay.core.retry import (
+from forebay.core.machines.retry import (
     DEFAULT_POLICY,
     RETRY_COST,
     TOKENS_MAX,

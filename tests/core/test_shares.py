@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.core.shares import Need, Shares
+from forebay.core.machines.shares import Need, Shares
 
 PERMITS, AHEAD = 4, 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.stall import COUNTED_MAX, LOOK_S, Stall
+from forebay.core.machines.stall import COUNTED_MAX, LOOK_S, Stall
 
 
 def looks(stall: Stall, oldest: list[int | None], every_s: float = LOOK_S) -> list[bool]:

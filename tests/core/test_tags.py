@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.tags import check_tags, format_tags, parse_tags, tags_among, with_tags, without_tags
+from forebay.core.s3rules.tags import check_tags, format_tags, parse_tags, tags_among, with_tags, without_tags
 
 
 def test_tags_come_as_a_query_string():

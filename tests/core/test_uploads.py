@@ -12,9 +12,10 @@ from awscrt import checksums as crt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import limits, uploads
+from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.uploads import Digest, Part
+from forebay.core.machines import uploads
+from forebay.core.machines.uploads import Digest, Part
 
 MIB = 1 << 20
 MD5S = st.binary(min_size=16, max_size=16).map(bytes.hex)

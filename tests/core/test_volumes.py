@@ -7,16 +7,7 @@ import random
 import pytest
 
 from forebay.core.placement import Members
-from forebay.core.volumes import (
-    KnownVolume,
-    Memory,
-    Owners,
-    Seen,
-    Standing,
-    first_memory,
-    judge,
-    memory_of_marks,
-)
+from forebay.core.volumes import KnownVolume, Memory, Owners, Seen, Standing, first_memory, judge, memory_of_marks
 
 ONE = KnownVolume("v1", "/a", 10.0, buckets=("ckpt",), owed_objects=3, owed_bytes=300)
 TWO = KnownVolume("v2", "/b", 10.0)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import limits, wire
+from forebay.core import limits
 from forebay.core.errors import Bug, NotFound
+from forebay.core.messages import wire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.patience import PATIENCE_S
 
+from bench.servers import MissingProgram, find_program
 from demo import corpus
 from demo.picture import Run, draw
-from forebay.bench.servers import MissingProgram, find_program
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 MARK = "FOREBAY_DEMO_TEST"

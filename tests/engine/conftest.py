@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.patience import PATIENCE_S
-from tests.patience import until_async as until  # noqa: F401
 
-from forebay.backends.counting import BackendCounters, Counting
-from forebay.backends.memory import MemoryBackend
+from forebay.backends.local.memory import MemoryBackend
 from forebay.backends.seam import Backend, Body, PartSeen, UploadSeen
 from forebay.backends.stack import open_backend
-from forebay.core import calls, wire
+from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.core.errors import ForebayError, NotSupported, Unavailable, from_wire
+from forebay.core.messages import calls, wire
 from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec
-from forebay.node.engine import Engine
+from forebay.node.engine.engine import Engine
 from forebay.node.settings import Settings
+from tests.patience import PATIENCE_S
+from tests.patience import until_async as until  # noqa: F401
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay.core import calls
 from forebay.core.errors import Busy, Exists, NotFound
+from forebay.core.messages import calls
 from forebay.core.types import LOCAL_URL, Bucket, CorsRule
 
 from .conftest import Rig

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import calls
 from forebay.core.errors import Exists, ForebayError, NotFound, ObjectLost, Precondition
-from forebay.node import catching_up
-from forebay.node.catching_up import CatchingUp
+from forebay.core.messages import calls
+from forebay.node.engine.flush import owed_at_start
+from forebay.node.engine.flush.owed_at_start import CatchingUp
 
 from .conftest import MIB, Front, Rig, pattern, until
 from .writing import delete, flushed, names, put, written
@@ -43,7 +43,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
         await go_on(self, steps)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(catching_up, "AT_ONCE", 0)
+        patch.setattr(owed_at_start, "AT_ONCE", 0)
         patch.setattr(CatchingUp, "_go_on", wait)
         yield may
         may.set()
@@ -170,8 +170,8 @@ def test_after_a_machine_stop_reads_go_on_while_the_index_is_made_anew(
 def test_what_happens_while_it_comes_into_view_is_kept(
     rigged: Rigged, monkeypatch: pytest.MonkeyPatch, stop: str, mode: str
 ) -> None:
-    monkeypatch.setattr(catching_up, "AT_ONCE", 0)
-    monkeypatch.setattr(catching_up, "TURN_S", 0)
+    monkeypatch.setattr(owed_at_start, "AT_ONCE", 0)
+    monkeypatch.setattr(owed_at_start, "TURN_S", 0)
     chance = random.Random(7)
     have: dict[str, bytes] = {}
 

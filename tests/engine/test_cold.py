@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forebay.core import wire
 from forebay.core.errors import Invalid, NotFound, Unavailable
+from forebay.core.messages import wire
 from forebay.core.types import RangeSpec
 
 from .conftest import MIB, Rig, pattern

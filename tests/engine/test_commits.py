@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forebay.core.errors import Bug, Unavailable
-from forebay.node.commits import Commits
-from forebay.node.store import Delete
+from forebay.node.engine.write.commits import Commits
+from forebay.node.store.writer.puts import Delete
 
 from .conftest import until
 

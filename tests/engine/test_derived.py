@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.derived import DERIVED_KINDS, KeepCall, name_of, names_under, reserved
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.messages import calls
 from forebay.core.types import Bucket, check_bucket_name
-from forebay.node.store import LeasedFile, StoreReader
 from forebay.node.store.derived import Derived
+from forebay.node.store.reader import LeasedFile, StoreReader
 
 from .conftest import MIB, Front, Rig, pattern, rig, until
 from .writing import put, temp_files, written

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import limits, wire
-from forebay.core.shares import Need, Shares
+from forebay.core import limits
+from forebay.core.machines.shares import Need, Shares
+from forebay.core.messages import wire
 from forebay.core.types import RangeSpec
 
 from .conftest import MIB, Rig, pattern, rig, until
@@ -118,8 +119,8 @@ def test_a_disk_that_fills_up_midway(small_disk: Path, tmp_path: Path) -> None:
 
 
 def test_a_write_that_stalls_moves_its_readers_to_memory(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forebay.node import sink
-    from forebay.node.store import Landing
+    from forebay.node.engine.read import sink
+    from forebay.node.store.writer.landing import Landing
 
     monkeypatch.setattr(sink, "SLOW_WRITE_S", 0.1)
     stalled: list[int] = []

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.patience import until_async as until
 
 from forebay.core.errors import Corrupt, Unavailable
 from forebay.core.record import encode_record
 from forebay.core.types import RangeSpec
-from forebay.node.store import keys
+from forebay.node.store.disk import keys
+from tests.patience import until_async as until
 
 from .conftest import MIB, Rig, pattern
 from .writing import put, written

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Busy, Denied, NotFound
+from forebay.core.messages import calls
 from forebay.core.record import State
 from forebay.core.types import Bucket
 from forebay.node.settings import Settings

@@ -13,14 +13,14 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.patience import PATIENCE_S
 
-from forebay.backends import memory
+from forebay.backends.local import memory
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.node import gathering as module
-from forebay.node.gathering import Gathering
-from forebay.node.sink import BlockHashes, DiskSink
-from forebay.node.store import Landing
+from forebay.node.engine.read import gathered_writes as module
+from forebay.node.engine.read.gathered_writes import Gathering
+from forebay.node.engine.read.sink import BlockHashes, DiskSink
+from forebay.node.store.writer.landing import Landing
+from tests.patience import PATIENCE_S
 
 from .conftest import MIB, Rig, pattern, until
 
@@ -227,7 +227,7 @@ class Gate:
 
         monkeypatch.setattr(Landing, "write", gated)
         monkeypatch.setattr(memory, "CHUNK_BYTES", 100 * KIB)
-        monkeypatch.setattr("forebay.node.sink.SLOW_WRITE_S", PATIENCE_S)
+        monkeypatch.setattr("forebay.node.engine.read.sink.SLOW_WRITE_S", PATIENCE_S)
 
 
 def test_a_disk_that_fills_in_a_gathered_write_costs_no_reader_a_byte(

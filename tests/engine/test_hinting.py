@@ -5,15 +5,16 @@ import random
 from array import array
 
 import pytest
-from tests.core.evictiontrace import Belady
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
-from forebay.core.eviction import split_unit
-from forebay.core.hints import HintsAtCall, HintsCall, HintsNamed
-from forebay.core.manifest import ManifestCall
+from forebay.core.formats.manifest import ManifestCall
+from forebay.core.machines.eviction import split_unit
+from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed
+from forebay.core.messages import calls
 from forebay.core.types import RangeSpec
-from forebay.node import hinting
+from forebay.node.engine.jobs import hints
+from tests.core.evictiontrace import Belady
 
 from .conftest import pattern, until
 
@@ -134,7 +135,7 @@ def test_with_half_the_data_in_cache_few_more_bytes_are_fetched_than_must_be(rig
 
 
 def test_nothing_is_fetched_ahead_for_which_something_needed_sooner_would_leave(rigged, monkeypatch):
-    monkeypatch.setattr(hinting, "WINDOW_SHARE", 1.0)
+    monkeypatch.setattr(hints, "WINDOW_SHARE", 1.0)
 
     async def story(rig):
         for n in range(8):
@@ -159,7 +160,7 @@ def test_nothing_is_fetched_ahead_for_which_something_needed_sooner_would_leave(
 
 
 def test_jobs_end_by_themselves_and_their_units_are_like_any_other(rigged, monkeypatch):
-    monkeypatch.setattr(hinting, "TEND_S", 0.01)
+    monkeypatch.setattr(hints, "TEND_S", 0.01)
 
     async def story(rig):
         for n in range(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from forebay.core import calls
+from forebay.core.messages import calls
 
 from .conftest import Rig
 from .writing import flushed, put, written

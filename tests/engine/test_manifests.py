@@ -6,12 +6,12 @@ from bisect import bisect_right
 
 import pytest
 
-from forebay.core import calls
 from forebay.core.errors import NotFound, Precondition, Unavailable
-from forebay.core.manifest import Manifest, build
+from forebay.core.formats.manifest import Manifest, build
+from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE, ListEntry, ListPage
-from forebay.node import manifests
-from forebay.node.survey import HANDS, Survey
+from forebay.node.engine.read import manifests
+from forebay.node.engine.read.parallel_listing import HANDS, Survey
 
 
 class Server:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import calls
 from forebay.core.errors import Unavailable, VolumeMissing
+from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE
 
 from .conftest import MIB, Front, Rig, pattern

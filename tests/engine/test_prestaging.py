@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from tests.patience import until_async as until
 
-from forebay.core.calls import ObjectNamed
 from forebay.core.errors import NotFound, Unavailable
+from forebay.core.messages.calls import ObjectNamed
 from forebay.core.types import Bucket
-from forebay.node import prestaging
+from forebay.node.engine.read import prestage
+from tests.patience import until_async as until
 
 from .conftest import MIB, Rig, pattern
 
@@ -72,7 +72,7 @@ def test_a_bucket_has_few_under_way_and_no_name_twice(rigged: Rigged) -> None:
             await ask(rig, key)
         staging = rig.engine.prestaging
         assert staging.waiting == 100
-        await until(lambda: rig.remote.count("fetch") == prestaging.AT_ONCE)
+        await until(lambda: rig.remote.count("fetch") == prestage.AT_ONCE)
         await rig.engine.buckets.put(Bucket("other", "memory://remote"))
         rig.remote.free_bytes = 100
         await ask(rig, "key-000", "other")
@@ -97,7 +97,7 @@ def test_who_asks_while_the_line_is_full_waits_for_a_place(rigged: Rigged, monke
         late = asyncio.create_task(ask(rig, "c"))
         await asyncio.sleep(0)
         await rig.front.call("buckets")  # answered after the one before was put to wait
-        monkeypatch.setattr(prestaging, "PLACE_WAIT_S", 0.02)
+        monkeypatch.setattr(prestage, "PLACE_WAIT_S", 0.02)
         await ask(rig, "d")
         assert counted(rig) == {"refused": 1}
         assert not late.done()

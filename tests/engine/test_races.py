@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.patience import PATIENCE_S
-from tests.patience import until_async as until
 
 from forebay.core.errors import ForebayError, Invalid, Unavailable
-from forebay.core.shares import Need
+from forebay.core.machines.shares import Need
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, RangeSpec
-from forebay.node.engine import Engine
-from forebay.node.front import Front
-from forebay.node.permits import Permits
-from forebay.node.store import files, rebuild
+from forebay.node.engine.engine import Engine
+from forebay.node.engine.read.permits import Permits
+from forebay.node.front.front import Front
+from forebay.node.store.disk import files
+from forebay.node.store.writer import rebuild
+from tests.patience import PATIENCE_S
+from tests.patience import until_async as until
 
 from .conftest import MIB, Remote, Rig, pattern, rig
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from forebay.core.types import Bucket, ObjectInfo
-from forebay.node import room
-from forebay.node.store import ledger
-from forebay.node.store.volume import Volume
+from forebay.node.engine import evictions
+from forebay.node.store.disk import ledger
+from forebay.node.store.disk.volume import Volume
 
 from .conftest import MIB, Rig, pattern, until
 
@@ -24,7 +24,7 @@ def small(rig: Rig, count: int) -> None:
     for number in range(count):
         info = ObjectInfo(f"small/{number:05d}", 100, "v1", "etag", 1e9, ())
         record = engine.store.put_inline("remote", info, bytes(100), checked_s=engine.clock.wall_s())
-        engine.room.landed(volume_id, (record.object_id, 0), room.taken_bytes(record), "remote", info.key, False)
+        engine.room.landed(volume_id, (record.object_id, 0), evictions.taken_bytes(record), "remote", info.key, False)
     engine.flush()
 
 
@@ -34,9 +34,9 @@ def test_after_a_kill_reads_are_served_before_eviction_knows_what_is_there(
     def walk(volume: Volume) -> None:
         raise AssertionError("nothing walks over the index before it is served")
 
-    may, learn = asyncio.Event(), room.Room._learn
+    may, learn = asyncio.Event(), evictions.Room._learn
 
-    async def late(self: room.Room) -> None:
+    async def late(self: evictions.Room) -> None:
         await may.wait()
         await learn(self)
 
@@ -48,7 +48,7 @@ def test_after_a_kill_reads_are_served_before_eviction_knows_what_is_there(
         with monkeypatch.context() as patch:
             patch.setattr(Volume, "_walk", walk)
             patch.setattr(Volume, "find_unbacked", walk)
-            patch.setattr(room.Room, "_learn", late)
+            patch.setattr(evictions.Room, "_learn", late)
             await rig.again(clean=False)
         machine = next(iter(rig.engine.room._machines.values()))
         assert await rig.front.get("small/00999") == bytes(100)
@@ -86,7 +86,7 @@ def test_what_changes_while_eviction_learns_is_counted_once(rigged: Rigged, monk
                     engine.room.removed(record.object_id, [0])
                     new = engine.store.put_inline("remote", info, bytes(50), checked_s=1.0)
                     volume_id = engine.store.volume_of("remote", key)
-                    engine.room.landed(volume_id, (new.object_id, 0), room.taken_bytes(new), "remote", key, False)
+                    engine.room.landed(volume_id, (new.object_id, 0), evictions.taken_bytes(new), "remote", key, False)
             if turn % 3 == 0:
                 engine.flush()
             turn += 1
@@ -107,10 +107,10 @@ def test_a_quota_cut_takes_small_objects_some_hundred_at_a_time(rigged: Rigged) 
         while left:
             await asyncio.sleep(0)
             now = store.usage()[0].objects
-            assert left - now <= room.BATCH_UNITS
+            assert left - now <= evictions.BATCH_UNITS
             turns += now < left
             left = now
-        assert turns >= 3000 // room.BATCH_UNITS
+        assert turns >= 3000 // evictions.BATCH_UNITS
         assert store.pending == 0, "and it is committed"
         assert await rig.front.get("cold") == b"cold"
         assert rig.engine.tally.evictions["capacity"] >= 3000
@@ -122,9 +122,9 @@ def test_one_chain_of_turns_makes_room_however_much_lands_meanwhile(
     rigged: Rigged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block that landed above the mark began another chain beside the one that was under way."""
-    turns, make_room = 0, room.Room._make_room
+    turns, make_room = 0, evictions.Room._make_room
 
-    def counted(self: room.Room) -> None:
+    def counted(self: evictions.Room) -> None:
         nonlocal turns
         turns += 1
         make_room(self)
@@ -132,7 +132,7 @@ def test_one_chain_of_turns_makes_room_however_much_lands_meanwhile(
 
     async def story(rig: Rig) -> None:
         small(rig, 5000)
-        monkeypatch.setattr(room.Room, "_make_room", counted)
+        monkeypatch.setattr(evictions.Room, "_make_room", counted)
         await rig.engine.buckets.put(Bucket("remote", "memory://remote", quota_bytes=1))
         await until(lambda: turns > 2)
         small(rig, 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.limits import BLOCK_BYTES
-from forebay.node.sink import BlockHashes, DiskSink, DiskTrouble
+from forebay.node.engine.read.sink import BlockHashes, DiskSink, DiskTrouble
 
 
 class SlowLanding:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import NotFound, Unavailable
+from forebay.core.messages import calls
 
 from .conftest import MIB, Rig, pattern, until
 from .writing import delete, flushed, put, written

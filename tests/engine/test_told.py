@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core import wire
 from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.messages import wire
 from forebay.core.types import RangeSpec
-from forebay.node.store import Landing
+from forebay.node.store.writer.landing import Landing
 
 from .conftest import MIB, Rig, pattern, until
 from .test_first_use import flip

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import xxhash
 
-from forebay.backends.memory import MemoryBackend
+from forebay.backends.local.memory import MemoryBackend
 from forebay.backends.seam import Body
-from forebay.core import limits, uploads
-from forebay.core.calls import (
+from forebay.core import limits
+from forebay.core.errors import Busy, ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.machines import uploads
+from forebay.core.messages.calls import (
     UploadCompleteCall,
     UploadCompleted,
     UploadCreateCall,
@@ -30,12 +32,11 @@ from forebay.core.calls import (
     UploadState,
     Written,
 )
-from forebay.core.errors import Busy, ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.messages.wire import VolumeAt
 from forebay.core.types import Bucket, ObjectInfo
-from forebay.core.wire import VolumeAt
 from forebay.meta.sqlite import SqliteMeta
-from forebay.node import parts as files
-from forebay.node.uploads import DONE_KEPT_S, UploadBook
+from forebay.node.engine.write import parts as files
+from forebay.node.engine.write.uploads import DONE_KEPT_S, UploadBook
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import wall_s
 
@@ -56,7 +57,7 @@ class Clock:
 
 
 class Writing:
-    """Plays `node/writes.py`: an object is a file under `data/`."""
+    """Plays `node/engine/write/writes.py`: an object is a file under `data/`."""
 
     def __init__(self, place: Place) -> None:
         self.place = place

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import pytest
 
-from forebay.core.calls import UploadPartsCall, UploadsCall, UploadState
 from forebay.core.errors import NotFound
+from forebay.core.messages.calls import UploadPartsCall, UploadsCall, UploadState
 from forebay.meta.seam import Entry
-from forebay.node import parts as files
+from forebay.node.engine.write import parts as files
 
 from .test_uploads import PART, Place
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core.calls import (
+from forebay.core.errors import ForebayError, NotFound
+from forebay.core.messages.calls import (
     BucketNamed,
     UploadCompleteCall,
     UploadCreateCall,
@@ -17,7 +18,6 @@ from forebay.core.calls import (
     UploadPartCopyCall,
     UploadsCall,
 )
-from forebay.core.errors import ForebayError, NotFound
 from forebay.core.types import Bucket
 
 from .conftest import MIB, Rig, pattern

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests import patience
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Busy, Exists, Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket
-from forebay.node.locks import KeyLocks
-from forebay.node.store.desk import remove_temp
+from forebay.node.engine.write.locks import KeyLocks
+from forebay.node.store.disk.volume_threads import remove_temp
+from tests import patience
 
 from .conftest import MIB, Front, Rig, pattern, rig, until
 from .writing import AWAY, as_written, delete, flushed, incoming, names, put, temp_files, written

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
+from forebay.core.messages import calls
 from forebay.core.types import RangeSpec
-from forebay.node.store.desk import BEARERS
+from forebay.node.store.disk.volume_threads import BEARERS
 
 from .conftest import MIB, Rig, pattern, until
 from .writing import as_written, flushed, put, temp_files, written

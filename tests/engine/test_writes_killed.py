@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.patience import PATIENCE_S
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Denied, NotFound, Precondition, Unavailable
+from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
-from forebay.node import parts as files
+from forebay.node.engine.write import parts as files
+from tests.patience import PATIENCE_S
 
 from .conftest import MIB, Rig, pattern, until
 from .test_writes_streamed import Arriving

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.backends.memory import MemoryBackend
-from forebay.core import calls
+from forebay.backends.local.memory import MemoryBackend
+from forebay.core.messages import calls
 from forebay.core.record import State
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo
-from forebay.node.buckets import Served
-from forebay.node.listing import Listings
-from forebay.node.records import make_record, own_version
-from forebay.node.store.notes import Note
+from forebay.node.engine.buckets import Served
+from forebay.node.engine.read.listing import Listings
+from forebay.node.store.disk.notes import Note
+from forebay.node.store.records import make_record, own_version
 
 from .conftest import Rig
 from .writing import AWAY, delete, flushed, names, put, written

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay.core import calls
 from forebay.core.errors import ForebayError, NotFound, Precondition, Unavailable
+from forebay.core.messages import calls
 from forebay.core.record import State
 from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from tests.store.owned_objects import notes_of
 
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.record import State
+from tests.store.owned_objects import notes_of
 
 from .conftest import MIB, Rig, pattern, until
 from .writing import delete, flushed, put, temp_files, written

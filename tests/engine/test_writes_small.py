@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.store.owned_objects import notes_of
 
 from forebay.core import limits
-from forebay.core.calls import PutCall, Written
 from forebay.core.errors import Bug, ForebayError, NotFound, Unavailable
+from forebay.core.messages.calls import PutCall, Written
 from forebay.core.record import State
+from tests.store.owned_objects import notes_of
 
 from .conftest import MIB, Front, Rig, pattern, until
 from .writing import as_written, delete, flushed, names, put, written

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 import xxhash
 
-from forebay.backends.ours import whole_etag
+from forebay.backends.lost_answers import whole_etag
 from forebay.backends.seam import Body
-from forebay.core import calls, limits, wire
+from forebay.core import limits
 from forebay.core.errors import NotFound, Precondition
-from forebay.node.through import part_size
+from forebay.core.messages import calls, wire
+from forebay.node.engine.write.through_bodies import part_size
 
 from .conftest import MIB, Front, Rig, pattern, until
 from .writing import put, temp_files, written

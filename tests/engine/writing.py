@@ -8,8 +8,9 @@ from typing import Any
 
 import xxhash
 
-from forebay.core import calls, limits
+from forebay.core import limits
 from forebay.core.errors import Unavailable
+from forebay.core.messages import calls
 from forebay.core.types import LOCAL_URL, Bucket
 
 from .conftest import Front, Rig

@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
-from tests.patience import until_async as until
 
-from forebay.backends.memory import MemoryBackend
+from forebay.backends.local.memory import MemoryBackend
 from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, Headers, ObjectInfo
-from forebay.node.flusher import Flusher
-from forebay.node.store import Delete
-from forebay.node.store.notes import Note, Owed, digest_of, succeeding
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.store.disk.notes import Note, Owed, digest_of, succeeding
+from forebay.node.store.writer.puts import Delete
 from forebay.ports.chance import Seeded
+from tests.patience import until_async as until
 
 
 class Clock:

@@ -6,12 +6,12 @@ import asyncio
 import random
 
 import pytest
-from tests.flush.conftest import Node, Remote, until
 
 from forebay.core import limits
 from forebay.core.errors import Busy, Closed, Denied, NotSupported, Unavailable
 from forebay.core.record import State
-from forebay.node.errand import conflict_key
+from forebay.node.engine.flush.key_flush import conflict_key
+from tests.flush.conftest import Node, Remote, until
 
 MIB = limits.MIB
 LARGE = limits.MULTIPART_BYTES_MIN + 5 * MIB  # two parts and a piece

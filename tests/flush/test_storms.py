@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.flush.conftest import Node, Remote
 
-from forebay.backends.counting import BackendCounters
-from forebay.backends.faulty import FaultPlan, Faulty
-from forebay.backends.retrying import Retrying
+from forebay.backends.wrap.counting import BackendCounters
+from forebay.backends.wrap.faulty import FaultPlan, Faulty
+from forebay.backends.wrap.retrying import Retrying
 from forebay.core.errors import Unavailable
-from forebay.core.retry import RetryPolicy
+from forebay.core.machines.retry import RetryPolicy
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import SystemClock
+from tests.flush.conftest import Node, Remote
 
 
 async def _storm(node: Node, dice: random.Random, turns: int) -> dict[str, bytes]:

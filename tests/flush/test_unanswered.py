@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.flush.conftest import Node, until
-
 from forebay.core import limits
 from forebay.core.errors import Denied
+from tests.flush.conftest import Node, until
 
 
 async def _lose(node: Node, key: str, data: bytes) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.front.fake_engine import Node, serve
 from tests.patience import until
 

@@ -1,4 +1,4 @@
-"""An engine made of a dictionary: it speaks core/wire.py over a real Unix socket and does what a test tells it to.
+"""An engine made of a dictionary: it speaks messages/wire.py over a real Unix socket and does what a test tells it to.
 
 `serve` runs it together with a front on one uvloop loop in a thread of its own; tests use plain blocking sockets.
 """
@@ -17,19 +17,20 @@ from typing import Any
 
 import uvloop
 import xxhash
-from tests.patience import PATIENCE_S
 
-from forebay.core import calls, limits, wire
+from forebay.core import limits
 from forebay.core.errors import ForebayError, NotFound, Precondition
+from forebay.core.messages import calls, wire
 from forebay.core.metrics import Snapshot, decode_snapshot, merge
 from forebay.core.record import Record, build_head
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo
-from forebay.node.front import Front
-from forebay.node.http.server import Timeouts, listen
+from forebay.node.front.front import Front
+from forebay.node.front.http.server import Timeouts, listen
 from forebay.node.settings import Settings
-from forebay.node.store.files import file_name
-from forebay.node.store.writer import Store
+from forebay.node.store.disk.files import file_name
+from forebay.node.store.writer.writer import Store
 from forebay.ports import clock
+from tests.patience import PATIENCE_S
 
 WAIT_S = PATIENCE_S
 

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from tests.engine.conftest import FakeClock, Remote
-from tests.patience import PATIENCE_S, until  # noqa: F401
-
-from forebay.backends.counting import BackendCounters, Counting
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
+from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.core.types import LOCAL_URL, Bucket
-from forebay.node.engine import Engine
-from forebay.node.front import Front
-from forebay.node.http.shards import Shards
+from forebay.node.engine.engine import Engine
+from forebay.node.front.front import Front
+from forebay.node.front.objects.shards import Shards
 from forebay.node.settings import Settings
+from tests.engine.conftest import FakeClock, Remote
+from tests.patience import PATIENCE_S, until  # noqa: F401
 
 
 class Answer(NamedTuple):

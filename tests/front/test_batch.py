@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+
+from forebay.core import limits
+from forebay.core.access import Grant, Identity, encode_identities
+from forebay.core.errors import Denied, ErrorOnWire, Unavailable
+from forebay.core.messages import batch, wire
+from forebay.core.messages.batch import FRAME, BatchCall, Item
+from forebay.core.types import RangeSpec
+from forebay.node.front.batch import batches, plan
 from tests.front.fake_engine import Answer, Client, Cold, Node, serve
 from tests.node.certificates import make
-
-from forebay.core import batch, limits, wire
-from forebay.core.access import Grant, Identity, encode_identities
-from forebay.core.batch import FRAME, BatchCall, Item
-from forebay.core.errors import Denied, ErrorOnWire, Unavailable
-from forebay.core.types import RangeSpec
-from forebay.node.http import batch as batches
-from forebay.node.http import batch_plan
 
 Eventually = Callable[[Callable[[], bool]], None]
 BLOCK = limits.BLOCK_BYTES
@@ -127,7 +127,7 @@ def test_more_files_than_a_batch_may_hold_and_more_inline_bytes_than_it_keeps(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "HELD_MAX", 3)
-    monkeypatch.setattr(batch_plan, "INLINE_BYTES_KEPT_MAX", 5000)
+    monkeypatch.setattr(plan, "INLINE_BYTES_KEPT_MAX", 5000)
     data = {f"k{at}": os.urandom(20_000 if at % 2 else 1000 + at) for at in range(40)}
     for key, body in data.items():
         node.put(key, body)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.front.fake_engine import Client, Cold, Node, serve
 
 from forebay.core import limits
-from forebay.node.http.connection import READ_BYTES
-from forebay.node.http.server import Timeouts, listen
+from forebay.node.front.http.connection import READ_BYTES
+from forebay.node.front.http.server import Timeouts, listen
+from tests.front.fake_engine import Client, Cold, Node, serve
 
 Eventually = Callable[[Callable[[], bool]], None]
 QUICK = Timeouts(header_s=0.3, idle_s=0.6, stall_s=0.4, tick_s=0.05)
@@ -150,7 +150,7 @@ def test_an_absolute_target_is_read_like_a_path(node: Node) -> None:
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 def test_a_small_body_reaches_its_handler_plain_or_chunked(node: Node) -> None:
-    from forebay.core.calls import JobState
+    from forebay.core.messages.calls import JobState
 
     node.engine.answers["prefetch"] = JobState("j1", "prefetch", "b")
     body = b'{"bucket":"b","prefix":"x/"}'
@@ -165,7 +165,7 @@ def test_a_small_body_reaches_its_handler_plain_or_chunked(node: Node) -> None:
 
 
 def test_expect_100_is_answered_before_the_body_is_sent(node: Node) -> None:
-    from forebay.core.calls import JobState
+    from forebay.core.messages.calls import JobState
 
     node.engine.answers["prefetch"] = JobState("j1", "prefetch", "b")
     body = b'{"bucket":"b"}'

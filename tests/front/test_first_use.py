@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
+
+from forebay.core import limits
+from forebay.core.messages import wire
+from forebay.core.record import Record, encode_record
+from forebay.node.front.objects.reads import whole_blocks
+from forebay.node.store.disk import keys
+from forebay.node.store.disk.compared_blocks import PAGES_MAX, PARTS_MAX, Compared
+from forebay.node.store.reader import LeasedFile
 from tests.front.fake_engine import Cold, Node
 from tests.front.test_batch import ask, bodies
-
-from forebay.core import limits, wire
-from forebay.core.record import Record, encode_record
-from forebay.node.http.reads import whole_blocks
-from forebay.node.store import keys
-from forebay.node.store.compared import PAGES_MAX, PARTS_MAX, Compared
-from forebay.node.store.reader import LeasedFile
 
 Eventually = Callable[..., Any]
 BLOCK = limits.BLOCK_BYTES

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from tests.front.fake_engine import Cold, Node
 
-from forebay.core import wire
-from forebay.node.http.lane import Lane
+from forebay.core.messages import wire
+from forebay.node.front.objects.fast_lane import Lane
+from tests.front.fake_engine import Cold, Node
 
 _CHANGING = re.compile(rb"(Date: |x-amz-request-id: |<RequestId>)[^\r<]*")
 

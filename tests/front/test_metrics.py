@@ -24,7 +24,7 @@ from forebay.core.metrics import (
     render,
     series,
 )
-from forebay.node.http.counting import VERB_AT, VERB_OTHER, FrontCounts
+from forebay.node.front.http.counts import VERB_AT, VERB_OTHER, FrontCounts
 
 
 @given(st.floats(0, 1e5, allow_nan=False))

@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.front.fake_engine import Cold, Node
 
-from forebay.core import calls
 from forebay.core.access import Grant, Identity, encode_identities
-from forebay.core.batch import BatchCall, Item
-from forebay.core.calls import CachedPage
 from forebay.core.derived import Kept
 from forebay.core.errors import Denied, NotFound
-from forebay.core.hints import HintsCall, HintsState
-from forebay.core.manifest import ManifestState
+from forebay.core.formats.manifest import ManifestState
+from forebay.core.machines.hints import HintsCall, HintsState
+from forebay.core.messages import calls
+from forebay.core.messages.batch import BatchCall, Item
+from forebay.core.messages.calls import CachedPage
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
-from forebay.node.http.routes import ROUTES, find
+from forebay.node.front.native.routes import ROUTES, find
+from tests.front.fake_engine import Cold, Node
 
 AN_EMPTY_TAR = bytes(1024)
 JOB = calls.JobState("j1", "evict", "b")

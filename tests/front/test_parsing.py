@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotSupported
-from forebay.node.http.parsing import Chunked, Fields, check_host, parse_fields, parse_line
+from forebay.node.front.http.parser import Chunked, Fields, check_host, parse_fields, parse_line
 
 
 def test_a_head_is_understood() -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.front.fake_engine import Cold, Node, serve
-from tests.patience import PATIENCE_S
 
-from forebay.core import limits, wire
+from forebay.core import limits
 from forebay.core.errors import Denied, Unavailable
+from forebay.core.messages import wire
 from forebay.core.record import Record, State
 from forebay.core.types import RangeSpec
 from forebay.node.store.reader import StoreReader
+from tests.front.fake_engine import Cold, Node, serve
+from tests.patience import PATIENCE_S
 
 Eventually = Callable[[Callable[[], bool]], None]
 BLOCK = limits.BLOCK_BYTES

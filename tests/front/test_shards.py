@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import zstandard
+
+from forebay.core.errors import Corrupt
+from forebay.core.formats import members
+from forebay.core.messages.batch import FRAME, BatchCall, Item
+from forebay.core.messages.calls import JobCall
+from forebay.node.front.objects.decompression import unpack
 from tests.core.archives import files_of, tar_of, zip_of
 from tests.front.shard_place import Place, place, until
-
-from forebay.core import members
-from forebay.core.batch import FRAME, BatchCall, Item
-from forebay.core.calls import JobCall
-from forebay.core.errors import Corrupt
-from forebay.node.http.unpacking import unpack
 
 MIB = 1 << 20
 SAMPLES = [

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from forebay.core import limits
+from forebay.core.errors import Precondition
+from forebay.core.messages import calls, wire
+from forebay.core.types import Bucket
+from forebay.node.front.http import bodies
+from forebay.node.front.http.requests import Request
+from forebay.node.front.http.server import Timeouts
+from forebay.node.front.objects import puts
+from forebay.node.front.objects.object_headers import check_acl
 from tests.front.fake_engine import Client, Node, serve
 from tests.s3.test_write_chunked import encode
-
-from forebay.core import calls, limits, wire
-from forebay.core.errors import Precondition
-from forebay.core.types import Bucket
-from forebay.node.http import bodies, puts
-from forebay.node.http.object_headers import check_acl
-from forebay.node.http.requests import Request
-from forebay.node.http.server import Timeouts
 
 BIG = os.urandom(1_700_000)
 Eventually = Callable[[Callable[[], bool]], None]

@@ -8,10 +8,10 @@ import ssl
 from pathlib import Path
 
 import pytest
+
+from forebay.node.front.http import bodies
 from tests.front.fake_engine import WAIT_S, Client, serve
 from tests.node.certificates import make
-
-from forebay.node.http import bodies
 
 DATA = os.urandom(5_000_000)
 

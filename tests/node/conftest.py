@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+
 from tests.patience import PATIENCE_S, until
 
 START_TIMEOUT_S = PATIENCE_S

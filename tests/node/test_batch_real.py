@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from forebay.client.sync import Client
-from forebay.core.batch import Item
 from forebay.core.errors import NotFound, Unavailable
+from forebay.core.messages.batch import Item
 
 from .conftest import MIB, NodeProcess, pattern, until
 

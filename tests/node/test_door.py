@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 
 from forebay.client.sync import Client
-from forebay.core import doorwire, limits
-from forebay.core.batch import Item
-from forebay.core.doorwire import (
+from forebay.core import limits
+from forebay.core.errors import NotFound, Precondition, Unavailable
+from forebay.core.messages import doorwire
+from forebay.core.messages.batch import Item
+from forebay.core.messages.doorwire import (
     DoorClosed,
     DoorCold,
     DoorDropped,
@@ -37,7 +39,6 @@ from forebay.core.doorwire import (
     DoorUsed,
     DoorWelcome,
 )
-from forebay.core.errors import NotFound, Precondition, Unavailable
 from forebay.core.types import RangeSpec
 
 from .conftest import MIB, NodeProcess, pattern, until
@@ -426,7 +427,7 @@ def test_the_socket_is_its_users_alone_and_goes_with_the_node(node: Any, bucket:
 
 
 def test_a_path_that_is_too_long_leaves_a_node_without_a_door(tmp_path: Path) -> None:
-    from forebay.node.front import Front
+    from forebay.node.front.front import Front
     from forebay.node.settings import Settings
 
     async def run() -> None:

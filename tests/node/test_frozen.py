@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
 from tests.disks import Disk, disk
 from tests.patience import PATIENCE_S
 

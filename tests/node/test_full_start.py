@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.disks import Disk, mounted
 
 from .conftest import MIB, NodeProcess, pattern, until

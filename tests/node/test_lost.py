@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from tests.cli.conftest import Program
 
 from .conftest import MIB, NodeProcess, pattern, until

@@ -12,9 +12,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from tests.patience import until
 
 from forebay.core import limits
+from tests.patience import until
 
 from .conftest import MIB, NodeProcess, pattern
 from .lossy import Lossy

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.node.conftest import MIB, NodeProcess, pattern, until
 
 import forebay.aio
 from forebay import connect
 from forebay.core.errors import Invalid, NotFound, Precondition
-from forebay.core.manifest import Manifest
+from forebay.core.formats.manifest import Manifest
+from tests.node.conftest import MIB, NodeProcess, pattern, until
 
 
 @pytest.mark.real

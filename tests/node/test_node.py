@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.patience import PATIENCE_S
 
-from forebay.bench.servers import SeaweedFS
-from forebay.bench.shaper import Shaper
+from bench.servers import SeaweedFS
+from bench.shaper import Shaper
 from forebay.core.errors import Busy
+from forebay.node.process.supervisor import last_run_ended
 from forebay.node.settings import Settings
-from forebay.node.supervisor import last_run_ended
 from forebay.ports import clock
+from tests.patience import PATIENCE_S
 
 from .conftest import MIB, START_TIMEOUT_S, NodeProcess, alive, pattern, until
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.cli.conftest import Program
 from tests.node.conftest import NodeProcess, pattern
 

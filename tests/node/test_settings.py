@@ -11,8 +11,8 @@ import pytest
 
 from forebay.core.errors import Exists, Invalid, NotFound
 from forebay.core.quantity import parse_size
+from forebay.node.process.supervisor import Lock, hold_port
 from forebay.node.settings import Settings, from_json, load, parse_listen
-from forebay.node.supervisor import Lock, hold_port
 from forebay.ports import chance, clock
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.core.archives import files_of, tar_of
 
 import forebay
 from forebay.core.errors import ForebayError
+from tests.core.archives import files_of, tar_of
 
 from .conftest import NodeProcess, until
 

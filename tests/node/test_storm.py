@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.core.calls import CachedPage
+from forebay.core.messages.calls import CachedPage
 
 from .conftest import MIB, NodeProcess, pattern, until
 

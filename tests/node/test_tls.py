@@ -20,18 +20,18 @@ import botocore.config
 import botocore.exceptions
 import pytest
 from cryptography import x509
-from tests.front.fake_engine import WAIT_S, Client, Cold, Node, serve
-from tests.node.certificates import Pair, make
-from tests.node.conftest import NodeProcess, until
 from typer.testing import CliRunner
 
 from forebay.cli.main import app
 from forebay.client.sync import connect
 from forebay.core.errors import Denied, Invalid
 from forebay.core.types import Bucket
-from forebay.node.http.server import Timeouts
+from forebay.node.front.http.server import Timeouts
 from forebay.node.settings import load
 from forebay.node.tls import TlsFiles
+from tests.front.fake_engine import WAIT_S, Client, Cold, Node, serve
+from tests.node.certificates import Pair, make
+from tests.node.conftest import NodeProcess, until
 
 MIB = 1 << 20
 

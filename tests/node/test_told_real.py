@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
 from tests.patience import PATIENCE_S, until
 
 from .conftest import MIB, NodeProcess, pattern

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import boto3
 import botocore.config
 import pytest
-from tests.s3.real_node import RealNode
 
-from forebay.bench import servers
+from bench import servers
+from tests.s3.real_node import RealNode
 
 KEY_ID, SECRET, TOKEN = "AKIDREADERREADER", "read/er+secret", "operator-token"
 OTHER_KEY_ID, OTHER_SECRET = "AKIDOTHEROTHER", "other/secret"

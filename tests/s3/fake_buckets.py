@@ -10,10 +10,10 @@ import msgspec
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from tests.s3.fake_front import MODIFIED_S, Answer, FakeReads, Front, Object
 
 from forebay.core.access import Identity, encode_identities, parse_grants
-from forebay.core.calls import (
+from forebay.core.errors import Exists, NotFound
+from forebay.core.messages.calls import (
     BucketNamed,
     BucketRulesCall,
     Nothing,
@@ -23,13 +23,13 @@ from forebay.core.calls import (
     TagCall,
     TagsSaid,
 )
-from forebay.core.errors import Exists, NotFound
-from forebay.core.s3names import BASE_DOMAINS, Addressing
+from forebay.core.s3rules.names import BASE_DOMAINS, Addressing
 from forebay.core.types import Bucket
-from forebay.node.http.auth import Auth
-from forebay.node.http.intake import Intake
-from forebay.node.http.puts import Puts
-from forebay.node.http.s3 import S3
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.objects.body_intake import Intake
+from forebay.node.front.objects.puts import Puts
+from forebay.node.front.s3.operations import S3
+from tests.s3.fake_front import MODIFIED_S, Answer, FakeReads, Front, Object
 
 
 class BucketReads(FakeReads):

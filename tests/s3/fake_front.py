@@ -18,19 +18,19 @@ from xml.etree import ElementTree
 
 from forebay.core import limits
 from forebay.core.access import Identity, encode_identities
-from forebay.core.calls import CopyCall, DeleteCall, ListCall, Nothing, PutCall, PutOpened, Written
 from forebay.core.errors import Bug, ForebayError, NotFound, Precondition
-from forebay.core.httpsem import Conditions
 from forebay.core.listing import after_prefix
+from forebay.core.messages.calls import CopyCall, DeleteCall, ListCall, Nothing, PutCall, PutOpened, Written
 from forebay.core.record import Record, build_head
-from forebay.core.s3names import BASE_DOMAINS, Addressing
+from forebay.core.s3rules.conditions import Conditions
+from forebay.core.s3rules.names import BASE_DOMAINS, Addressing
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo, RangeSpec, WriteMode, check_bucket_name
-from forebay.node.http.auth import Auth
-from forebay.node.http.intake import Intake
-from forebay.node.http.puts import Puts
-from forebay.node.http.reads import Decide, plan_plain
-from forebay.node.http.requests import Exchange, Request
-from forebay.node.http.s3 import S3
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.http.requests import Exchange, Request
+from forebay.node.front.objects.body_intake import Intake
+from forebay.node.front.objects.puts import Puts
+from forebay.node.front.objects.reads import Decide, plan_plain
+from forebay.node.front.s3.operations import S3
 
 MODIFIED_S = 784903526.75
 MODIFIED = "Tue, 15 Nov 1994 12:45:26 GMT"

@@ -19,8 +19,8 @@ from forebay.core.access import (
 )
 from forebay.core.errors import Denied, Invalid
 from forebay.core.keyfile import Entry, KeyFile, Replaced, identities_of, parse, parse_identities, render
-from forebay.node.http.auth import Auth
-from forebay.node.http.requests import Request
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.http.requests import Request
 
 FILE = b"""{"identities": [
     {"name": "trainer", "access_key_id": "AKIDTRAINER", "secret_access_key": "s3cret", "token": "t0ken",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.s3.fake_front import MODIFIED, Answer, Front, Object
 
-from forebay.core.calls import ObjectState, StatCall
 from forebay.core.errors import NotFound
+from forebay.core.messages.calls import ObjectState, StatCall
+from tests.s3.fake_front import MODIFIED, Answer, Front, Object
 
 ALL = "ETag,Checksum,ObjectParts,StorageClass,ObjectSize"
 MIB = 1 << 20

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.s3.fake_buckets import BucketFront
-from tests.s3.fake_front import Answer, Object
 
 from forebay.core.errors import Busy
 from forebay.core.types import LOCAL_URL
+from tests.s3.fake_buckets import BucketFront
+from tests.s3.fake_front import Answer, Object
 
 ALL_USERS = "http://acs.amazonaws.com/groups/global/AllUsers"
 OPERATOR = {"operator": "admin:*", "writer": "write:corpus,read:corpus", "stranger": ""}

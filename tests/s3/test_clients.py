@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import botocore
 import pytest
 from botocore.exceptions import ClientError
+
+from bench import servers
 from tests.patience import until
 from tests.s3.conftest import BUCKET, KEY_ID, MANY, OTHER_KEY_ID, OTHER_SECRET, SECRET, TOKEN, Lake, client
 from tests.s3.real_node import RealNode
-
-from forebay.bench import servers
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

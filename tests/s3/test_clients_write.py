@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import ClientError
+
+from bench import servers
 from tests.node.certificates import Pair, make
 from tests.s3.conftest import KEY_ID, SECRET, TOKEN, client
 from tests.s3.real_node import RealNode
-
-from forebay.bench import servers
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 MIB = 1 << 20

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+
 from tests.s3.conftest import BUCKET, KEY_ID, SECRET, Lake, client
 from tests.s3.fake_front import list_dumbly
 from tests.s3.real_node import RealNode

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.s3.fake_buckets import BucketFront
-from tests.s3.fake_front import Answer, Object
 
 from forebay.core.types import CorsRule
+from tests.s3.fake_buckets import BucketFront
+from tests.s3.fake_front import Answer, Object
 
 SITE = "https://app.example.com"
 CONFIGURATION = b"""<?xml version="1.0"?>

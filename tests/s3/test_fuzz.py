@@ -9,16 +9,16 @@ from xml.etree import ElementTree
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.s3.fake_front import OTHER_CALLS, Front, Object
 
 from forebay.core.access import Identity, parse_grants
 from forebay.core.errors import Denied, ForebayError, Invalid, NotFound
-from forebay.core.s3names import Addressing, decode_path
-from forebay.core.sigv4 import Verifier, canonical_path, canonical_query, parse_query
+from forebay.core.s3rules.names import Addressing, decode_path
+from forebay.core.s3rules.sigv4 import Verifier, canonical_path, canonical_query, parse_query
 from forebay.core.types import ListEntry, ListPage
-from forebay.node.http.auth import is_this_machine
-from forebay.node.http.s3_listing import decode_token, parse_list, render_list
-from forebay.node.http.s3_xml import element, escape, timestamp
+from forebay.node.front.http.auth import is_this_machine
+from forebay.node.front.s3.listing import decode_token, parse_list, render_list
+from forebay.node.front.s3.xml import element, escape, timestamp
+from tests.s3.fake_front import OTHER_CALLS, Front, Object
 
 EVERY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 # fmt: off

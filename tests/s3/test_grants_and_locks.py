@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.s3.fake_buckets import BucketFront
 from tests.s3.fake_front import Answer, Object
 

@@ -7,13 +7,13 @@ from urllib.parse import quote, unquote
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.s3.fake_front import Answer, Front, Object, list_dumbly
 
 from forebay.core.access import Grant, Identity
 from forebay.core.errors import Invalid
 from forebay.core.listing import after_prefix, last_shown, merge_pages
 from forebay.core.types import ListEntry, ListPage
-from forebay.node.http.s3_listing import ListRequest, decode_token, encode_token, fetch_page, render_list
+from forebay.node.front.s3.listing import ListRequest, decode_token, encode_token, fetch_page, render_list
+from tests.s3.fake_front import Answer, Front, Object, list_dumbly
 
 
 def _front(*keys: str) -> Front:

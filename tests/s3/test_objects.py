@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.s3.fake_front import MODIFIED, Front, Object
 
 from forebay.core.errors import Busy, ForebayError, NotSupported
 from forebay.core.types import RangeSpec
-from forebay.node.http.requests import Request
+from forebay.node.front.http.requests import Request
+from tests.s3.fake_front import MODIFIED, Front, Object
 
 DATA = bytes(range(256)) * 4
 ETAG = Object(DATA).etag
@@ -303,7 +303,7 @@ def test_other_methods(front: Front) -> None:
 
 def test_every_kind_of_error_has_an_s3_code_and_busy_says_when_to_return(front: Front) -> None:
     from forebay.core.errors import KINDS
-    from forebay.node.http.s3_errors import STATUS
+    from forebay.node.front.s3.errors import STATUS
 
     for kind in KINDS.values():
         response = front.handler.render_error(kind("words <&> words", code="NotAnS3Code"), None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
+from forebay.core.types import CorsRule
 from tests.s3.conftest import BUCKET
 from tests.s3.fake_buckets import BucketFront
 from tests.s3.fake_front import Answer, Object
 from tests.s3.real_node import RealNode
-
-from forebay.core.types import CorsRule
 
 OURS = [
     "127.0.0.1:9400", "127.3.4.5", "[::1]:9400", "localhost", "LocalHost.:9400", "corpus.localhost:9400",

@@ -10,14 +10,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+
+from forebay.core import limits
+from forebay.core.errors import Busy
+from forebay.core.messages.calls import PutCall
+from forebay.core.types import CorsRule
 from tests.s3.conftest import client
 from tests.s3.fake_buckets import BucketFront
 from tests.s3.fake_front import Answer, Object
-
-from forebay.core import limits
-from forebay.core.calls import PutCall
-from forebay.core.errors import Busy
-from forebay.core.types import CorsRule
 
 BOUNDARY = "----formboundary7MA4YWxkTrZu0gW"
 BIG = bytes(range(256)) * 300  # beyond what lives in a record

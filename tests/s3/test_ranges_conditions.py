@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Invalid
-from forebay.core.httpsem import Conditions, parse_http_date, parse_range, range_applies
+from forebay.core.s3rules.conditions import Conditions, parse_http_date, parse_range, range_applies
 from forebay.core.types import RangeSpec
 
 RANGES = """

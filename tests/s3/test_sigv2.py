@@ -11,8 +11,8 @@ import botocore.config
 import pytest
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.s3names import Addressing
-from forebay.core.sigv4 import Verified, Verifier
+from forebay.core.s3rules.names import Addressing
+from forebay.core.s3rules.sigv4 import Verified, Verifier
 
 KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 PUBLISHED = b"AWSAccessKeyId=AKIAIOSFODNN7EXAMPLE&Signature=NpgCjnDzrM%2BWFzoENXmpNDUsSn8%3D&Expires=1175139620"

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.signedbody import (
+from forebay.core.s3rules.signedbody import (
     CHUNKS,
     CHUNKS_TRAILER,
     EMPTY_SHA256,
@@ -28,7 +28,7 @@ from forebay.core.signedbody import (
     check_payload_sha256,
     signs_sha256,
 )
-from forebay.core.sigv4 import (
+from forebay.core.s3rules.sigv4 import (
     EXPIRES_S_MAX,
     SCOPES_KEPT_MAX,
     SKEW_S_MAX,

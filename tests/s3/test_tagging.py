@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
+from forebay.core.messages.calls import TagCall
 from tests.s3.fake_buckets import BucketFront
 from tests.s3.fake_front import Answer, Object
-
-from forebay.core.calls import TagCall
 
 
 def tagging(*tags: tuple[str, str]) -> bytes:

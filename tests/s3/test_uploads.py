@@ -11,12 +11,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tests.s3.fake_front import MODIFIED_S, Answer, Front, Object
 
-from forebay.core import calls, uploads
 from forebay.core.access import Identity
 from forebay.core.errors import Unavailable
-from forebay.core.uploads import Part
+from forebay.core.machines import uploads
+from forebay.core.machines.uploads import Part
+from forebay.core.messages import calls
+from tests.s3.fake_front import MODIFIED_S, Answer, Front, Object
 
 MIB = 1 << 20
 BIG = b"b" * (5 * MIB)

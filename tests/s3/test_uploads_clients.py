@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import BotoCoreError, ClientError
+
+from bench import servers
+from forebay.core.machines import uploads
 from tests.node.conftest import until
 from tests.s3.conftest import client
 from tests.s3.real_node import RealNode
-
-from forebay.bench import servers
-from forebay.core import uploads
 
 pytestmark = pytest.mark.real
 

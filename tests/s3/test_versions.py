@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 import pytest
+
 from tests.s3.fake_front import Answer, Front, Object
 
 KEYS = ["a", "b/1", "b/2", "c", "d/x", "ü &"]

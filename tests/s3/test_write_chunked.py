@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.chunked import AwsChunked
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.signedbody import ChunkVerifier
-from forebay.core.sigv4 import Verified
+from forebay.core.s3rules.chunked import AwsChunked
+from forebay.core.s3rules.signedbody import ChunkVerifier
+from forebay.core.s3rules.sigv4 import Verified
 
 SEED = Verified(
     "AKID", "us-east-1", b"", False, b"20130524T000000Z", b"20130524/us-east-1/s3/aws4_request", b"0" * 64, b"k"

@@ -9,13 +9,13 @@ import zlib
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.s3.fake_front import OTHER_CALLS, Front, Object
-from tests.s3.test_write_chunked import encode
 
 from forebay.core import limits
 from forebay.core.access import Identity, parse_grants
 from forebay.core.errors import Invalid, NotFound
-from forebay.node.http.s3_write import parse_deletes
+from forebay.node.front.s3.write import parse_deletes
+from tests.s3.fake_front import OTHER_CALLS, Front, Object
+from tests.s3.test_write_chunked import encode
 
 DATA = b"some bytes of an object"
 LONG = bytes(range(256)) * 80  # a file, not a record

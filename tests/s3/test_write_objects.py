@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import xxhash
 from awscrt import checksums as crt
-from tests.s3.fake_front import MODIFIED, Answer, Front, Object
-from tests.s3.test_write_chunked import encode
 
 from forebay.core import limits
 from forebay.core.access import Identity, parse_grants
-from forebay.core.calls import CopyCall, Nothing, PutCall, PutOpened
 from forebay.core.errors import Busy, Exists, NotFound, Precondition, Unavailable
-from forebay.node.http.checksums import ALGORITHMS, HEADERS, Running
+from forebay.core.messages.calls import CopyCall, Nothing, PutCall, PutOpened
+from forebay.node.front.http.checksums import ALGORITHMS, HEADERS, Running
+from tests.s3.fake_front import MODIFIED, Answer, Front, Object
+from tests.s3.test_write_chunked import encode
 
 BIG = bytes(range(251)) * 400  # beyond what lives in a record
 LARGE = b"0123456789abcdef" * (limits.STREAM_BYTES_MIN // 16) + b"tail"

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
-from tests.s3.fake_front import MODIFIED_S, Front, Object
-from tests.s3.real_node import RealNode
 
 from forebay.core.types import LOCAL_URL, parse_freshness
+from tests.s3.fake_front import MODIFIED_S, Front, Object
+from tests.s3.real_node import RealNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

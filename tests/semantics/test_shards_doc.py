@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.core.archives import files_of, tar_of, zip_of
-from tests.s3.real_node import RealNode
 
 import forebay
 from forebay.core.errors import ForebayError
 from forebay.core.types import RangeSpec
+from tests.core.archives import files_of, tar_of, zip_of
+from tests.s3.real_node import RealNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics-shards.md"
 STORY = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -12,6 +12,7 @@ import boto3
 import botocore.config
 import pytest
 from botocore.exceptions import ClientError
+
 from tests.s3.real_node import RealNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics-uploads.md"

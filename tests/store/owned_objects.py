@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
-from tests.store import store_objects as objects
-from tests.store.store_objects import BUCKET, Bench
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError
 from forebay.core.record import Record, State
-from forebay.node.store import Change, Delete, Note, Owed, Put, Store, StoreReader, owned
+from forebay.node.store.disk.notes import Note, Owed
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer import owned
+from forebay.node.store.writer.puts import Change, Delete, Put
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
+from tests.store.store_objects import BUCKET, Bench
 
 KIB = 1024
 SMALL, LARGE = 700, 200 * KIB

@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 
 import xxhash
-from tests.patience import PATIENCE_S
 
 from forebay.core.record import Record, blocks_in
 from forebay.core.types import ObjectInfo
-from forebay.node.store import Landing, Store, StoreEvent, StoreReader
+from forebay.node.store.disk.volume import StoreEvent
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer.landing import Landing
+from forebay.node.store.writer.writer import Store
+from tests.patience import PATIENCE_S
 
 BUCKET = "corpus"
 

@@ -19,12 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from forebay.core.record import Record
+from forebay.node.store.writer.puts import Put
+from forebay.node.store.writer.scrub import Scrubber
+from forebay.node.store.writer.writer import Store
 from tests.store import store_objects as objects
 from tests.store.owned_objects import Writer
 from tests.store.store_objects import Bench
-
-from forebay.core.record import Record
-from forebay.node.store import Put, Scrubber, Store
 
 KIB = 1024
 

@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import xxhash
-from tests.store import store_objects as objects
 
 from forebay.core import limits
 from forebay.core.record import Record, State
 from forebay.core.types import ObjectInfo
-from forebay.node.store import Note, Put, Store, durable, files, journal, ledger, volume
+from forebay.node.store.disk import durable, files, journal, ledger, volume
+from forebay.node.store.disk.notes import Note
+from forebay.node.store.writer.puts import Put
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
 
 DOC = Path(__file__).parents[2] / "docs" / "disk-format.md"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.limits import BLOCK_BYTES
-from forebay.node.store import files
+from forebay.node.store.disk import files
 
 
 def _identity(size_bytes: int = 300_000, headers: int = 1, object_id: int = 0x1234) -> files.Identity:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+
+from forebay.core.errors import NotFound
+from forebay.core.record import Record, State
+from forebay.node.store.disk.notes import Note
+from forebay.node.store.records import headers_of, info_of
+from forebay.node.store.writer.writer import Store
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
-
-from forebay.core.errors import NotFound
-from forebay.core.record import Record, State
-from forebay.node.records import headers_of, info_of
-from forebay.node.store import Store
-from forebay.node.store.notes import Note
 
 
 def retag(store: Store, key: str, tags: str, note: Note | None = None) -> None:

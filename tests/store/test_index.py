@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.errors import Bug, Corrupt
-from forebay.node.store.index import Index
+from forebay.node.store.disk.index import Index
 
 
 def test_pending_changes_are_seen_by_the_writer_and_by_readers_after_the_flush(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from forebay.core.errors import Corrupt
-from forebay.node.store import journal as journals
-from forebay.node.store.durable import Durable, Entry
-from forebay.node.store.journal import ALIGN_BYTES, Journal, pack
-from forebay.node.store.notes import Note
+from forebay.node.store.disk import journal as journals
+from forebay.node.store.disk.durable import Durable, Entry
+from forebay.node.store.disk.journal import ALIGN_BYTES, Journal, pack
+from forebay.node.store.disk.notes import Note
 
 SEED = 77
 HEADER_BYTES = 32
@@ -491,10 +491,10 @@ def test_a_start_without_room_has_what_is_in_the_journal(
 # --- a process that is killed ----------------------------------------------------------------------------------------
 WORKER = """
 import sys
-from forebay.node.store import journal
+from forebay.node.store.disk import journal
 journal.GENERATION_BYTES, journal.PROVIDED_BYTES_MIN = 32768, 16384
-from forebay.node.store.durable import Durable, Entry
-from forebay.node.store.notes import Note
+from forebay.node.store.disk.durable import Durable, Entry
+from forebay.node.store.disk.notes import Note
 durable, first = Durable(sys.argv[1]), int(sys.argv[2])
 for number in range(first, first + 100000):
     key = b"k%03d" % (number % 200)

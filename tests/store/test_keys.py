@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.core import limits
 from forebay.core.record import Record, encode_record
-from forebay.node.store import index, keys
+from forebay.node.store.disk import index, keys
 
 # long keys that share long beginnings are the hard case: build keys from a few long pieces
 _piece = st.sampled_from(["a", "b", "é", "\U0001f600", "\x00", "/", "x" * 240, "y" * 250, "\U0010ffff", " "])

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from forebay.core.errors import Unavailable
+from forebay.core.machines.stall import LOOK_S, STALLED_AFTER_S
+from forebay.node.store.disk import volume_threads
 from tests.patience import until
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
-
-from forebay.core.errors import Unavailable
-from forebay.core.stall import LOOK_S, STALLED_AFTER_S
-from forebay.node.store import desk
 
 
 @contextmanager
@@ -26,10 +26,10 @@ def silent(bench: Bench) -> Iterator[None]:
     bench.store.serve()
     volume.desk.patience_s = 0.0
     volume.desk.begin(answers.wait)
-    with pytest.raises(desk.Late):
+    with pytest.raises(volume_threads.Late):
         volume.desk.call(os.getpid)
     until(lambda: volume.desk.oldest() is not None)
-    volume.desk.patience_s = desk.CALL_S
+    volume.desk.patience_s = volume_threads.CALL_S
     try:
         yield
     finally:
@@ -123,7 +123,7 @@ def test_a_file_that_was_made_too_late_goes_again(bench: Bench, monkeypatch: pyt
     (volume,), may = bench.store.usable(), threading.Event()
     volume.desk.patience_s = 0.0
     volume.desk.begin(may.wait)
-    monkeypatch.setattr(desk.Desk, "late", False)  # nobody has noticed yet
+    monkeypatch.setattr(volume_threads.Desk, "late", False)  # nobody has noticed yet
     with pytest.raises(Unavailable):
         bench.store.begin(BUCKET, objects.make("k", LARGE)[0], checked_s=1.0)
     assert volume.state == "ok"

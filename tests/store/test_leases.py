@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forebay.node.store.reader import StoreReader
 from tests.store import store_objects as objects
 from tests.store.store_objects import Bench
-
-from forebay.node.store import StoreReader
 
 KIB = 1024
 WORKER = str(Path(__file__).with_name("store_worker.py"))
@@ -179,7 +178,8 @@ def test_the_slot_of_a_killed_reader_is_cleared(bench: Bench) -> None:
     """A dead reader's transaction would keep every page that was ever replaced."""
     _landed(bench)
     code = (
-        "import sys; from forebay.core.wire import VolumeAt; from forebay.node.store import StoreReader; "
+        "import sys; from forebay.core.messages.wire import VolumeAt; "
+        "from forebay.node.store.reader import StoreReader; "
         "reader = StoreReader([VolumeAt(sys.argv[1], sys.argv[2])]); "
         "view = reader._sole; txn = view.begin(view.records); "
         "print(txn.get(b'corpus\\0k') is not None, flush=True); sys.stdin.read()"

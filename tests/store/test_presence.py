@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forebay.core.record import Record
-from forebay.node.store import presence
+from forebay.node.store.disk import presence
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 8, 9, 15, 16, 17, 24, 63, 64, 65, 256])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forebay.node.store.writer.scrub import IDLE_S, Scrubber
 from tests.store import store_objects as objects
 from tests.store.store_objects import Bench
-
-from forebay.node.store import Scrubber
-from forebay.node.store.scrub import IDLE_S
 
 KIB = 1024
 

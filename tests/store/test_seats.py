@@ -10,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from forebay.node.store.disk import reader_tables
+from forebay.node.store.disk.index import Index
 from tests.disks import Disk, disk
 from tests.patience import PATIENCE_S
 
-from forebay.node.store import seats
-from forebay.node.store.index import Index
-
 __all__ = ["disk"]
 
-READ = "import sys; from forebay.node.store.index import Index; i = Index(sys.argv[1]); print(i.get('records', b'a'))"
+READ = (
+    "import sys; from forebay.node.store.disk.index import Index; i = Index(sys.argv[1]); print(i.get('records', b'a'))"
+)
 
 
 def filled(path: Path) -> Index:
@@ -38,7 +40,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in memory's place."""
     path = tmp_path / "memory"
     path.mkdir()
-    monkeypatch.setattr(seats, "MEMORY_DIR", str(path))
+    monkeypatch.setattr(reader_tables, "MEMORY_DIR", str(path))
     return path
 
 
@@ -70,8 +72,8 @@ def test_a_look_up_does_not_wait_for_a_disk_that_takes_no_writes(disk: Callable[
 def test_whoever_opens_an_index_finds_the_same_table_and_the_last_removes_it(tmp_path: Path, memory: Path) -> None:
     index = filled(tmp_path / "index")
     (name,) = tables(memory)
-    assert seats.place(str(tmp_path / "index")).endswith(name)
-    assert seats.is_in_memory(str(tmp_path / "index"))
+    assert reader_tables.place(str(tmp_path / "index")).endswith(name)
+    assert reader_tables.is_in_memory(str(tmp_path / "index"))
     assert other_process(tmp_path / "index") == "b'1'\n"
     assert tables(memory) == [name], "one who leaves takes nothing from who stays"
     index.close()
@@ -102,12 +104,12 @@ def test_without_memory_the_table_is_on_the_volume_and_says_so(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         index = filled(tmp_path / "new")
-        assert not seats.is_in_memory(str(tmp_path / "new"))
+        assert not reader_tables.is_in_memory(str(tmp_path / "new"))
         assert (tmp_path / "new" / "lock.mdb").is_file()
         index.close()
     memory.rename(tmp_path / "away")
     index = filled(tmp_path / "index")
-    assert not seats.is_in_memory(str(tmp_path / "index")), "a link that leads nowhere is given up"
+    assert not reader_tables.is_in_memory(str(tmp_path / "index")), "a link that leads nowhere is given up"
     assert other_process(tmp_path / "index") == "b'1'\n"
     index.close()
 
@@ -127,9 +129,9 @@ def test_a_table_that_somebody_uses_stays_where_it_is(tmp_path: Path, memory: Pa
     index.close()
     (tmp_path / "away").rename(memory)
     index = filled(tmp_path / "index")
-    assert not seats.is_in_memory(str(tmp_path / "index")), "the reader would not be seen by this writer"
+    assert not reader_tables.is_in_memory(str(tmp_path / "index")), "the reader would not be seen by this writer"
     reading.communicate("\n")
     index.close()
     index = filled(tmp_path / "index")
-    assert seats.is_in_memory(str(tmp_path / "index"))
+    assert reader_tables.is_in_memory(str(tmp_path / "index"))
     index.close()

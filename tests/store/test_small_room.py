@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.store import owned_objects as owning
-from tests.store import store_objects as objects
-from tests.store.owned_objects import Writer
-from tests.store.store_objects import BUCKET, Bench
 
 from forebay.core import limits
 from forebay.core.errors import Unavailable
 from forebay.core.record import Record, State
-from forebay.node.store import VolumeUsage
-from forebay.node.store.volume import Volume
+from forebay.node.store.disk.usage import VolumeUsage
+from forebay.node.store.disk.volume import Volume
+from tests.store import owned_objects as owning
+from tests.store import store_objects as objects
+from tests.store.owned_objects import Writer
+from tests.store.store_objects import BUCKET, Bench
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.store import store_objects as objects
-from tests.store.store_objects import Bench
 
 from forebay.core.record import State
-from forebay.node.store import Store, StoreReader
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
+from tests.store.store_objects import Bench
 
 KIB = 1024
 WORKER = str(Path(__file__).with_name("store_worker.py"))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.store import store_objects as objects
-from tests.store.store_objects import Bench
 
 from forebay.core import limits
 from forebay.core.errors import Exists, Invalid, Unavailable
 from forebay.core.record import State
-from forebay.node.store import Store
-from forebay.node.store.usage import small_bytes
+from forebay.node.store.disk.usage import small_bytes
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
+from tests.store.store_objects import Bench
 
 KIB = 1024
 ODD_KEYS = [

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forebay.node.store.writer.landing import Landing
+from forebay.node.store.writer.scrub import Scrubber
 from tests.store import store_objects as objects
 from tests.store.store_objects import Bench
-
-from forebay.node.store import Landing, Scrubber
 
 BLOCK = 4096
 SIZE = 4 * BLOCK + 100

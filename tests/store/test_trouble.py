@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.store import store_objects as objects
-from tests.store.store_objects import Bench
 
 from forebay.core.errors import Unavailable
-from forebay.node.store import Store
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
+from tests.store.store_objects import Bench
 
 KIB = 1024
 MIB = 1024 * KIB

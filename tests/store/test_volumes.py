@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.store import store_objects as objects
-from tests.store.store_objects import Bench
 
 from forebay.core.errors import Invalid
 from forebay.core.freshness import MISSED
-from forebay.node.store import Store, StoreReader
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer.writer import Store
+from tests.store import store_objects as objects
+from tests.store.store_objects import Bench
 
 KIB = 1024
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from forebay.core.errors import Unavailable
+from forebay.core.record import State
+from forebay.node.store.disk.notes import Owed
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
-
-from forebay.core.errors import Unavailable
-from forebay.core.record import State
-from forebay.node.store import Owed
 
 KIB = 1024
 SIZES = [SMALL, LARGE]

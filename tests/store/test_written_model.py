@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.record import State
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import Writer
 from tests.store.store_objects import BUCKET, Bench
-
-from forebay.core.errors import ForebayError, Unavailable
-from forebay.core.record import State
 
 BLOCK = 4096
 LARGE = 5 * BLOCK + 17

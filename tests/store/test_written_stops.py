@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forebay.core.record import Record, State
+from forebay.node.store.disk.durable import Durable
+from forebay.node.store.disk.index import Index
+from forebay.node.store.writer.puts import Change
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
-
-from forebay.core.record import Record, State
-from forebay.node.store import Change
-from forebay.node.store.durable import Durable
-from forebay.node.store.index import Index
 
 State_ = tuple[str, int] | None  # version and state of the key, None: absent
 
@@ -213,7 +213,7 @@ def test_the_end_of_a_flush_cut_anywhere(knife: Knife, make_bench: Callable[...,
 
 
 def test_the_shell_does_what_the_plan_says(knife: Knife, bench: Bench) -> None:
-    """`core.commit.plan_put`: header, rename | sync file, sync directories, durable record | visible record."""
+    """`commit.plan_put`: header, rename | sync file, sync directories, durable record | visible record."""
     writer = Writer(bench)
     writer.write("before")  # the journal has its file
     change = writer.put("k")

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from forebay.core.errors import Corrupt, Unavailable, VolumeMissing
+from forebay.core.record import Record, State
+from forebay.node.store.disk.index import Index
+from forebay.node.store.writer import misplaced
+from forebay.node.store.writer.writer import Store
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects
 from tests.store.owned_objects import LARGE, SMALL, Writer
 from tests.store.store_objects import BUCKET, Bench
 from tests.store.test_written_model import kill
-
-from forebay.core.errors import Corrupt, Unavailable, VolumeMissing
-from forebay.core.record import Record, State
-from forebay.node.store import Store, moving
-from forebay.node.store.index import Index
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -137,7 +138,7 @@ def test_rotten_inline_bytes_are_taken_from_the_durable_index(writer: Writer) ->
         import msgspec
 
         from forebay.core.record import encode_record
-        from forebay.node.store import keys
+        from forebay.node.store.disk import keys
 
         rotten = msgspec.structs.replace(record, inline=b"x" * SMALL)
         volume.index.put("records", keys.index_key(BUCKET, key), encode_record(rotten))
@@ -398,7 +399,7 @@ def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "no room", target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(moving, "_copy", refuse)
+        patch.setattr(misplaced, "_copy", refuse)
         store = bench.open()
     first, second = store.usable()
     assert store.astray == {first.id: {objects.BUCKET}}

@@ -27,9 +27,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
-from tests.storm.history import ABSENT, Call, Kind
-
 from forebay.core import limits
+from tests.storm.history import ABSENT, Call, Kind
 
 MIB = 1 << 20
 SIZES = [100, 900, 9_000, 40_000, 300_000, MIB + 7, 5 * MIB + 17]

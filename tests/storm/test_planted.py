@@ -6,6 +6,7 @@ import threading
 from typing import get_args
 
 import pytest
+
 from tests.patience import until
 from tests.storm.fake import FakeStore, Fault
 from tests.storm.judging import Crew, stalled

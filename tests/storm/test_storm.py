@@ -19,12 +19,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+
+from bench import servers
 from tests.node.conftest import alive
 from tests.patience import until
 from tests.storm.judging import Crew
 from tests.storm.weather import DISTURBING, FAULTS, FRONTS, WHEN_NAMED, Sea, pause_s
-
-from forebay.bench import servers
 
 ROUNDS = int(os.environ.get("FOREBAY_STORM_ROUNDS", "5"))
 SEED = int(os.environ.get("FOREBAY_STORM_SEED", str(random.randrange(1 << 30))))

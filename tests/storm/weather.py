@@ -24,16 +24,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bench import servers
+from bench.shaper import Shaper
+from forebay.core.placement import Members
+from forebay.node.store.disk.volume import read_mark
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 from tests.storm.careful import CarefulGate
 from tests.storm.clients import MIB, Answer, body_of
 from tests.storm.judging import stalled
-
-from forebay.bench import servers
-from forebay.bench.shaper import Shaper
-from forebay.core.placement import Members
-from forebay.node.store.volume import read_mark
 
 KINDS = ("through", "back", "hasty", "own")
 VOLUME_BYTES, SMALL_VOLUME_BYTES = 600 * MIB, 160 * MIB

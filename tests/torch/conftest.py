@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
 from forebay.torch import DataLoader
+from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
 torch.set_num_threads(1)  # tensors here are small, and cores are busy
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tests.core.archives import tar_of
 
-from forebay.core.batch import Item
 from forebay.core.errors import ForebayError, NotFound, Precondition
-from forebay.core.manifest import Manifest, build, pack
-from forebay.core.members import MemberIndex
-from forebay.core.members import build as build_members
+from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.members import MemberIndex
+from forebay.core.formats.members import build as build_members
+from forebay.core.messages.batch import Item
 from forebay.core.types import ListEntry
 from forebay.torch.source import Answers
+from tests.core.archives import tar_of
 
 
 class MemorySource:

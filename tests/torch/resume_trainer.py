@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tests.torch.memory_source import as_int
 from torch import distributed
 
 from forebay.torch import DataLoader, ObjectDataset
+from tests.torch.memory_source import as_int
 
 
 class Job(NamedTuple):

@@ -10,13 +10,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from tests.core.archives import tar_of
-from tests.torch.memory_source import MemorySource, tokens
 
 from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
 from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.decoders import picture
 from forebay.torch.source import Facts
+from tests.core.archives import tar_of
+from tests.torch.memory_source import MemorySource, tokens
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.backends.backend_places import s3_place
-from tests.node.conftest import NodeProcess, until
-from tests.torch.memory_source import as_int, label, numbered_shard
 
-from forebay.bench import servers
-from forebay.core.batch import Item
+from bench import servers
 from forebay.core.errors import Denied, ForebayError, Invalid, Precondition, Unavailable
+from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset
 from forebay.torch.direct import DirectSource, Refused, settings_told
 from forebay.torch.source import NodeSource, Patient
 from forebay.torch.switch import NodeOrBackend
+from tests.backends.backend_places import s3_place
+from tests.node.conftest import NodeProcess, until
+from tests.torch.memory_source import as_int, label, numbered_shard
 
 OBJECTS, SAMPLES = 120, 160
 

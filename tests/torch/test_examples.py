@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.node.conftest import until
-from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
 from forebay.core.errors import Invalid, NotFound, Unavailable
+from forebay.core.formats.manifest import Manifest
 from forebay.core.limits import BLOCK_BYTES
-from forebay.core.manifest import Manifest
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.dataset import block_rows
 from forebay.torch.source import Telling
+from tests.node.conftest import until
+from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 
 
 class Node(Telling):

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.memory_source import MemorySource, as_int
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from forebay.core.errors import Busy, Corrupt, Denied, Invalid, Precondition, Unavailable
 from forebay.torch import BatchSampler, DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.fetching import Fetched
 from forebay.torch.source import Facts, Patient
+from tests.torch.memory_source import MemorySource, as_int
 
 WORKERS = [0, 2]
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench import servers
+from forebay import aio
+from forebay.core.errors import Corrupt, NotFound, Unavailable
+from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
 from tests.torch.memory_source import as_int, label, numbered_shard, tokens
-
-from forebay import aio
-from forebay.bench import servers
-from forebay.core.errors import Corrupt, NotFound, Unavailable
-from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 
 pytestmark = pytest.mark.real
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from forebay.torch.order import Permuted
 from tests.node.conftest import NodeProcess, alive, until
 from tests.torch import resume_trainer
 from tests.torch.resume_trainer import Job
-
-from forebay.torch.order import Permuted
 
 ROUNDS = int(os.environ.get("FOREBAY_RESUME_ROUNDS", "0"))
 SAMPLES, EPOCHS = 241, 2

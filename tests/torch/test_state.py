@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from forebay.core.errors import Invalid, Precondition
-from forebay.core.manifest import Manifest, build, pack
+from forebay.core.formats.manifest import Manifest, build, pack
 from forebay.core.types import ListEntry
 from forebay.torch.listing import Fingerprint, Listing
 from forebay.torch.state import STATE_BYTES_MAX, State, from_dict

@@ -8,10 +8,10 @@ import resource
 from typing import Any
 
 import pytest
-from tests.torch.memory_source import MemorySource
 
 from forebay.torch import DataLoader, ObjectDataset, fetching
 from forebay.torch.fetching import keep_memory
+from tests.torch.memory_source import MemorySource
 
 PICTURE_BYTES, PICTURES = 2 << 20, 8
 

@@ -1,9 +1,9 @@
 """The one translation from what a backend said to Forebay's kinds of errors.
 
 Theory. Every failure of a backend reaches us in one of three shapes: an exception of obstore's, whose text carries the
-HTTP status and the body; an HTTP answer to a request that we made ourselves (`wire.py`); an `OSError` from the local
-disk or a socket. Each shape is reduced to the same facts (status, the service's own code, text), and one table turns
-those into a kind. obstore gives the status of an error only inside its message, so it is read from there; the
+HTTP status and the body; an HTTP answer to a request that we made ourselves (`http/requests.py`); an `OSError` from the
+local disk or a socket. Each shape is reduced to the same facts (status, the service's own code, text), and one table
+turns those into a kind. obstore gives the status of an error only inside its message, so it is read from there; the
 expression is anchored on obstore's own words, and an unknown text becomes `Unavailable`, which is tried again: a lost
 request costs a retry, a wrong "not found" would be a lie.
 

@@ -3,7 +3,7 @@
 Theory. The URL says what kind of storage it is and which bucket; options say how to reach it, under the names that each
 cloud's own tools use. An option that is not known is an error that lists those that are: a misspelt option that is
 silently ignored is found much later, as a wrong answer. Credentials are found here, once, and given both to obstore
-and to the wire (see `aws.py`, `google.py`, `azure.py`).
+and to the wire (see `s3/credentials.py`, `google.py`, `container.py`).
 
     s3://bucket/prefix      S3 and compatible services        file:///srv/data     a directory
     gs://bucket/prefix      Google Cloud Storage              memory://name        this process's memory
@@ -24,15 +24,19 @@ from urllib.parse import unquote, urlsplit
 
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from forebay.backends import aws, azure, google, memory, s3list
-from forebay.backends.azurewrite import AzureWrites
-from forebay.backends.cloud import Cloud, Unwritten
-from forebay.backends.directory import DirectoryBackend
-from forebay.backends.googlewrite import GoogleWrites
-from forebay.backends.local import LocalBackend
-from forebay.backends.s3write import S3Writes
+from forebay.backends.azure import container
+from forebay.backends.azure.writing import AzureWrites
+from forebay.backends.gcs import credentials as google
+from forebay.backends.gcs.writing import GoogleWrites
+from forebay.backends.http.cloud import Cloud, Unwritten
+from forebay.backends.http.requests import Wire, anonymous
+from forebay.backends.local import memory
+from forebay.backends.local.directory import DirectoryBackend
+from forebay.backends.local.empty import LocalBackend
+from forebay.backends.s3 import credentials as aws
+from forebay.backends.s3 import listing
+from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
-from forebay.backends.wire import Wire, anonymous
 from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.core.types import LOCAL_URL, Bucket
@@ -47,7 +51,7 @@ CLIENT_OPTIONS = {
 OPTIONS: dict[str, dict[str, str]] = {
     "s3": {**aws.OPTIONS, **CLIENT_OPTIONS},
     "gs": {**google.OPTIONS, **CLIENT_OPTIONS},
-    "az": {**azure.OPTIONS, **CLIENT_OPTIONS},
+    "az": {**container.OPTIONS, **CLIENT_OPTIONS},
     "http": CLIENT_OPTIONS,
     "https": CLIENT_OPTIONS,
     "file": {},
@@ -190,7 +194,7 @@ def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, A
 
 
 def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
-    place = azure.find_place(name, options, os.environ, clock)
+    place = container.find_place(name, options, os.environ, clock)
     config: Any = {
         "account_name": place.account,
         "endpoint": place.endpoint,
@@ -204,10 +208,10 @@ def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str,
         retry_config=_NO_RETRY,
         credential_provider=provider,
     )
-    wire = azure.make_wire(place, client)
+    wire = container.make_wire(place, client)
     writes = AzureWrites(wire, place.sas, chance.system, clock)
-    return Cloud("az", store, wire, prefix, azure.Lister(wire).list_page, writes, clock)
+    return Cloud("az", store, wire, prefix, container.Lister(wire).list_page, writes, clock)
 
 
 def _pages(wire: Wire) -> Any:
-    return lambda prefix, delimiter, after, limit: s3list.list_page(wire, prefix, delimiter, after, limit)
+    return lambda prefix, delimiter, after, limit: listing.list_page(wire, prefix, delimiter, after, limit)

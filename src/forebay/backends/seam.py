@@ -124,7 +124,7 @@ class Backend(Protocol):
         ...
 
     async def read_tags(self, key: str) -> str:
-        """The object's tags now, as `core/tags.py` spells them; "" for none, also where there can be none. `NotFound`;
+        """The object's tags now, as `core` spells them; "" for none, also where there can be none. `NotFound`;
         `NotSupported` where they cannot be read."""
         ...
 

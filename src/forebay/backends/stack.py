@@ -7,12 +7,12 @@ request that really leaves; `Retrying`, the only layer that retries, makes passi
 
 from __future__ import annotations
 
-from forebay.backends.cloud import CloudReads
-from forebay.backends.counting import BackendCounters, Counting
-from forebay.backends.faulty import FaultPlan, Faulty
+from forebay.backends.http.cloud import CloudReads
 from forebay.backends.locate import locate
-from forebay.backends.retrying import Retrying
 from forebay.backends.seam import Backend
+from forebay.backends.wrap.counting import BackendCounters, Counting
+from forebay.backends.wrap.faulty import FaultPlan, Faulty
+from forebay.backends.wrap.retrying import Retrying
 from forebay.core.types import Bucket
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock

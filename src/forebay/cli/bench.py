@@ -1,4 +1,4 @@
-"""`forebay bench`: hands its arguments to `forebay.bench`, which has its own --help."""
+"""`forebay bench`: hands its arguments to `bench`, which has its own --help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from forebay.cli.outcome import verb
+from forebay.core.errors import NotSupported
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -19,6 +20,11 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @verb
 def bench(ctx: typer.Context) -> Any:
     """Measure this machine: warm, cold, epoch or all."""
-    from forebay.bench.main import main
+    try:
+        from bench.main import main
+    except ModuleNotFoundError:
+        raise NotSupported(
+            "the benchmark is not in the wheel: clone the repository, run `make venv`, and call its `.venv/bin/forebay`"
+        ) from None
 
     return main(list(ctx.args))

@@ -16,14 +16,7 @@ from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Exists, Invalid
 from forebay.core.quantity import parse_size
-from forebay.core.types import (
-    LOCAL_URL,
-    Bucket,
-    CorsRule,
-    check_bucket_name,
-    format_freshness,
-    parse_freshness,
-)
+from forebay.core.types import LOCAL_URL, Bucket, CorsRule, check_bucket_name, format_freshness, parse_freshness
 
 app = typer.Typer(
     no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None, add_completion=False
@@ -109,7 +102,7 @@ class _Cors(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_cors(file: str) -> tuple[CorsRule, ...]:
     """The rules in a JSON file of the shape that Amazon's command line takes."""
-    from forebay.core.cors import check_rules
+    from forebay.core.s3rules.cors import check_rules
 
     try:
         found = msgspec.json.decode(Path(file).read_bytes(), type=_Cors)

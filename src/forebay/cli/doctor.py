@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from forebay.cli import show
-from forebay.cli.findings import Finding, judge, worst
 from forebay.cli.options import AsJson, Debug, Dir, Url
 from forebay.cli.outcome import one_line, verb
+from forebay.health.findings import Finding, judge, worst
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 MARKS = {"ok": "ok  ", "warn": "WARN", "bad": "BAD "}
@@ -36,7 +36,7 @@ def doctor(
     The exit code is 1 if anything is bad, else 0. With --json: {"worst", "findings": [{"check", "level", "subject",
     "what", "change"}]}.
     """
-    from forebay.cli.facts import collect
+    from forebay.health.facts import collect
 
     findings = judge(collect(dir, url, volume or (), measure=measure))
     if as_json:

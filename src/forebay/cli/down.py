@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli import local_node, show
+from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import Interrupted, verb
+from forebay.client import local_node
 from forebay.core.errors import Busy, Denied
 from forebay.ports import clock, machine
 

@@ -9,7 +9,7 @@ import typer
 from forebay.cli import jobs, show
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import one_line, verb
-from forebay.core.calls import JobState
+from forebay.core.messages.calls import JobState
 
 app = typer.Typer(
     no_args_is_help=True, help="List, watch and cancel jobs.", rich_markup_mode=None, add_completion=False

@@ -16,8 +16,8 @@ from forebay.cli.complete import addresses as complete_addresses
 from forebay.cli.options import open_client
 from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line
 from forebay.cli.progress import Progress
-from forebay.core.calls import JobState, JobVerb
 from forebay.core.errors import Unavailable
+from forebay.core.messages.calls import JobState, JobVerb
 
 if TYPE_CHECKING:
     from forebay.client.sync import Client

@@ -23,9 +23,10 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from forebay.cli import local_node, show
+from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import verb
+from forebay.client import local_node
 from forebay.core.access import Grant, format_grants, parse_grants
 from forebay.core.errors import Exists, Invalid, NotFound
 from forebay.core.keyfile import Entry, KeyFile, Proof, Replaced, parse, render
@@ -176,25 +177,25 @@ def seal(
     debug: Debug = False,
 ) -> None:
     """Encrypt the secrets in the identities file, now and from now on, for a key that is kept elsewhere."""
-    from forebay.node import sealing
+    from forebay.node import sealed_secrets
 
     path, key_path = _path(file, dir), Path(key).expanduser().absolute()
     with _locked(path):
         known = _read(path)
-        opener = sealing.read_key(Path(old_key).expanduser()) if old_key else None
+        opener = sealed_secrets.read_key(Path(old_key).expanduser()) if old_key else None
         if known.is_sealed and opener is None:
             raise Invalid(
                 f"the secrets in {path} are sealed already: give the private key that opens them with --from KEYFILE"
             )
         made = not key_path.exists()
-        recipient = (sealing.make_key(key_path) if made else sealing.read_key(key_path)).public
+        recipient = (sealed_secrets.make_key(key_path) if made else sealed_secrets.read_key(key_path)).public
 
         def sealed(proof: P) -> P:
             secret = proof.secret_access_key
             if proof.secret_sealed:
                 assert opener is not None
                 secret = opener.open(proof.secret_sealed, proof.access_key_id)
-            box = sealing.seal(recipient, secret, proof.access_key_id) if secret else ""
+            box = sealed_secrets.seal(recipient, secret, proof.access_key_id) if secret else ""
             return msgspec.structs.replace(proof, secret_access_key="", secret_sealed=box)
 
         entries = []
@@ -228,7 +229,7 @@ class Made:
         entry = Entry(name=name, allow=allow, access_key_id=self.key_id, token_sha256=digest)
         if not self._sealed_for:
             return msgspec.structs.replace(entry, secret_access_key=self.secret)
-        from forebay.node.sealing import seal
+        from forebay.node.sealed_secrets import seal
 
         return msgspec.structs.replace(entry, secret_sealed=seal(self._sealed_for, self.secret, self.key_id))
 

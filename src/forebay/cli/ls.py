@@ -11,8 +11,8 @@ from forebay.cli import address, show
 from forebay.cli.complete import addresses
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import one_line, verb
-from forebay.core.calls import CachedEntry
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.messages.calls import CachedEntry
 from forebay.core.types import ListEntry
 
 if TYPE_CHECKING:

@@ -82,7 +82,7 @@ def node(
 
     Ctrl-C or SIGTERM stops it.
     """
-    from forebay.cli import local_node
+    from forebay.client import local_node
     from forebay.node import settings
 
     given = flags(
@@ -102,6 +102,6 @@ def node(
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
     loaded = settings.load(config, **given, log_to_file=log_to_file or None)
-    from forebay.node.app import run
+    from forebay.node.process.app import run
 
     return run(loaded)

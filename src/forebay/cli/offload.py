@@ -1,7 +1,8 @@
 """`forebay offload`: what moving tensors out of the accelerator's memory would cost, before anything is bought or run.
 
-Theory. A trace (a file, made by `forebay.torch.offload.profile` or by `forebay offload trace`) is planned and replayed
-here; no accelerator, no node and for `plan` and `show` no torch are needed. All numbers are simulated, and say so.
+Theory. A trace (a file, made by `forebay.offload.tracing.profile` or by `forebay offload trace`) is planned and
+replayed here; no accelerator, no node and for `plan` and `show` no torch are needed. All numbers are simulated, and say
+so.
 
 Invariant. What is printed is the replay's, never the plan's hopes.
 """
@@ -22,10 +23,10 @@ from forebay.core.errors import Invalid, NotSupported
 from forebay.core.quantity import parse_rate, parse_size
 
 if TYPE_CHECKING:
-    from forebay.torch.offload.choose import Choice
-    from forebay.torch.offload.hardware import Hardware
-    from forebay.torch.offload.sweep import Step
-    from forebay.torch.offload.trace import Trace
+    from forebay.offload.planning.choose import Choice
+    from forebay.offload.planning.hardware import Hardware
+    from forebay.offload.planning.sweep import Step
+    from forebay.offload.planning.trace import Trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,8 +57,8 @@ def plan(
 ) -> None:
     """Say whether a step fits, how long it takes then, and which disks it needs."""
     _check_installed(picture)
-    from forebay.torch.offload.choose import compare
-    from forebay.torch.offload.trace import load
+    from forebay.offload.planning.choose import compare
+    from forebay.offload.planning.trace import load
 
     read = load(trace)
     hardware = _hardware(budget, ssd, ssd_write, ssd_room, host, link)
@@ -83,7 +84,7 @@ def show_trace(
 ) -> None:
     """Say what a trace holds: operators, tensors by kind, how much memory it needs where."""
     _check_installed(picture)
-    from forebay.torch.offload.trace import load
+    from forebay.offload.planning.trace import load
 
     read = load(trace)
     if picture is not None:
@@ -116,7 +117,7 @@ def make_trace(
 ) -> None:
     """Make the trace of a known model's step without an accelerator: fake tensors, and a table of times."""
     try:
-        from forebay.torch.offload.shapes import trace_of
+        from forebay.offload.tracing.shapes import trace_of
     except ImportError as error:
         raise NotSupported(f"torch is not here ({error}): pip install 'forebay[torch]'") from None
     made = trace_of(shape, batch=batch, sequence=sequence, layers=layers)
@@ -132,7 +133,7 @@ def _check_installed(picture: Path | None) -> None:
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
 def _hardware(budget: str, ssd: str, ssd_write: str, ssd_room: str, host: str, link: str) -> Hardware:
-    from forebay.torch.offload.hardware import Hardware
+    from forebay.offload.planning.hardware import Hardware
 
     if not ssd and parse_size(host) == 0:
         raise Invalid("there is nothing to move tensors to: give --ssd 3GB/s, --host 64GiB, or both")
@@ -149,7 +150,7 @@ def _hardware(budget: str, ssd: str, ssd_write: str, ssd_room: str, host: str, l
 
 
 def _swept(trace: Trace, hardware: Hardware, *, quiet: bool) -> list[Step]:
-    from forebay.torch.offload.sweep import sweep
+    from forebay.offload.planning.sweep import sweep
 
     def progress(done: int, of: int) -> None:
         if sys.stderr.isatty() and not quiet:
@@ -159,7 +160,7 @@ def _swept(trace: Trace, hardware: Hardware, *, quiet: bool) -> list[Step]:
 
 
 def _draw(trace: Trace, chosen: Choice | None, steps: list[Step], folder: Path) -> None:
-    from forebay.torch.offload import pictures
+    from forebay.offload.planning import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     pictures.draw_memory(trace, folder / "memory.png", choice=chosen)
@@ -170,7 +171,7 @@ def _draw(trace: Trace, chosen: Choice | None, steps: list[Step], folder: Path) 
 
 # --- what is told ----------------------------------------------------------------------------------------------------
 def _facts(trace: Trace) -> dict[str, Any]:
-    from forebay.torch.offload.trace import KINDS
+    from forebay.offload.planning.trace import KINDS
 
     active = trace.active_bytes()
     worst = int(active.argmax())
@@ -221,7 +222,7 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 
 def _tell(trace: Trace, hardware: Hardware, chosen: Choice, compared: list[Choice], steps: list[Step]) -> None:
-    from forebay.torch.offload.choose import PORTFOLIO
+    from forebay.offload.planning.choose import PORTFOLIO
 
     ran = chosen.replayed
     need = int(trace.need_bytes().max())
@@ -260,7 +261,7 @@ def _tell(trace: Trace, hardware: Hardware, chosen: Choice, compared: list[Choic
 
 
 def _tell_sweep(trace: Trace, steps: list[Step]) -> None:
-    from forebay.torch.offload.sweep import knee
+    from forebay.offload.planning.sweep import knee
 
     rows = [
         [f"{step.bytes_s / 1e9:g} GB/s", show.duration(step.step_s), f"{100 * trace.compute_s / step.step_s:.0f} %"]

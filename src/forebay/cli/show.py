@@ -1,8 +1,8 @@
 """How things are printed: JSON for programs, aligned columns for people.
 
 Theory. `--json` prints one document, or one line for each thing where there may be many (`ls`); its fields are those of
-`core/calls.py` or are listed in docs/cli.md, and stay. For people: plain aligned columns, no boxes, so that `cut`,
-`sort` and a narrow terminal work too, and importing rich (80 ms) is left to the verbs that draw.
+`core/messages/calls.py` or are listed in docs/cli.md, and stay. For people: plain aligned columns, no boxes, so that
+`cut`, `sort` and a narrow terminal work too, and importing rich (80 ms) is left to the verbs that draw.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from forebay.cli.outcome import one_line
+from forebay.core.quantity import duration as duration
+from forebay.core.quantity import rate as rate
+from forebay.core.quantity import size as size
 from forebay.core.types import FRESH_IMMUTABLE
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def document(value: Any) -> None:
@@ -28,34 +29,6 @@ def document(value: Any) -> None:
 def line(value: Any) -> None:
     """One line of JSON Lines."""
     print(msgspec.json.encode(value).decode())
-
-
-def size(size_bytes: float) -> str:
-    """`1.5 MiB`; whole bytes below 1 KiB."""
-    value, unit = float(size_bytes), 0
-    while value >= 1023.95 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
-def rate(bytes_s: float) -> str:
-    return f"{size(bytes_s)}/s"
-
-
-def duration(seconds: float) -> str:
-    """`350 µs`, `2.0 ms`, `1.5 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def moment(unix_s: float) -> str:

@@ -9,7 +9,7 @@ import typer
 from forebay.cli import address, show
 from forebay.cli.options import Address, AsJson, Debug, Url, open_client
 from forebay.cli.outcome import one_line, verb
-from forebay.core.calls import ObjectState
+from forebay.core.messages.calls import ObjectState
 from forebay.core.record import blocks_in
 from forebay.core.types import FRESH_IMMUTABLE
 from forebay.ports import clock

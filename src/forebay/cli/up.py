@@ -17,10 +17,11 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli import local_node, show
 from forebay.cli import node as node_verb
+from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import Interrupted, one_line, verb
+from forebay.client import local_node
 from forebay.core.errors import Exists, Invalid, Unavailable
 from forebay.ports import clock
 
@@ -130,7 +131,7 @@ def _check_port(host: str, port: int) -> None:
     give_up_s = clock.monotonic_s() + FRONTS_END_S
     while local_node.port_taken(host, port):
         holder = local_node.holder(host, port)
-        if "forebay.node.front" in holder.command and clock.monotonic_s() < give_up_s:
+        if "forebay.node.process.front" in holder.command and clock.monotonic_s() < give_up_s:
             time.sleep(LOOK_S)
             continue
         free = next((other for other in range(port + 1, port + 50) if not local_node.port_taken(host, other)), None)

@@ -41,10 +41,10 @@ from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
-from forebay.core.batch import Wanted
-from forebay.core.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
-from forebay.core.manifest import Manifest
+from forebay.core.formats.manifest import Manifest
+from forebay.core.messages.batch import Wanted
+from forebay.core.messages.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
 T = TypeVar("T")

@@ -1,9 +1,9 @@
 """The host door, the client's side: objects of a node on this host, read from their files.
 
 Theory. Where client and node share a host, bytes need no socket: the client asks the door of a front for descriptors
-(`core/doorwire.py`) and reads them itself; small objects come inside the answer. The door is looked for once, by HTTP,
-and wherever it cannot be (another host, another user, an old node) nothing is said and HTTP is used: this room answers
-`None` for whatever it has not, and whoever asked goes on over HTTP, where errors get their words too.
+(`core/messages/doorwire.py`) and reads them itself; small objects come inside the answer. The door is looked for once,
+by HTTP, and wherever it cannot be (another host, another user, an old node) nothing is said and HTTP is used: this room
+answers `None` for whatever it has not, and whoever asked goes on over HTTP, where errors get their words too.
 
 Descriptors are kept, at most CLIENT_FILES_OPEN_MAX and none unused for CLIENT_FILE_IDLE_S, because each holds its
 object's space on the node's disk after it was evicted. Before each use it is looked, without waiting, whether the node
@@ -42,9 +42,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from forebay.core import doorwire, limits
-from forebay.core.batch import Item
-from forebay.core.doorwire import (
+from forebay.core import limits
+from forebay.core.errors import Corrupt, ForebayError
+from forebay.core.formats.members import MemberIndex
+from forebay.core.messages import doorwire
+from forebay.core.messages.batch import Item
+from forebay.core.messages.doorwire import (
     DOOR_VERSION,
     DoorAt,
     DoorClosed,
@@ -57,8 +60,6 @@ from forebay.core.doorwire import (
     DoorUsed,
     DoorWelcome,
 )
-from forebay.core.errors import Corrupt, ForebayError
-from forebay.core.members import MemberIndex
 from forebay.ports import clock
 
 PATIENCE_S = 20.0  # for one answer of the door: it reads an index and opens files; HTTP has more patience

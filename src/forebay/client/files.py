@@ -41,7 +41,7 @@ from forebay.ports import clock
 if TYPE_CHECKING:
     from forebay.client.connection import Connection
     from forebay.client.sync import Client
-    from forebay.core.calls import Written
+    from forebay.core.messages.calls import Written
 
 SKIP_BYTES_MAX = 256 * limits.KIB  # a seek forward by no more is cheaper to read than to ask for
 SPOOL_BYTES = 8 * limits.MIB

@@ -19,20 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from forebay.client.http1 import Request, Response, Sink, Source, encode_path, with_query
-from forebay.core.calls import (
-    CachedPage,
-    CopyCall,
-    JobCall,
-    JobState,
-    JobVerb,
-    LostCall,
-    NodeMap,
-    NodeState,
-    ObjectState,
-    VolumeNamed,
-    Written,
-)
-from forebay.core.doorwire import DoorAt
 from forebay.core.errors import (
     KINDS,
     Bug,
@@ -46,6 +32,20 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
+from forebay.core.messages.calls import (
+    CachedPage,
+    CopyCall,
+    JobCall,
+    JobState,
+    JobVerb,
+    LostCall,
+    NodeMap,
+    NodeState,
+    ObjectState,
+    VolumeNamed,
+    Written,
+)
+from forebay.core.messages.doorwire import DoorAt
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
 

@@ -22,8 +22,8 @@ import msgspec
 from forebay.client import flows
 from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt, Invalid
-from forebay.core.hints import TRIPLE_BYTES, HintsCall, HintsState
-from forebay.core.manifest import Manifest
+from forebay.core.formats.manifest import Manifest
+from forebay.core.machines.hints import TRIPLE_BYTES, HintsCall, HintsState
 
 PIECE_ACCESSES = 1 << 18  # 3 MiB
 

@@ -15,7 +15,7 @@ import msgspec
 from forebay.client import flows
 from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt
-from forebay.core.manifest import Manifest, ManifestState
+from forebay.core.formats.manifest import Manifest, ManifestState
 
 Progress = Callable[[int], None]
 

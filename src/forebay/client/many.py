@@ -1,9 +1,9 @@
 """The results of a batch, and the memory that they are received into.
 
-Theory. The answer to a batch (core/batch.py) is received into *rooms*: pieces of memory that never move, since views of
-them are given out. When its length is known one room holds all of it, and the bytes of an item are copied by nobody
-after the kernel; when it comes in chunks a room that is full is followed by another, and only the frame that had begun
-in it is copied over. Frames are taken apart once, at the end, or when a room is full.
+Theory. The answer to a batch (core/messages/batch.py) is received into *rooms*: pieces of memory that never move, since
+views of them are given out. When its length is known one room holds all of it, and the bytes of an item are copied by
+nobody after the kernel; when it comes in chunks a room that is full is followed by another, and only the frame that had
+begun in it is copied over. Frames are taken apart once, at the end, or when a room is full.
 
 Lifetimes. A result is a view into its room, and keeps all of it alive: one sample that is kept for long keeps its
 batch. `Many.bytes` copies. Results in a caller's buffer (`into`) are valid until that is used again.
@@ -21,8 +21,8 @@ from typing import overload
 
 from forebay.client.http1 import Response
 from forebay.core import limits
-from forebay.core.batch import FRAME, MEDIA, Item, Wanted, read_frames
 from forebay.core.errors import Corrupt, ForebayError
+from forebay.core.messages.batch import FRAME, MEDIA, Item, Wanted, read_frames
 
 Result = memoryview | bytes | ForebayError
 Host = Callable[[Sequence[Item]], Sequence[bytes | memoryview | None]]  # what can be had without HTTP, else None

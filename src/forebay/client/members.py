@@ -1,8 +1,9 @@
 """The members of shards as a client sees them: which there are, where each one is, one more.
 
-Theory. The node's index of a shard (`core/members.py`) comes as one answer of some bytes for each member, and is good
-for the shard's version, so a client keeps it, and asks with the ETag that it has whether it still is: the answer to
-that is one line. What is kept is bounded by members, not shards; the shard that was not asked for longest goes first.
+Theory. The node's index of a shard (`core/formats/members.py`) comes as one answer of some bytes for each member, and
+is good for the shard's version, so a client keeps it, and asks with the ETag that it has whether it still is: the
+answer to that is one line. What is kept is bounded by members, not shards; the shard that was not asked for longest
+goes first.
 
 Most users need names and sizes, and read members by name or in batches. Who reads many samples reads ranges: `find`
 says where a member is. These places are true of the version whose `etag` the members carry: read with it.
@@ -21,10 +22,10 @@ from collections.abc import Iterator
 from forebay.client import flows
 from forebay.client.http1 import Request, Source, encode_path, with_query
 from forebay.client.upload import Data
-from forebay.core import members
-from forebay.core.calls import Written
 from forebay.core.errors import Corrupt, Invalid
-from forebay.core.members import Member, MemberIndex
+from forebay.core.formats import members
+from forebay.core.formats.members import Member, MemberIndex
+from forebay.core.messages.calls import Written
 
 MEMBERS_KEPT_MAX = 1_000_000  # of all shards in one client: about 200 MB once their names were looked up
 

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from forebay.client.http1 import Request
-from forebay.core.signedbody import UNSIGNED
-from forebay.core.sigv4 import canonical_path, canonical_query, parse_query, signing_key
+from forebay.core.s3rules.signedbody import UNSIGNED
+from forebay.core.s3rules.sigv4 import canonical_path, canonical_query, parse_query, signing_key
 from forebay.ports import clock
 
 REGION = b"us-east-1"  # the node takes any

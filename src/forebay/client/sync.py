@@ -36,11 +36,20 @@ from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
-from forebay.core.batch import Wanted
-from forebay.core.calls import CachedPage, CopyCall, JobState, JobVerb, NodeMap, NodeState, ObjectState, Written
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
-from forebay.core.manifest import Manifest
-from forebay.core.members import MemberIndex
+from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.members import MemberIndex
+from forebay.core.messages.batch import Wanted
+from forebay.core.messages.calls import (
+    CachedPage,
+    CopyCall,
+    JobState,
+    JobVerb,
+    NodeMap,
+    NodeState,
+    ObjectState,
+    Written,
+)
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
@@ -264,10 +273,10 @@ class Client:
         """Many objects, ranges or members of shards in few round trips, in the order asked.
 
         An item is an `Item` or a tuple of its fields: (bucket, key), (bucket, key, start, end), … (see
-        `core/batch.py`). Results are views of the memory they were received into, which each of them keeps alive:
-        `bytes(result)` to keep one for long. With `into` the answer is received there if it fits (it takes 24 bytes for
-        each item beside its own), and results are valid until you use that memory again. Where the node is on this
-        host, its files are read instead.
+        `core/messages/batch.py`). Results are views of the memory they were received into, which each of them keeps
+        alive: `bytes(result)` to keep one for long. With `into` the answer is received there if it fits (it takes 24
+        bytes for each item beside its own), and results are valid until you use that memory again. Where the node is on
+        this host, its files are read instead.
 
         The first error is raised; with `on_error="report"` errors stand in their items' places instead. What concerns
         the whole request (no node, a wrong token) is always raised. Items whose bytes had not come when a connection

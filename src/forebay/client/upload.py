@@ -24,8 +24,8 @@ from urllib.parse import quote
 from forebay.client import flows
 from forebay.client.http1 import Request, Response, Source, encode_path
 from forebay.core import limits
-from forebay.core.calls import Written
 from forebay.core.errors import KINDS, Bug, Busy, Corrupt, Denied, ForebayError, Invalid, NotFound
+from forebay.core.messages.calls import Written
 
 STREAM_PART_BYTES = 16 * limits.MIB  # of a stream, in memory; doubles every PARTS_PER_SIZE parts
 FILE_PART_BYTES = 64 * limits.MIB

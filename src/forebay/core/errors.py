@@ -3,8 +3,8 @@
 Theory. A caller acts on the *kind* of an error, never on its message. So there are few kinds, split only where a
 caller would do something different, and each kind carries two facts: whether trying again can help (`retry`) and
 which HTTP status says it (`status`). The message is for people and always ends with what to do next. Edges translate
-once, by one table each: `backends/errors.py` (obstore's exceptions to ours), `node/http/native.py` and
-`node/http/s3.py` (ours to HTTP and S3 codes).
+once, by one table each: `backends/errors.py` (obstore's exceptions to ours), `node/front/native/api.py` and
+`node/front/s3/operations.py` (ours to HTTP and S3 codes).
 
 Rejected: one class per situation (callers cannot keep up with the list); bare status codes (meaningless off HTTP).
 

@@ -32,3 +32,34 @@ def parse_rate(text: str) -> float:
         return float(parse_size(text.strip().removesuffix("/s")))
     except Invalid:
         raise Invalid(f"rate {text!r} is not known: write it as 3GB/s or 500MiB/s") from None
+
+
+_SHOWN = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(size_bytes: float) -> str:
+    """`1.5 MiB`; whole bytes below 1 KiB."""
+    value, unit = float(size_bytes), 0
+    while value >= 1023.95 and unit < len(_SHOWN) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_SHOWN[unit]}"
+
+
+def rate(bytes_s: float) -> str:
+    return f"{size(bytes_s)}/s"
+
+
+def duration(seconds: float) -> str:
+    """`350 µs`, `2.0 ms`, `1.5 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = int(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

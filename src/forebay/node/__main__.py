@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from forebay.core.errors import ForebayError
-from forebay.node.app import run
+from forebay.node.process.app import run
 from forebay.node.settings import load
 
 

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from forebay.core.errors import ForebayError
 
 AnswerT = TypeVar("AnswerT")
-Call = Callable[[str, Any], Coroutine[Any, Any, Any]]  # (verb, arguments) -> answer, as core/calls.py types them
+Call = Callable[
+    [str, Any], Coroutine[Any, Any, Any]
+]  # (verb, arguments) -> answer, as core/messages/calls.py types them
 
 
 def resolve(future: asyncio.Future[AnswerT], outcome: AnswerT | ForebayError) -> None:

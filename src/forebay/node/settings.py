@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
     key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
     only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
-    is replaced (`core/pulse.py`); 0 is never.
+    is replaced (`core/machines/pulse.py`); 0 is never.
     """
 
     dir: str
@@ -141,7 +141,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.run_dir / "engine.sock"
 
     def door_socket(self, number: int) -> Path:
-        """Where front `number` has its door for clients on this host (`node/door.py`)."""
+        """Where front `number` has its door for clients on this host (`node/front/door.py`)."""
         return self.run_dir / f"door-{number}.sock"
 
     @property
@@ -150,7 +150,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def children_lock(self) -> Path:
-        """Every child of a supervisor shares a lock on it for as long as it lives (`node/child.py`)."""
+        """Every child of a supervisor shares a lock on it for as long as it lives (`node/process/child.py`)."""
         return self.run_dir / "children.lock"
 
     @property

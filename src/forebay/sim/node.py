@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forebay.core import commit, eviction, flight_events, freshness, recover, retry
-from forebay.core import flight as flights
+from forebay.core import freshness
 from forebay.core.errors import Closed, ErrorOnWire, ForebayError, NotFound, Precondition, from_wire
+from forebay.core.machines import commit, eviction, flight_events, recover, retry
+from forebay.core.machines import flight as flights
 from forebay.core.ranges import ReadAhead
 from forebay.sim.backend import Body, Name, SimBackend
 from forebay.sim.disk import DiskFull, File

@@ -1,14 +1,14 @@
 """A node that writes back, in the simulator: the shells around the plans of writing, group commit, and the flush queue.
 
-Theory. A write is a plan (`core.commit`) in three parts: files, the durable index, what readers see. Changes that wait
-while a group is being made durable go out together in the next: their files are made one effect at a time, then all
-their durable records in one transaction, then all they show. A pause stands before every effect and transaction, in
-which anything may happen, a stop of the process or the machine included.
+Theory. A write is a plan (`core.machines.commit`) in three parts: files, the durable index, what readers see. Changes
+that wait while a group is being made durable go out together in the next: their files are made one effect at a time,
+then all their durable records in one transaction, then all they show. A pause stands before every effect and
+transaction, in which anything may happen, a stop of the process or the machine included.
 
-What is owed is flushed as `core.flush` says, conditional on what the backend had before. An answer may be lost after
-the backend acted, or the request may land much later; then what the backend has is recognised by its digest, as
-`core.ours` says: what left is known in memory, and a note that is found at a start may have left. A flush that finds
-somebody else's object puts ours beside it, and gives the key up to the other.
+What is owed is flushed as `core.machines.flush` says, conditional on what the backend had before. An answer may be lost
+after the backend acted, or the request may land much later; then what the backend has is recognised by its digest, as
+`core.machines.sent_bodies` says: what left is known in memory, and a note that is found at a start may have left. A
+flush that finds somebody else's object puts ours beside it, and gives the key up to the other.
 
 The visible index is a set of dicts that a process stop keeps and a machine stop loses; the durable one survives both.
 
@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from forebay.core import commit, flush, ours, recover
 from forebay.core.errors import ForebayError, NotFound, Precondition
-from forebay.core.ours import Sent
-from forebay.core.recover import RecordSeen
+from forebay.core.machines import commit, flush, recover, sent_bodies
+from forebay.core.machines.recover import RecordSeen
+from forebay.core.machines.sent_bodies import Sent
 from forebay.sim.backend import LATE_S, Name, SimBackend
 from forebay.sim.disk import DiskFull, SimDisk
 from forebay.sim.schedule import Schedule
@@ -57,7 +57,7 @@ class Owed:
 
     @property
     def digest(self) -> str:
-        return digest_of(self.data) if self.object_id else ours.ABSENT
+        return digest_of(self.data) if self.object_id else sent_bodies.ABSENT
 
 
 @dataclass(slots=True)
@@ -168,11 +168,11 @@ class OwingNode:
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         based_on = before.based_on if before else (old.version if old else self._base(name))
         if before:
-            sent = ours.left(before.sent, before.digest)
+            sent = sent_bodies.left(before.sent, before.digest)
         else:
             sent = self.late.get(name, Sent())
             if old:  # a request of a flush that is over may still arrive, and bring this back
-                sent = ours.left(sent, digest_of(old.data))
+                sent = sent_bodies.left(sent, digest_of(old.data))
         since_us = before.since_us if before else self.schedule.now_us
         if data is None:
             change.owed = Owed(seq, since_us, 0, "", b"", based_on, sent)
@@ -306,7 +306,7 @@ class OwingNode:
             return
         self._log("flush", name, f"seq={owed.seq} {'delete' if not owed.object_id else ''}")
         expect = owed.based_on or ""
-        if ours.asks_first(owed.sent, owed.digest, UNANSWERED_MAX):
+        if sent_bodies.asks_first(owed.sent, owed.digest, UNANSWERED_MAX):
             self._log("ask", name, f"seq={owed.seq}")
             self._look(name, owed, expect)
         else:
@@ -366,7 +366,7 @@ class OwingNode:
                 self._flush_failed(name, error)
             elif not owed.object_id:
                 self._flushed(name, owed, "", began_s)
-            elif owed.based_on is None or expect == "" or ours.ABSENT in owed.sent.digests:
+            elif owed.based_on is None or expect == "" or sent_bodies.ABSENT in owed.sent.digests:
                 self._send(name, owed, "")
             else:
                 self._conflict(name, owed)
@@ -390,7 +390,7 @@ class OwingNode:
         if now is None or now.seq != owed.seq:
             since_s = None
             if now is not None:
-                sent = ours.answered(now.sent, began_s, ended_s, LATE_S)
+                sent = sent_bodies.answered(now.sent, began_s, ended_s, LATE_S)
                 self.notes[name] = replace(now, based_on=version, sent=sent)
                 if name in self.durable and self.durable[name].seq == now.seq:
                     self.durable[name] = self.notes[name]
@@ -400,8 +400,8 @@ class OwingNode:
         self._log("flushed", name, f"seq={owed.seq} {version}")
         kept_record = self.visible.get(name)
         del self.notes[name]
-        sent = ours.left(owed.sent, owed.digest) if owed.seq in self.repeated else owed.sent
-        self.late[name] = ours.answered(sent, began_s, ended_s, LATE_S)
+        sent = sent_bodies.left(owed.sent, owed.digest) if owed.seq in self.repeated else owed.sent
+        self.late[name] = sent_bodies.answered(sent, began_s, ended_s, LATE_S)
         self.settled[name] = owed.seq
         if kept_record is not None:
             kept_record.owned, kept_record.version = False, version

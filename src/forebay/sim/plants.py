@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.core import commit, eviction, flight, flush, freshness, ours, placement, recover, retry
+from forebay.core import freshness, placement
+from forebay.core.machines import commit, eviction, flight, flush, recover, retry, sent_bodies
 
 _Patch = tuple[Any, str, Any]
 
@@ -140,17 +141,17 @@ def _flush() -> list[_Patch]:
 
 def _sent(bound: int = 2) -> list[_Patch]:
     """Of what was sent only the last few are known."""
-    real = ours.left
+    real = sent_bodies.left
 
-    def left(sent: ours.Sent, digest: str) -> ours.Sent:
-        return ours.Sent(real(sent, digest).tried[-bound:], sent.late)
+    def left(sent: sent_bodies.Sent, digest: str) -> sent_bodies.Sent:
+        return sent_bodies.Sent(real(sent, digest).tried[-bound:], sent.late)
 
-    return [(ours, "left", left)]
+    return [(sent_bodies, "left", left)]
 
 
 def _late() -> list[_Patch]:
     """An answered flush is taken for the end of all that was sent before it."""
-    return [(ours, "answered", lambda sent, began_s, ended_s, late_s=0.0: ours.Sent())]
+    return [(sent_bodies, "answered", lambda sent, began_s, ended_s, late_s=0.0: sent_bodies.Sent())]
 
 
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {

@@ -1,8 +1,9 @@
 """The store's shell in the simulator: performs commit plans on a simulated disk, one effect at a time.
 
-Theory. `core.commit` says what to do in which order; this does it with a pause before every effect, in which anything
-else may happen, a crash included. Plans about one object are performed one after the other, each made when its turn
-comes, since a plan is about the record as it is then. After a crash `core.recover` says what the files mean.
+Theory. `core.machines.commit` says what to do in which order; this does it with a pause before every effect, in which
+anything else may happen, a crash included. Plans about one object are performed one after the other, each made when its
+turn comes, since a plan is about the record as it is then. After a crash `core.machines.recover` says what the files
+mean.
 
 The clean index is a dict that a process crash keeps and a machine crash loses; the durable one survives both.
 
@@ -20,8 +21,8 @@ from typing import Any
 
 import xxhash
 
-from forebay.core import commit, recover
-from forebay.core.commit import Effect, Place
+from forebay.core.machines import commit, recover
+from forebay.core.machines.commit import Effect, Place
 from forebay.sim.backend import Name
 from forebay.sim.disk import DiskFull, File, SimDisk
 from forebay.sim.schedule import Schedule

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forebay.core.errors import ForebayError
-from forebay.core.eviction import split_unit, unit_of
+from forebay.core.machines.eviction import split_unit, unit_of
 from forebay.core.placement import Members
 from forebay.core.types import FRESH_IMMUTABLE
 from forebay.sim.backend import Name, SimBackend, Weather

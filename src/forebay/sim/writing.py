@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forebay.core.ours import Sent
+from forebay.core.machines.sent_bodies import Sent
 from forebay.sim.backend import Name, SimBackend, Weather
 from forebay.sim.checks import Finding
 from forebay.sim.disk import SimDisk

@@ -3,7 +3,7 @@
 `ObjectDataset`, `ShardDataset` and `TokenDataset` say what a sample is; `DataLoader` feeds them to a training loop and
 its `state_dict()` says where that is. See docs/training.md.
 
-Names are loaded when they are first asked for: planning an offload (`forebay.torch.offload`) works without torch.
+Names are loaded when they are first asked for: planning an offload (`forebay.offload`) works without torch.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from forebay.core import limits
-from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
-from forebay.core.manifest import Manifest
+from forebay.core.formats.manifest import Manifest
+from forebay.core.messages.batch import Item
 from forebay.torch.listing import Column, Fingerprint, Listing
 from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
 from forebay.torch.source import Facts, NodeSource, Patient, Source, Telling, parse_place

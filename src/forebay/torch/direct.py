@@ -31,11 +31,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.core import limits
-from forebay.core.batch import Item
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
-from forebay.core.manifest import Manifest, build, pack
-from forebay.core.members import SNIFF_BYTES, MemberIndex, form_of
-from forebay.core.members import build as build_members
+from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.members import SNIFF_BYTES, MemberIndex, form_of
+from forebay.core.formats.members import build as build_members
+from forebay.core.messages.batch import Item
 from forebay.core.types import LOCAL_URL, Bucket, RangeSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from forebay.core.manifest import Manifest
+from forebay.core.formats.manifest import Manifest
 
 RUNGS = 16
 _RUNG_BYTES, _ID_BYTES = 4, 16

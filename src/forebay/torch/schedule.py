@@ -22,7 +22,7 @@ from torch import distributed
 from torch.utils.data import Sampler
 
 from forebay.core.errors import Invalid
-from forebay.core.manifest import Manifest, build
+from forebay.core.formats.manifest import Manifest, build
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.listing import Fingerprint, Listing
 from forebay.torch.order import Indices, InOrder, Order, Permuted

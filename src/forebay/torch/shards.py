@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.core import limits
-from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, NotFound
-from forebay.core.members import MemberIndex
+from forebay.core.formats.members import MemberIndex
+from forebay.core.messages.batch import Item
 from forebay.ports import clock
 from forebay.torch.dataset import Dataset, OnError, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen

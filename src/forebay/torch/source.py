@@ -24,10 +24,10 @@ import msgspec
 
 from forebay.client.hinting import Hints
 from forebay.client.sync import Client
-from forebay.core.batch import Item
 from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
-from forebay.core.manifest import Manifest
-from forebay.core.members import MemberIndex
+from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.members import MemberIndex
+from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket, check_bucket_name
 from forebay.ports import clock
 

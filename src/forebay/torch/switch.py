@@ -23,10 +23,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from forebay.core.batch import Item
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.core.manifest import Manifest
-from forebay.core.members import MemberIndex
+from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.members import MemberIndex
+from forebay.core.messages.batch import Item
 from forebay.ports import clock
 from forebay.torch.direct import DirectSource, Refused, settings_given, settings_told
 from forebay.torch.source import WAITED_FOR, Answers, NodeSource, Telling

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from forebay.core.batch import Item
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.messages.batch import Item
 from forebay.ports import clock
 from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
 from forebay.torch.listing import Column

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.torch.offload.shapes import Decoder, Shape
+from forebay.offload.tracing.shapes import Decoder, Shape
 
 SMALL = Shape(vocabulary=64, layers=2, width=32, heads=4, key_heads=2, hidden=64)
 

@@ -15,17 +15,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WATCHED, WIDTH, batch, made
-from tests.torch.offload.test_engine_beside import need_of
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from forebay.torch.offload import DiskTier, Offload, engine
-from forebay.torch.offload.disk_tier import Measured
-from forebay.torch.offload.profile import Profiler
-from forebay.torch.offload.roofline import Roofline
-from forebay.torch.offload.trace import KINDS
+from forebay.offload import DiskTier, Offload, engine
+from forebay.offload.planning.trace import KINDS
+from forebay.offload.tiers.disk_tier import Measured
+from forebay.offload.tracing.profile import Profiler
+from forebay.offload.tracing.roofline import Roofline
+from tests.torch.offload.test_engine import CLASSES, ROWS, SMALL, WATCHED, WIDTH, batch, made
+from tests.torch.offload.test_engine_beside import need_of
 
 STEPS = WATCHED + 5
 FEW = 32  # rows

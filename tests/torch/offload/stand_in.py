@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.torch.offload.device_memory import DeviceSum, accelerators, weighted
+from forebay.offload.tiers.device_memory import DeviceSum, accelerators, weighted
 
 PATIENCE_S = 60  # a test that waits longer hangs
 

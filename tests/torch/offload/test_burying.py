@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.test_tiers import Held
 
-from forebay.torch.offload.disk_tier import DiskTier
-from forebay.torch.offload.host_tier import HostTier
-from forebay.torch.offload.movables import Books, Lasting, Place, Saved
-from forebay.torch.offload.tiers import Storage
+from forebay.offload.movables import Books, Lasting, Place, Saved
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.host_tier import HostTier
+from forebay.offload.tiers.tiers import Storage
+from tests.torch.offload.test_tiers import Held
 
 SIZE = 64 * 1024
 PATIENCE_S = 20  # what takes longer hangs

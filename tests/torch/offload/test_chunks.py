@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload import networks
 from torch import nn
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.chunks import AFTER, ChunkedStep, default_chunks
+from forebay.offload.tracing.chunks import AFTER, ChunkedStep, default_chunks
+from tests.torch.offload import networks
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adam, {}),

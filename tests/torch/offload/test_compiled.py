@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.programs import STEPS, compare, evaluated, left, loss_of, plain, run, told
-from tests.torch.offload.test_engine import CLASSES, SMALL, WIDTH, Block, batch, made
 from torch import nn
 from torch._dynamo.utils import counters
 
 from forebay.core.errors import NotSupported
-from forebay.torch.offload import DiskTier, Offload, engine, profile
-from forebay.torch.offload.profile import Profiler
+from forebay.offload import DiskTier, Offload, engine
+from forebay.offload.tracing import profile
+from forebay.offload.tracing.profile import Profiler
+from tests.torch.offload.programs import STEPS, compare, evaluated, left, loss_of, plain, run, told
+from tests.torch.offload.test_engine import CLASSES, SMALL, WIDTH, Block, batch, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from forebay.offload import DiskTier, HostTier, Offload
+from forebay.offload.tracing.profile import Profiler
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.stand_in import stand_in
 from tests.torch.offload.test_engine import (
@@ -25,10 +29,6 @@ from tests.torch.offload.test_engine import (
     same,
     take,
 )
-from torch import nn
-
-from forebay.torch.offload import DiskTier, HostTier, Offload
-from forebay.torch.offload.profile import Profiler
 
 
 @pytest.fixture

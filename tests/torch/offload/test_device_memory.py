@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.offload.stand_in import StandIn, Stream, stand_in
-from tests.torch.offload.test_tiers import PIECE, TIERS, disk, noise, tier_of
 
 from forebay.core.errors import Closed, Corrupt, Invalid, Unavailable
-from forebay.torch.offload import host_tier
-from forebay.torch.offload.device_memory import Cuda
-from forebay.torch.offload.disk_tier import DiskTier
-from forebay.torch.offload.host_tier import HostTier
-from forebay.torch.offload.queues import CATCH_UP_S
-from forebay.torch.offload.tiers import Storage, page_aligned
+from forebay.offload.tiers import host_tier
+from forebay.offload.tiers.device_memory import Cuda
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.host_tier import HostTier
+from forebay.offload.tiers.queues import CATCH_UP_S
+from forebay.offload.tiers.tiers import Storage, page_aligned
+from tests.torch.offload.stand_in import StandIn, Stream, stand_in
+from tests.torch.offload.test_tiers import PIECE, TIERS, disk, noise, tier_of
 
 SIZES = (1, 511, 4096, 4097, PIECE, PIECE + 1, 3 * PIECE + 4097)
 A_WHILE_S = 0.05  # in which what is wrong would go wrong; what is right does not depend on it

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.torch.offload.traces import layered
 
-from forebay.torch.offload.trace import load
+from forebay.offload.planning.trace import load
+from tests.torch.offload.traces import layered
 
 DOC = Path(__file__).parents[3] / "docs" / "offload.md"
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.memory import PeakMemory
 from torch import nn
 
 from forebay.core.errors import Closed, ForebayError, Invalid, Unavailable
-from forebay.torch.offload.disk_tier import DiskTier
-from forebay.torch.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
-from forebay.torch.offload.host_tier import HostTier
-from forebay.torch.offload.storages import storage_of
+from forebay.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.host_tier import HostTier
+from forebay.offload.tracing.storages import storage_of
+from tests.torch.offload.memory import PeakMemory
 
 MIB = 1 << 20
 WATCHED = PLAIN_STEPS + 1 + TIMED_STEPS  # until the plan is one from times that nobody disturbed

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.test_engine import CLASSES, SMALL, WATCHED, WIDTH, Block, batch, made, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from forebay.torch.offload import DiskTier, Offload
-from forebay.torch.offload.profile import Profiler
+from forebay.offload import DiskTier, Offload
+from forebay.offload.tracing.profile import Profiler
+from tests.torch.offload.test_engine import CLASSES, SMALL, WATCHED, WIDTH, Block, batch, made, same
 
 STEPS = WATCHED + 5
 Step = Callable[[Any, Any, int], float]

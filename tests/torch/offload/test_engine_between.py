@@ -9,6 +9,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
+from forebay.offload import DiskTier, Offload
 from tests.torch.offload.programs import (
     FEW,
     STEPS,
@@ -22,10 +26,6 @@ from tests.torch.offload.programs import (
     without_state,
 )
 from tests.torch.offload.test_engine import CLASSES, SMALL, WATCHED, WIDTH, Block, batch, made
-from torch import nn
-from torch.nn import functional
-
-from forebay.torch.offload import DiskTier, Offload
 
 
 # --- between steps ---------------------------------------------------------------------------------------------------

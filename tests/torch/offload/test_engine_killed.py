@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from forebay.offload import DiskTier, Offload
+from forebay.ports.machine import boot_id
 from tests.torch.offload.programs import left
 from tests.torch.offload.test_engine import SMALL, WATCHED, made, take
-
-from forebay.ports.machine import boot_id
-from forebay.torch.offload import DiskTier, Offload
 
 STEPS, SAVED_EVERY, KILLS = 33, 3, 3
 BLOCKS, BUDGET = 2, "7MiB"  # of 10 and a half

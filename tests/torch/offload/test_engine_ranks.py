@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.programs import FEW, budget_of, kinds_moved, left, run, times_of_a_table, told, without_state
-from tests.torch.offload.test_engine import SMALL, WATCHED, batch, made
 from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from forebay.torch.offload import DiskTier, HostTier, Offload
+from forebay.offload import DiskTier, HostTier, Offload
+from tests.torch.offload.programs import FEW, budget_of, kinds_moved, left, run, times_of_a_table, told, without_state
+from tests.torch.offload.test_engine import SMALL, WATCHED, batch, made
 
 WORLD, STEPS, SHARE = 2, WATCHED + 4, 0.75
 Ranks = Callable[..., list[dict[str, Any]]]

@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from tests.torch.offload.programs import STEPS, compare, of_few_rows, plain, without_state
-from tests.torch.offload.test_engine import CLASSES, WATCHED, WIDTH, Block, batch, made
 from torch import nn
 from torch.nn import functional
+
+from tests.torch.offload.programs import STEPS, compare, of_few_rows, plain, without_state
+from tests.torch.offload.test_engine import CLASSES, WATCHED, WIDTH, Block, batch, made
 
 
 # --- seen from elsewhere ---------------------------------------------------------------------------------------------

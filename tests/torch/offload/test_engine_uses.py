@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from tests.torch.offload.programs import FEW, compare, evaluated, loss_of, of, plain, without_state
-from tests.torch.offload.test_engine import CLASSES, WATCHED, WIDTH, Block, batch, made
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from tests.torch.offload.programs import FEW, compare, evaluated, loss_of, of, plain, without_state
+from tests.torch.offload.test_engine import CLASSES, WATCHED, WIDTH, Block, batch, made
 
 # --- weights that are used in other ways -----------------------------------------------------------------------------
 VIEWS: dict[str, Callable[[Any], Any]] = {

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.offload.stand_in import stand_in
-from tests.torch.offload.test_tiers import PIECE, disk, noise
 
 from forebay.core.errors import Corrupt
-from forebay.torch.offload import gpudirect as module
-from forebay.torch.offload.device_memory import weighted
-from forebay.torch.offload.disk_tier import DiskTier
-from forebay.torch.offload.gpudirect import gpudirect, ways, works
+from forebay.offload.tiers import gpudirect as module
+from forebay.offload.tiers.device_memory import weighted
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.gpudirect import gpudirect, ways, works
+from tests.torch.offload.stand_in import stand_in
+from tests.torch.offload.test_tiers import PIECE, disk, noise
 
 MIB = 1 << 20
 

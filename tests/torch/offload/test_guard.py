@@ -18,6 +18,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported
+from forebay.offload import DiskTier, Offload
+from forebay.offload.tracing.storages import storage_of
 from tests.torch.offload.memory import PeakMemory
 from tests.torch.offload.programs import (
     FEW,
@@ -38,12 +44,6 @@ from tests.torch.offload.programs import (
     without_state,
 )
 from tests.torch.offload.test_engine import SMALL, WATCHED, WIDTH, batch, made
-from torch import nn
-from torch.nn import functional
-
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported
-from forebay.torch.offload import DiskTier, Offload
-from forebay.torch.offload.storages import storage_of
 
 Make = Callable[[], tuple[Any, Any]]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload.programs import FEW, compare, loss_of, of_few_rows, without_state
-from tests.torch.offload.test_engine import WATCHED, made
 from torch import nn
 
-from forebay.torch.offload.host_tier import HostTier
-from forebay.torch.offload.movables import Books, Lasting, Place
+from forebay.offload.movables import Books, Lasting, Place
+from forebay.offload.tiers.host_tier import HostTier
+from tests.torch.offload.programs import FEW, compare, loss_of, of_few_rows, without_state
+from tests.torch.offload.test_engine import WATCHED, made
 
 SIZE = 64 * 1024
 

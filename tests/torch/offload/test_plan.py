@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.torch.offload.traces import MIB, layered, randomly
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.choose import best, choose, compare
-from forebay.torch.offload.hardware import CHANNELS_IN, CHANNELS_OUT, Channel, Hardware, Tier
-from forebay.torch.offload.periods import inactive
-from forebay.torch.offload.plan import RANKS, Move, Plan, Planner, Rank, hoisted, plan
-from forebay.torch.offload.trace import TensorSaid, Trace, build
+from forebay.offload.planning.choose import best, choose, compare
+from forebay.offload.planning.hardware import CHANNELS_IN, CHANNELS_OUT, Channel, Hardware, Tier
+from forebay.offload.planning.periods import inactive
+from forebay.offload.planning.plan import RANKS, Move, Plan, Planner, Rank, hoisted, plan
+from forebay.offload.planning.trace import TensorSaid, Trace, build
+from tests.torch.offload.traces import MIB, layered, randomly
 
 SMALL = 1  # moves of any size: random traces are small
 
@@ -121,7 +121,7 @@ def slowly(trace: Trace, machine: Hardware, rank: Rank) -> tuple[Move, ...]:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("front", [1, 2, 7])
 def test_the_front_chooses_as_ranking_everything_does(rank: Rank, front: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.torch.offload.plan.FRONT", front)
+    monkeypatch.setattr("forebay.offload.planning.plan.FRONT", front)
     for seed in range(30):
         trace = randomly(seed, operators=40, tensors=30)
         machine = hardware(trace, 0.5, host_bytes=(seed % 3) * 50 * MIB)

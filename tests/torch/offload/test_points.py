@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.offload import networks
 from torch import nn
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.points import BEGINS, ENDS, Points, default_points
-from forebay.torch.offload.shapes import word_loss
-from forebay.torch.offload.timing import SegmentTimer, scaled
-from forebay.torch.offload.trace import TensorSaid, Trace, build
+from forebay.offload.planning.trace import TensorSaid, Trace, build
+from forebay.offload.tracing.points import BEGINS, ENDS, Points, default_points
+from forebay.offload.tracing.shapes import word_loss
+from forebay.offload.tracing.timing import SegmentTimer, scaled
+from tests.torch.offload import networks
 
 
 def reached_in(points: Points, reached: list[str], model: Any, optimizer: Any, batch: Any, loss_of: Any) -> list[str]:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.offload import networks
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.profile import Profiler
-from forebay.torch.offload.shapes import Shape, word_loss
-from forebay.torch.offload.trace import KINDS, Trace, load
+from forebay.offload.planning.trace import KINDS, Trace, load
+from forebay.offload.tracing.profile import Profiler
+from forebay.offload.tracing.shapes import Shape, word_loss
+from tests.torch.offload import networks
 
 # What can be profiled here: a model, a batch and a loss.
 CASES = {

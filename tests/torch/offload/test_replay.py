@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from tests.torch.offload.traces import MIB, layered, randomly
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.choose import whole_layer
-from forebay.torch.offload.hardware import Hardware, Tier
-from forebay.torch.offload.plan import RANKS, Move, Plan, Rank, hoisted, plan
-from forebay.torch.offload.replay import Replayed, replay
-from forebay.torch.offload.trace import TensorSaid, Trace, build
+from forebay.offload.planning.choose import whole_layer
+from forebay.offload.planning.hardware import Hardware, Tier
+from forebay.offload.planning.plan import RANKS, Move, Plan, Rank, hoisted, plan
+from forebay.offload.planning.replay import Replayed, replay
+from forebay.offload.planning.trace import TensorSaid, Trace, build
+from tests.torch.offload.traces import MIB, layered, randomly
 
 
 def machine(budget_bytes: int, bytes_s: float = 1e9, latency_s: float = 0.0) -> Hardware:

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.offload import networks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.choose import choose
-from forebay.torch.offload.hardware import Hardware
-from forebay.torch.offload.profile import Profiler
-from forebay.torch.offload.roofline import H100, Roofline, moved_bytes
-from forebay.torch.offload.shapes import SHAPES, Decoder, Shape, fake_trace, trace_of, word_loss
-from forebay.torch.offload.trace import KINDS
+from forebay.offload.planning.choose import choose
+from forebay.offload.planning.hardware import Hardware
+from forebay.offload.planning.trace import KINDS
+from forebay.offload.tracing.profile import Profiler
+from forebay.offload.tracing.roofline import H100, Roofline, moved_bytes
+from forebay.offload.tracing.shapes import SHAPES, Decoder, Shape, fake_trace, trace_of, word_loss
+from tests.torch.offload import networks
 
 SLOW = Roofline("slow", {"float32": 1e9}, memory_bytes_s=1e9, link_bytes_s=1e9, op_overhead_s=1e-9)
 PLAIN = Shape(64, 2, 32, 4, 4, 64, gated=False, biased=True, tied=True, positions=16)

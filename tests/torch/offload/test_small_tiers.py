@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from forebay.offload import DiskTier, HostTier, Offload
+from forebay.offload.movables import Books, Lasting, Movable, Place
+from forebay.offload.planning.hardware import Tier
+from forebay.offload.planning.itinerary import Itinerary, Stop
+from forebay.offload.runner import Runner
 from tests.torch.offload.programs import STEPS, budget_of, left, plain, run, times_of_a_table, told
 from tests.torch.offload.test_engine import SMALL, made
-
-from forebay.torch.offload import DiskTier, HostTier, Offload
-from forebay.torch.offload.hardware import Tier
-from forebay.torch.offload.itinerary import Itinerary, Stop
-from forebay.torch.offload.movables import Books, Lasting, Movable, Place
-from forebay.torch.offload.runner import Runner
 
 KIB = 1024
 

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from forebay.torch.offload.extents import BLOCK_BYTES, Extents, blocks
-from forebay.torch.offload.queues import CATCH_UP_S, Throttle
+from forebay.offload.tiers.extents import BLOCK_BYTES, Extents, blocks
+from forebay.offload.tiers.queues import CATCH_UP_S, Throttle
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from forebay.core.errors import Busy, Closed, Corrupt, Denied, ForebayError, Invalid, NotFound, Unavailable
-from forebay.torch.offload import swapfile
-from forebay.torch.offload.disk_tier import DiskTier, Measured
-from forebay.torch.offload.host_tier import HostTier
-from forebay.torch.offload.queues import CATCH_UP_S, Ticket
-from forebay.torch.offload.tiers import Storage, page_aligned
+from forebay.offload.tiers import swapfile
+from forebay.offload.tiers.disk_tier import DiskTier, Measured
+from forebay.offload.tiers.host_tier import HostTier
+from forebay.offload.tiers.queues import CATCH_UP_S, Ticket
+from forebay.offload.tiers.tiers import Storage, page_aligned
 
 KIB = 1024
 PIECE = 64 * KIB
@@ -629,7 +629,7 @@ def test_a_fork_does_not_use_its_parents_tier(tier: Storage) -> None:
 
 CHILD = """
 import os, signal, sys
-from forebay.torch.offload.disk_tier import DiskTier
+from forebay.offload.tiers.disk_tier import DiskTier
 
 directory, how = sys.argv[1:]
 really = os.unlink

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.torch.offload.traces import layered, randomly
 
 from forebay.core.errors import Invalid
-from forebay.torch.offload.trace import TensorSaid, build, load
+from forebay.offload.planning.trace import TensorSaid, build, load
+from tests.torch.offload.traces import layered, randomly
 
 OPERATORS = [("one", 0.1, 5), ("two", 0.2, 0), ("three", 0.3, 7)]
 POINTS = [("step", 0), ("two", 1)]

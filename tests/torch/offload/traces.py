@@ -2,7 +2,7 @@
 
 import random
 
-from forebay.torch.offload.trace import TensorSaid, Trace, build
+from forebay.offload.planning.trace import TensorSaid, Trace, build
 
 MIB = 1 << 20
 

@@ -29,8 +29,8 @@ Failures. A call that meets a full or broken disk marks the volume `full` or `ou
 `Unavailable`: pass the bytes through, and send fronts `volumes()` again when one is out. `full` heals by itself
 (`housekeep`). `flush`, `lookup` and `reclaim` do not raise for a disk: they tell, and go on with the other volumes.
 
-Missing volumes. What the node has of volumes is remembered outside of them (`known.py`, `core/volumes.py`): what one
-that is not here may own is neither read nor written (`check_present`).
+Missing volumes. What the node has of volumes is remembered outside of them (`writer/remembered_volumes.py`,
+`core/volumes.py`): what one that is not here may own is neither read nor written (`check_present`).
 
 Two indexes. The one that is read holds every record and is not synced. What no stop may lose stands in a synced one as
 well (`durable.py`), from which it is put into view again (`owned.py`).
@@ -39,34 +39,3 @@ Invariants. (1) A block is listed present only after it landed whole and its che
 never used twice. (3) A hole is punched only after its block left the committed index and while no reader holds a lease.
 (4) No state per object is kept in memory: only landings, pending changes and drops not yet reclaimed.
 """
-
-from forebay.node.store.known import KnownVolumes
-from forebay.node.store.landing import Landing
-from forebay.node.store.notes import Note, Owed
-from forebay.node.store.puts import Change, Delete, Prepared, Put
-from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.reclaim import Reclaimed
-from forebay.node.store.scrub import Scrubber, ScrubUnit
-from forebay.node.store.usage import VolumeUsage
-from forebay.node.store.volume import StoreEvent, Unit
-from forebay.node.store.writer import Store
-
-__all__ = [
-    "Change",
-    "Delete",
-    "KnownVolumes",
-    "Landing",
-    "LeasedFile",
-    "Note",
-    "Owed",
-    "Prepared",
-    "Put",
-    "Reclaimed",
-    "ScrubUnit",
-    "Scrubber",
-    "Store",
-    "StoreEvent",
-    "StoreReader",
-    "Unit",
-    "VolumeUsage",
-]

@@ -42,10 +42,10 @@ import xxhash
 from forebay.core import limits
 from forebay.core.derived import DerivedKind, KeepCall, Kept, name_of, reserved
 from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.machines.stall import STALLED_AFTER_S
 from forebay.core.record import Record, State
-from forebay.core.stall import STALLED_AFTER_S
 from forebay.node.outcomes import Call
-from forebay.node.store.desk import create_temp, desk_of, remove_temp
+from forebay.node.store.disk.volume_threads import create_temp, desk_of, remove_temp
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.ports import clock
 

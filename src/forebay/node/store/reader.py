@@ -11,9 +11,9 @@ file that is open already this order holds by itself: its lease is older than th
 Which volume a key is on is computed (`core.placement`) from the volumes and the weights in their marks. A rebuilt index
 has another directory, named by the mark; `refresh` notices.
 
-Bytes are compared with their checksums before their first use in a process (`compared.py`): those of an inline record
-by `lookup`, which costs a few microseconds once; those of a file by whoever has a thread for it (`prove`), since blocks
-are large. A lease `has` only what was compared.
+Bytes are compared with their checksums before their first use in a process (`disk/compared_blocks.py`): those of an
+inline record by `lookup`, which costs a few microseconds once; those of a file by whoever has a thread for it
+(`prove`), since blocks are large. A lease `has` only what was compared.
 
 Rejected: one read transaction per event-loop turn (0.1 microseconds less, and a stalled front keeps the index growing).
 
@@ -40,13 +40,13 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Invalid
+from forebay.core.messages.wire import VolumeAt
 from forebay.core.placement import Members
 from forebay.core.record import Record, blocks_in, decode_record
 from forebay.core.types import ListEntry
-from forebay.core.wire import VolumeAt
-from forebay.node.store import files, index, ledger, volume
-from forebay.node.store.compared import PAGE_BITS, PLACE, Compared
-from forebay.node.store.keys import index_key
+from forebay.node.store.disk import files, index, ledger, volume
+from forebay.node.store.disk.compared_blocks import PAGE_BITS, PLACE, Compared
+from forebay.node.store.disk.keys import index_key
 from forebay.ports import clock
 
 _NOTHING = Record(0, 0, "", "", 0.0, 0.0, b"", complete=False)

@@ -1,0 +1,71 @@
+"""Epochs of `forebay.torch`, in a process of its own: `python -m bench.trainee`, the work as JSON on stdin; or
+only the first batch of an epoch: `python -m bench.trainee first`.
+
+The counterpart of `peers.py`: the same work, the same lines of JSON, the same checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from typing import Any
+
+from bench.peers import check_first, collate, decode
+from forebay.torch import DataLoader, ObjectDataset, ShardDataset
+
+
+def of_object(key: str, data: Any, how: str) -> int:
+    return decode(data, how)
+
+
+def of_shard(data: Any, how: str) -> int:
+    return decode(data, how)
+
+
+def loader(work: dict[str, Any]) -> Any:
+    """The loader that the work asks for, with the defaults that the documentation gives."""
+    how, dataset = work["decode"], None
+    if work["kind"] == "objects":
+        made = functools.partial(of_object, how=how) if how else None
+        dataset = ObjectDataset(work["place"], url=work["url"], decode=made)
+    else:
+        decoders = {"jpg": functools.partial(of_shard, how=how)} if how else {}  # {}: bytes, as the peers give
+        dataset = ShardDataset(work["place"], url=work["url"], decode=decoders, parts=["jpg"])
+    return DataLoader(dataset, work["batch"], seed=work["seed"], workers=work["workers"], collate=collate)
+
+
+def first_batch(work: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    dataset = ObjectDataset(work["place"], url=work["url"])
+    with DataLoader(dataset, work["batch"], seed=work["seed"], workers=work["workers"], collate=collate) as batches:
+        batch = next(iter(batches))
+        taken_s = time.perf_counter() - began
+    check_first(batch, len(dataset), work)
+    print(json.dumps({"first_batch_s": taken_s}), flush=True)
+
+
+def main() -> None:
+    work = json.load(sys.stdin)
+    if sys.argv[1:] == ["first"]:
+        first_batch(work)
+        return
+    began = time.perf_counter()
+    with loader(work) as batches:
+        for epoch in range(work["epochs"]):
+            if epoch:
+                began = time.perf_counter()
+            count, first_s = 0, 0.0
+            for batch in batches:
+                first_s = first_s or time.perf_counter() - began
+                count += len(batch)
+            taken_s = time.perf_counter() - began
+            if count != work["samples"]:
+                raise SystemExit(f"epoch {epoch + 1} gave {count} of {work['samples']} samples")
+            line = {"epoch": epoch + 1, "samples": count, "seconds": taken_s, "first_batch_s": first_s}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

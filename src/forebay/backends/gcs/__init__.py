@@ -1,0 +1,1 @@
+"""Google Cloud Storage: what differs from S3's protocol."""

@@ -1,0 +1,1 @@
+"""What all cloud backends share: requests, bodies, tokens."""

@@ -1,0 +1,1 @@
+"""Backends on this machine: a directory, memory, and none."""

@@ -1,0 +1,59 @@
+"""Tags of an object that is there already, as S3 and Azure serve them: the same small document at another address.
+
+Theory. Tags that come with a put are a header (`s3/writing.py`, `azure/writing.py`). To read or change those of an
+object that stays as it is, both services have a document of its own beside the object; changing it leaves bytes, ETag
+and version alone. The whole set is replaced, so the last writer wins.
+
+Invariant. What is read is spelt as `core/s3rules/tags.py` spells it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from forebay.backends.http.requests import Answer, Wire
+from forebay.backends.s3.listing import parse
+from forebay.backends.seam import Body
+from forebay.core.s3rules.tags import format_tags, parse_tags
+
+
+class Place(NamedTuple):
+    """Where the document is, and what it is called."""
+
+    query: tuple[tuple[str, str], ...]
+    root: str
+
+
+AMAZON: Final = Place((("tagging", ""),), "Tagging")
+AZURE: Final = Place((("comp", "tags"),), "Tags")
+
+
+async def ask_tags(wire: Wire, key: str, place: Place) -> Answer:
+    """The answer with an object's tags."""
+    return await wire.run(functools.partial(wire.ask, list(place.query), key=key))
+
+
+def tags_in(answer: Answer, what: str, place: Place) -> str:
+    """The tags in an answer that `ask_tags` got; `Unavailable` if there is no such document in it."""
+    root = parse(answer, what, place.root)
+    return format_tags([(_text(tag, "Key"), _text(tag, "Value")) for tag in root.iterfind("{*}TagSet/{*}Tag")])
+
+
+def _text(tag: ElementTree.Element, name: str) -> str:
+    return tag.findtext("{*}" + name) or ""
+
+
+async def tell_tags(wire: Wire, key: str, tags: str, place: Place, headers: Mapping[str, str]) -> Answer:
+    """Make `tags` the object's; the answer to it."""
+    inner = "".join(
+        f"<Tag><Key>{escape(name)}</Key><Value>{escape(value)}</Value></Tag>" for name, value in parse_tags(tags)
+    )
+    data = f"<{place.root}><TagSet>{inner}</TagSet></{place.root}>".encode()
+    sent = {"content-type": "application/xml", **headers}
+    body = Body(len(data), data, md5=hashlib.md5(data, usedforsecurity=False).hexdigest())
+    return await wire.tell("PUT", key, query=place.query, headers=sent, body=body)

@@ -1,0 +1,1 @@
+"""Archives, their members, and manifests, as bytes."""

@@ -1,0 +1,1 @@
+"""Decisions: machines that events step, and rules. Pure; shells in `node/` perform their effects."""

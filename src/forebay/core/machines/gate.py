@@ -1,0 +1,127 @@
+"""Which write has to wait until a bucket owes its backend less, and which is refused.
+
+Theory. A bucket written back may owe so many bytes, for so long. While it owes more, writers wait in the order in which
+they came, and are refused when their time is up; who is refused is told when to come again, and nothing that was
+acknowledged is touched. A write that was let through is owed only a little later, when it is committed, so its bytes
+are *promised* until then: many writers that are let through at once would otherwise pass the bound together. A write
+larger than the bound passes when nothing else is owed: it never would else.
+
+Rejected: letting small writes pass a large one that waits (the large one might wait for ever); refusing at once (most
+writers would rather wait a second than handle an error).
+
+Invariants. (1) Every writer is answered once, in the order of arrival. (2) What is owed and promised is at most the
+bound, or one write.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from forebay.core.machines.flush import PROBE_MAX_S, Wake, Woke
+
+PROMISE_KEPT_S = 30.0  # of a write that was let through and failed since: longer than a commit takes
+RETRY_AFTER_S = 5.0  # what a refused writer is told; while the backend is ill, PROBE_MAX_S
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """A writer of `size_bytes` asks to be let through, and waits until `until_s`."""
+
+    writer: int
+    size_bytes: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The writer waits no more."""
+
+    writer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owes:
+    """What the bucket owes now, since when (in the gate's own seconds), and whether the backend is ill."""
+
+    dirty_bytes: int
+    oldest_s: float | None
+    is_sick: bool = False
+    came_bytes: int | None = None  # a write that was let through is among it now
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the bucket may owe."""
+
+    dirty_bytes_max: int
+    dirty_age_max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    writer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    writer: int
+    retry_after_s: float
+
+
+@dataclass(slots=True)
+class Gate:
+    """See the module's header. All times are of one monotonic clock."""
+
+    bounds: Bounds
+    owes: Owes = Owes(0, None)
+    waiting: OrderedDict[int, Knock] = field(default_factory=OrderedDict)
+    promised: deque[tuple[float, int]] = field(default_factory=deque)  # (kept until, bytes) of what was let through
+    promised_bytes: int = 0
+
+    def step(self, now: float, event: Knock | Gone | Owes | Bounds | Woke) -> list[Admit | Refuse | Wake]:
+        """Answers in the order of arrival, then at most one `Wake`."""
+        match event:
+            case Knock(writer):
+                assert writer not in self.waiting
+                self.waiting[writer] = event
+            case Gone(writer):
+                self.waiting.pop(writer, None)
+            case Bounds():
+                self.bounds = event
+            case Owes():
+                self.owes = event
+                if event.came_bytes is not None and self.promised:
+                    self.promised_bytes -= self.promised.popleft()[1]
+            case Woke():
+                pass
+        while self.promised and self.promised[0][0] <= now:
+            self.promised_bytes -= self.promised.popleft()[1]
+        return self._answers(now)
+
+    def _answers(self, now: float) -> list[Admit | Refuse | Wake]:
+        effects: list[Admit | Refuse | Wake] = []
+        while self.waiting:
+            knock = next(iter(self.waiting.values()))
+            if self._has_room(now, knock.size_bytes):
+                self.promised.append((now + PROMISE_KEPT_S, knock.size_bytes))
+                self.promised_bytes += knock.size_bytes
+                effects.append(Admit(knock.writer))
+            elif knock.until_s <= now:
+                effects.append(Refuse(knock.writer, PROBE_MAX_S if self.owes.is_sick else RETRY_AFTER_S))
+            else:
+                ends_s = [knock.until_s, *(until_s for until_s, _ in list(self.promised)[:1])]
+                return [*effects, Wake(max(now, min(ends_s)))]
+            del self.waiting[knock.writer]
+        return effects
+
+    def _has_room(self, now: float, size_bytes: int) -> bool:
+        """A write larger than the bound passes when nothing else is owed, or it never would."""
+        if self.owes.oldest_s is not None and now - self.owes.oldest_s > self.bounds.dirty_age_max_s:
+            return False
+        owed_bytes = self.owes.dirty_bytes + self.promised_bytes
+        return owed_bytes == 0 or owed_bytes + size_bytes <= self.bounds.dirty_bytes_max
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.promised_bytes == sum(size_bytes for _, size_bytes in self.promised) >= 0

@@ -1,0 +1,1 @@
+"""What processes say to each other: front and engine, client and front. Values and their frames."""

@@ -1,0 +1,1 @@
+"""What `forebay doctor` looks at, and what it makes of it."""

@@ -1,0 +1,1 @@
+"""What runs in the engine's process: the one writer of a node."""

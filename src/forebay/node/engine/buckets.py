@@ -1,0 +1,326 @@
+"""The buckets a node serves: kept in the metadata store, each with its open backend.
+
+Theory. A bucket is added by name and URL. To need no set-up at all, a name that nobody added stands for `s3://NAME`
+with the credentials that the environment holds, if it holds any: it is opened, asked whether it answers, and then
+served like one that was added, but not written to the metadata store (without those credentials it would mean something
+else). A name that did not answer is remembered for UNKNOWN_KEPT_S, so that probing for names costs the backend nothing.
+
+Backends open when first used: a node must start while a backend is down.
+
+Invariants. (1) A bucket's backend is opened once and closed when its bucket changes or goes. (2) `changed` is called
+after every change, with the new list in effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
+from forebay.backends.wrap.counting import BackendCounters
+from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
+from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
+from forebay.meta.seam import Entry, MetaStore
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.buckets")
+ResultT = TypeVar("ResultT")
+OpenBackend = Callable[[Bucket, BackendCounters], Backend]
+
+UNKNOWN_KEPT_S = 30.0
+UNKNOWN_MAX = 1024
+PREFIX = "buckets/"
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Bucket).decode
+
+
+def decode_bucket(entry: Entry) -> Bucket:
+    """A bucket as the metadata store has it, under PREFIX."""
+    return _decode(entry.value)
+
+
+class Served:
+    """A bucket and its backend, as long as its settings stay. `error` is the last trouble ("" after success)."""
+
+    def __init__(self, bucket: Bucket, backend: Backend, implicit: bool = False) -> None:
+        self.bucket = bucket
+        self.backend: Backend = _Watched(backend, self)
+        self.implicit = implicit
+        self.error = ""
+        self.down_until_s = 0.0  # monotonic: until then the backend is not asked where a cached answer will do
+        self.answers = 0  # that the backend gave, whatever they said
+        self.answers_before_down = 0  # how many they were when the question was asked that found it away
+
+    def same_place(self, other: Served) -> bool:
+        """Whether both read the same objects, whatever else differs."""
+        return (self.bucket.url, self.bucket.options) == (other.bucket.url, other.bucket.options)
+
+
+class _Watched:
+    """A backend that notes how its last request went. An answer that says no is an answer."""
+
+    def __init__(self, inner: Backend, served: Served) -> None:
+        self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
+        self._inner, self._served = inner, served
+
+    async def _watch(self, call: Awaitable[ResultT]) -> ResultT:
+        try:
+            result = await call
+        except (NotFound, Precondition, Invalid, NotSupported):
+            self._answered()
+            raise
+        except ForebayError as error:
+            self._served.error = f"{error.kind}: {error}"
+            raise
+        self._answered()
+        return result
+
+    def _answered(self) -> None:
+        self._served.error = ""
+        self._served.answers += 1
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
+        return await self._watch(self._inner.fetch(key, range, version=version))
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self._watch(self._inner.head(key))
+
+    async def check(self, key: str, version: str) -> ObjectInfo | None:
+        return await self._watch(self._inner.check(key, version))
+
+    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        return await self._watch(self._inner.list_page(prefix, delimiter, start_after, limit))
+
+    async def put(
+        self, key: str, body: Body, *, headers: Headers = (), expect: str | None = None, tags: str = ""
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.put(key, body, headers=headers, expect=expect, tags=tags))
+
+    async def delete(self, key: str, *, expect: str | None = None) -> None:
+        await self._watch(self._inner.delete(key, expect=expect))
+
+    async def copy(
+        self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.copy(source_key, key, source_version=source_version, headers=headers))
+
+    async def read_tags(self, key: str) -> str:
+        return await self._watch(self._inner.read_tags(key))
+
+    async def write_tags(self, key: str, tags: str) -> None:
+        await self._watch(self._inner.write_tags(key, tags))
+
+    async def begin_upload(self, key: str, *, headers: Headers = (), tags: str = "") -> str:
+        return await self._watch(self._inner.begin_upload(key, headers=headers, tags=tags))
+
+    async def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        return await self._watch(self._inner.put_part(key, upload_id, number, body))
+
+    async def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[tuple[int, str]], *, expect: str | None = None
+    ) -> ObjectInfo:
+        return await self._watch(self._inner.complete_upload(key, upload_id, parts, expect=expect))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._watch(self._inner.abort_upload(key, upload_id))
+
+    async def list_parts(self, key: str, upload_id: str) -> list[PartSeen]:
+        return await self._watch(self._inner.list_parts(key, upload_id))
+
+    async def list_uploads(self, prefix: str) -> list[UploadSeen]:
+        return await self._watch(self._inner.list_uploads(prefix))
+
+    async def probe(self) -> None:
+        try:
+            await self._inner.probe()
+        except ForebayError as error:
+            self._served.error = f"{error.kind}: {error}"
+            raise
+        self._answered()
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def environment_has_credentials(environ: dict[str, str] | None = None) -> bool:
+    """Whether AWS's own tools would find credentials without being told where."""
+    env = dict(os.environ) if environ is None else environ
+    if env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_PROFILE") or env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(env.get("HOME", "/nonexistent"))
+    shared = Path(env.get("AWS_SHARED_CREDENTIALS_FILE", home / ".aws" / "credentials"))
+    return shared.is_file() or Path(env.get("AWS_CONFIG_FILE", home / ".aws" / "config")).is_file()
+
+
+class Buckets:
+    """See the module's header. `open_backend` makes a backend without asking it anything; it may raise `Invalid`."""
+
+    def __init__(
+        self,
+        meta: MetaStore,
+        open_backend: OpenBackend,
+        clock: Clock,
+        *,
+        auto: bool,
+        changed: Callable[[], None],
+    ) -> None:
+        self._meta = meta
+        self._opener = open_backend
+        self.counters: dict[str, BackendCounters] = {}  # by bucket: they outlive a change of settings
+        self._clock = clock
+        self._auto = auto
+        self._changed = changed
+        self._kept: dict[str, Bucket] = {}
+        self._served: dict[str, Served] = {}
+        self._unknown: dict[str, tuple[float, ForebayError]] = {}
+        self._probing: dict[str, asyncio.Task[Served]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def load(self) -> None:
+        """Read the buckets from the metadata store."""
+        entries, _ = await self._meta.range(PREFIX)
+        for entry in entries:
+            bucket = decode_bucket(entry)
+            self._kept[bucket.name] = bucket
+
+    def all(self) -> list[Bucket]:
+        """Every bucket that is served, by name; those found in the environment too."""
+        implicit = {s.bucket.name: s.bucket for s in self._served.values() if s.implicit}
+        return [bucket for _, bucket in sorted((implicit | self._kept).items())]
+
+    def served(self) -> list[Served]:
+        """Those whose backend is open."""
+        return list(self._served.values())
+
+    def _open_backend(self, bucket: Bucket) -> Backend:
+        return self._opener(bucket, self.counters.setdefault(bucket.name, BackendCounters()))
+
+    async def leave_uploads(self, served: Served, key: str, known: Collection[str] = ()) -> None:
+        """An upload of `key` was to be begun, and its id was never heard. What the backend has may be another's, so
+        none is aborted: those that may be ours, and are none of those `known`, are told and counted. Raises what keeps
+        the backend from answering for now."""
+        there = []
+        try:
+            for seen in await served.backend.list_uploads(key):
+                if seen.key == key and seen.upload_id not in known:
+                    with suppress(NotFound):  # it ended meanwhile
+                        if not await served.backend.list_parts(key, seen.upload_id):  # ours has none
+                            there.append(seen.upload_id)
+        except (Denied, Invalid, NotSupported) as error:  # it lists no uploads for us: one may be there
+            there = [f"unknown, since {error}"]
+        name = served.bucket.name
+        self.counters.setdefault(name, BackendCounters()).uploads_left += len(there)
+        for upload_id in there:
+            log.warning("an upload of %s/%s may be ours and stays at the backend: id %s", name, key, upload_id)
+
+    def known(self, name: str) -> Served | None:
+        """The bucket if it can be had without asking anybody."""
+        served = self._served.get(name)
+        if served is None and (bucket := self._kept.get(name)) is not None:
+            served = self._served[name] = Served(bucket, self._open_backend(bucket))
+        return served
+
+    def stands(self, served: Served) -> bool:
+        """Whether the bucket still is the place that it was."""
+        now = self._served.get(served.bucket.name)
+        return now is served or (now is not None and now.same_place(served))
+
+    async def get(self, name: str) -> Served:
+        """The bucket; `NotFound` (`NoSuchBucket`) if there is none, `Denied` or `Unavailable` if it cannot be told."""
+        served = self.known(name)
+        if served is not None:
+            return served
+        if not self._auto or not environment_has_credentials():
+            raise _no_bucket(name)
+        at_s, error = self._unknown.get(name, (-UNKNOWN_KEPT_S, _no_bucket(name)))
+        if self._clock.monotonic_s() - at_s < UNKNOWN_KEPT_S:
+            raise error
+        task = self._probing.get(name)
+        if task is None:
+            task = self._probing[name] = asyncio.create_task(self._find(name))
+            task.add_done_callback(lambda done: self._probing.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _find(self, name: str) -> Served:
+        bucket = Bucket(check_bucket_name(name), f"s3://{name}", created_s=self._clock.wall_s())
+        backend = self._open_backend(bucket)
+        try:
+            await backend.probe()
+        except ForebayError as error:
+            await backend.aclose()
+            told = _no_bucket(name) if isinstance(error, NoBackendBucket) else error
+            if isinstance(error, NoBackendBucket | Denied | Invalid):
+                if len(self._unknown) >= UNKNOWN_MAX:
+                    self._unknown.clear()
+                self._unknown[name] = (self._clock.monotonic_s(), told)
+            raise told from error
+        log.info("bucket %s found at s3://%s with the environment's credentials", name, name)
+        served = self._served[name] = Served(bucket, backend, implicit=True)
+        self._changed()
+        return served
+
+    async def put(self, bucket: Bucket, *, probe: bool = True) -> Bucket:
+        """Add or change a bucket. It is opened, and asked unless `probe` is off, before anything is kept."""
+        check_bucket_name(bucket.name)
+        old = self._kept.get(bucket.name)
+        created_s = old.created_s if old else self._clock.wall_s()
+        bucket = msgspec.structs.replace(bucket, created_s=created_s)
+        if (bucket.write == "local") != (bucket.url == LOCAL_URL):
+            raise Invalid(f"write=local and the URL {LOCAL_URL} go together: give both, or another URL and write mode")
+        served = Served(bucket, self._open_backend(bucket))
+        if bucket.write == "back" and served.backend.read_only:
+            await served.backend.aclose()
+            raise Invalid(f"what is written back to {bucket.url} would never arrive: it can only be read")
+        if probe:
+            try:
+                await served.backend.probe()
+            except ForebayError:
+                await served.backend.aclose()
+                raise
+        await self._meta.put(PREFIX + bucket.name, _encode(bucket))
+        self._close_later(self._served.get(bucket.name))
+        self._kept[bucket.name] = bucket
+        self._served[bucket.name] = served
+        self._unknown.pop(bucket.name, None)
+        self._changed()
+        return bucket
+
+    async def delete(self, name: str) -> None:
+        """Forget the bucket; `NotFound` if it was not added. What is cached of it is the caller's to evict."""
+        served = self._served.pop(name, None)
+        self._close_later(served)
+        kept = self._kept.pop(name, None)
+        if kept is None and served is None:
+            raise _no_bucket(name)
+        await self._meta.delete(PREFIX + name)
+        self._changed()
+
+    async def aclose(self) -> None:
+        """Close every backend."""
+        for task in list(self._probing.values()):
+            task.cancel()
+        for served in self._served.values():
+            self._close_later(served)
+        self._served.clear()
+        if self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _close_later(self, served: Served | None) -> None:
+        if served is not None:
+            task = asyncio.create_task(served.backend.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+def _no_bucket(name: str) -> NotFound:
+    return NotFound(
+        f"there is no bucket {name!r}: add it with `forebay bucket add {name} URL`, or check the name",
+        code="NoSuchBucket",
+    )

@@ -1,0 +1,412 @@
+"""What the engine answers to calls (`core/messages/calls.py`): buckets, listings, objects, jobs, and how the node is.
+
+Theory. One method for each verb, and a table. Nothing here decides about bytes; it asks the parts that do.
+
+Secrets in bucket options leave the engine only towards its fronts' own use (`Welcome`); an answer shows HIDDEN in their
+place, and a bucket that comes back with HIDDEN keeps what it had.
+
+Invariant. Every verb of `core.messages.calls.VERBS` is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+import forebay
+from forebay.core import limits
+from forebay.core.errors import Bug, Busy, Exists, Invalid
+from forebay.core.freshness import fresh_until_s
+from forebay.core.messages import calls
+from forebay.core.metrics import Snapshot, merge, series
+from forebay.core.record import State, blocks_in
+from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
+from forebay.core.volumes import LostObject
+from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.counts import Tally
+from forebay.node.engine.derived import Keeping, derived_bytes
+from forebay.node.engine.evictions import Room
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.engine.flush.owed_at_start import CatchingUp
+from forebay.node.engine.fronts import Fronts
+from forebay.node.engine.jobs.hints import Hinting
+from forebay.node.engine.jobs.runner import Jobs
+from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.listing import Listings
+from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.volumes import Volumes
+from forebay.node.engine.write.appends import Appends
+from forebay.node.engine.write.copies import Copies
+from forebay.node.engine.write.tags import Tags
+from forebay.node.engine.write.through_streams import Streams
+from forebay.node.engine.write.uploads import UploadBook
+from forebay.node.engine.write.writes import Writes
+from forebay.node.settings import Settings
+from forebay.node.store.disk.usage import VolumeUsage
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.records import cached_bytes, headers_of, present_blocks
+from forebay.node.store.writer.scrub import Scrubber
+from forebay.node.store.writer.volumes import object_lost
+from forebay.node.store.writer.writer import Store
+from forebay.node.vitals import vitals
+from forebay.ports.clock import Clock
+
+HIDDEN = "***"
+_SECRET_WORDS = ("secret", "token", "password", "key", "sas", "credential")
+
+
+class Engine(Protocol):
+    """The parts of the engine that calls ask."""
+
+    settings: Settings
+    node_id: str
+    started_s: float
+    restarts: list[tuple[str, str, int]]
+    clock: Clock
+    store: Store
+    catching_up: CatchingUp
+    index: StoreReader
+    buckets: Buckets
+    cold: ColdReads
+    room: Room
+    fronts: Fronts
+    jobs: Jobs
+    work: JobWork
+    tally: Tally
+    scrubber: Scrubber
+    writes: Writes
+    streams: Streams
+    copies: Copies
+    keeping: Keeping
+    appends: Appends
+    listings: Listings
+    manifests: Manifests
+    hinting: Hinting
+    prestaging: Prestaging
+    flusher: Flusher
+    volumes: Volumes
+    uploads: UploadBook
+    tags: Tags
+
+    def flush(self) -> None: ...
+
+
+def _is_secret(option: str) -> bool:
+    return option != "access_key_id" and any(word in option.lower() for word in _SECRET_WORDS)
+
+
+def hide_secrets(bucket: Bucket) -> Bucket:
+    """The bucket as people may see it."""
+    shown = {name: HIDDEN if _is_secret(name) else value for name, value in bucket.options.items()}
+    return msgspec.structs.replace(bucket, options=shown)
+
+
+class Verbs:
+    """See the module's header."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._settings = asyncio.Lock()  # changes that begin from what a bucket is now
+        self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "buckets": self._buckets,
+            "bucket_put": self._bucket_put,
+            "bucket_create": self._bucket_create,
+            "bucket_rules": self._bucket_rules,
+            "bucket_delete": self._bucket_delete,
+            "bucket_check": self._bucket_check,
+            "list": self._list,
+            "list_cached": self._list_cached,
+            "hints": engine.hinting.tell,
+            "hints_at": engine.hinting.at,
+            "hints_close": engine.hinting.close,
+            "hints_state": engine.hinting.state,
+            "manifest": engine.manifests.ask,
+            "manifest_part": engine.manifests.part,
+            "stat": self._stat,
+            "job": self._job,
+            "jobs": self._jobs,
+            "job_cancel": self._job_cancel,
+            "status": self._status,
+            "lost": self._lost,
+            "lost_give_up": self._lost_give_up,
+            "volume_add": engine.volumes.add,
+            "volume_give_up": engine.volumes.give_up,
+            "map": self._map,
+            "metrics": self._metrics,
+            "prestage": engine.prestaging.ask,
+            "put": self._put,
+            "put_open": engine.streams.open,
+            "append": engine.appends.append,
+            "keep": engine.keeping.keep,
+            "delete": engine.writes.delete,
+            "copy": engine.copies.copy,
+            "tag": engine.tags.tag,
+            "tags": engine.tags.read,
+            "upload_create": engine.uploads.create,
+            "upload_part": engine.uploads.part,
+            "upload_part_copy": engine.copies.copy_part,
+            "upload_parts": engine.uploads.parts,
+            "upload_complete": engine.uploads.complete,
+            "upload_abort": engine.uploads.abort,
+            "uploads": engine.uploads.uploads,
+        }
+
+    async def answer(self, verb: str, arguments: Any) -> Any:
+        """The answer to one call, of the type that `core.messages.calls.VERBS` gives."""
+        await self._engine.catching_up.before(verb, arguments)
+        if isinstance(arguments, calls.JobCall):
+            return await self._engine.jobs.start(verb, arguments)  # type: ignore[arg-type]
+        serve = self._table.get(verb)
+        if serve is None:
+            raise Bug(f"the call {verb} is not served: please report it")
+        return await serve(arguments)
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    async def _buckets(self, _: calls.Nothing) -> list[Bucket]:
+        return [hide_secrets(bucket) for bucket in self._engine.buckets.all()]
+
+    async def _bucket_put(self, bucket: Bucket) -> Bucket:
+        if bucket.freshness_s < 0:
+            raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
+        if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
+            raise Invalid(f"a quota below one block ({limits.BLOCK_BYTES} bytes) keeps nothing: give more, or none")
+        old = self._kept(bucket.name)
+        if old is None:
+            return hide_secrets(await self._engine.buckets.put(bucket))
+        options = {n: old.options.get(n, "") if v == HIDDEN else v for n, v in bucket.options.items()}
+        bucket = msgspec.structs.replace(bucket, options=options)
+        moved = (old.url, old.options) != (bucket.url, bucket.options)
+        if not moved and old.write == bucket.write:
+            return hide_secrets(await self._engine.buckets.put(bucket))
+        async with self._engine.writes.quiet(bucket.name):
+            await self._settled(bucket.name, "change where or how it is written")
+            if bucket.write != "local":
+                await self._empty(old, "change the bucket")
+            if (old.url, old.options.get("endpoint")) != (bucket.url, bucket.options.get("endpoint")):
+                await self._engine.uploads.abort_bucket(bucket.name)  # their halves are at the place that is left
+            kept = await self._engine.buckets.put(bucket)
+            if moved:
+                self._engine.cold.leave(kept.name)
+                await self._engine.work.evict_bucket(kept.name)  # cached from another place, perhaps: not this bucket's
+        return hide_secrets(kept)
+
+    async def _bucket_create(self, bucket: Bucket) -> Bucket:
+        async with self._settings:
+            if self._kept(bucket.name) is not None:
+                raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
+            return await self._bucket_put(bucket)
+
+    async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
+        async with self._settings:
+            bucket = (await self._engine.buckets.get(call.name)).bucket
+            if call.acl is not None:
+                bucket = msgspec.structs.replace(bucket, acl=call.acl)
+            if call.cors is not None:
+                bucket = msgspec.structs.replace(bucket, cors=call.cors)
+            return hide_secrets(await self._engine.buckets.put(bucket, probe=False))
+
+    def _kept(self, name: str) -> Bucket | None:
+        return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
+
+    async def _bucket_delete(self, named: calls.BucketNamed) -> calls.Nothing:
+        async with self._engine.writes.quiet(named.name):
+            bucket = self._kept(named.name)
+            if bucket is not None:
+                await self._settled(named.name, "delete the bucket")
+                await self._empty(bucket, "delete the bucket")
+                await self._engine.uploads.abort_bucket(named.name)
+            await self._engine.buckets.delete(named.name)
+            self._engine.cold.leave(named.name)
+            await self._engine.work.evict_bucket(named.name)
+        return calls.Nothing()
+
+    async def _bucket_check(self, named: calls.BucketNamed) -> calls.Nothing:
+        await (await self._engine.buckets.get(named.name)).backend.probe()
+        return calls.Nothing()
+
+    async def _settled(self, bucket: str, change: str) -> None:
+        """`Busy` while the node owes the bucket's backend something, which `change` would lose; `VolumeMissing` while
+        nobody knows whether it does; `ObjectLost` while something of it is lost and not given up."""
+        self._engine.store.check_bucket(bucket)
+        for lost in self._engine.store.lost_in(bucket, limit=1):
+            raise object_lost(lost)
+        owed = self._engine.flusher.totals(bucket)
+        if owed.objects:
+            raise Busy(
+                f"bucket {bucket} has {owed.objects} objects or deletes ({owed.bytes} bytes) that its backend has not "
+                f"got: `forebay flush {bucket}` first, then {change}",
+                retry_after_s=5.0,
+            )
+
+    async def _empty(self, bucket: Bucket, change: str) -> None:
+        """`Exists` while a local bucket holds objects, which are nowhere else."""
+        self._engine.flush()
+        if bucket.write == "local" and self._engine.index.scan(bucket.name, limit=1):
+            raise Exists(
+                f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}",
+                code="BucketNotEmpty",
+            )
+
+    # --- listings ----------------------------------------------------------------------------------------------------
+    async def _list(self, call: calls.ListCall) -> Any:
+        return await self._engine.listings.page(await self._engine.buckets.get(call.bucket), call)
+
+    async def _list_cached(self, call: calls.ListCall) -> calls.CachedPage:
+        check_bucket_name(call.bucket)
+        return await self._engine.listings.cached(call)
+
+    async def _stat(self, call: calls.StatCall) -> calls.ObjectState:
+        engine = self._engine
+        check_key(call.key)
+        served = await engine.buckets.get(call.bucket)
+        record = await engine.cold.metadata(Ask(call.bucket, call.key, revalidate=call.revalidate), served)
+        here = engine.store.lookup(call.bucket, call.key)
+        if here is not None and here.version != record.version:
+            here = None
+        checked_s = here.checked_s if here is not None else record.checked_s
+        owned = here is not None and bool(here.state & State.OWNED)
+        return calls.ObjectState(
+            bucket=call.bucket,
+            key=call.key,
+            size_bytes=record.size_bytes,
+            version=record.version,
+            etag=record.etag,
+            modified_s=record.modified_s,
+            cached_bytes=cached_bytes(here) if here else 0,
+            pinned=bool(here and here.state & State.PINNED),
+            dirty=bool(here and here.state & State.DIRTY),
+            fresh_until_s=FRESH_IMMUTABLE if owned else fresh_until_s(checked_s, served.bucket.freshness_s),
+            headers=dict(headers_of(record)),
+            volume=engine.store.volume_of(call.bucket, call.key) if here else "",
+            blocks=blocks_in(record.size_bytes),
+            cached_blocks=len(present_blocks(here)) if here else 0,
+            local=bool(here and here.state & State.LOCAL),
+        )
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+    async def _put(self, call: calls.PutCall) -> calls.Written:
+        return await (self._engine.streams.put(call) if call.put else self._engine.writes.put(call))
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+    async def _job(self, named: calls.JobNamed) -> calls.JobState:
+        return self._engine.jobs.get(named.job)
+
+    async def _jobs(self, _: calls.Nothing) -> list[calls.JobState]:
+        return self._engine.jobs.all()
+
+    async def _job_cancel(self, named: calls.JobNamed) -> calls.JobState:
+        return await self._engine.jobs.cancel(named.job)
+
+    # --- how the node is ---------------------------------------------------------------------------------------------
+    async def _status(self, _: calls.Nothing) -> calls.NodeState:
+        engine = self._engine
+        usages = engine.store.usage()
+        served = {each.bucket.name: each for each in engine.buckets.served()}
+        buckets = [
+            self._bucket_state(bucket, usages, served[bucket.name].error if bucket.name in served else "")
+            for bucket in engine.buckets.all()
+        ]
+        return calls.NodeState(
+            node_id=engine.node_id,
+            version=forebay.__version__,
+            engine_pid=os.getpid(),
+            started_s=engine.started_s,
+            endpoint=engine.settings.endpoint,
+            fronts=[calls.FrontState(seen.front, seen.pid) for seen in engine.fronts.present()],
+            volumes=engine.volumes.states(usages),
+            buckets=buckets,
+            flights=len(engine.cold.all_flights),
+            reads=engine.cold.reads,
+            jobs_running=engine.jobs.running,
+            pass_bytes=engine.cold.pass_bytes,
+            derived_bytes=derived_bytes(usages),
+            catching_up=not engine.catching_up.is_done,
+        )
+
+    def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> calls.BucketState:
+        owed = self._engine.flusher.totals(bucket.name)
+        return calls.BucketState(
+            bucket.name,
+            bucket.url,
+            sum(usage.buckets.get(bucket.name, 0) for usage in usages),
+            bucket.quota_bytes,
+            f"flush of {owed.error}" if owed.error else error,
+            owed.bytes,
+            owed.objects,
+            owed.since_s,
+            owed.flushing,
+            owed.conflicts,
+            self._lost_objects(bucket.name),
+            self._engine.volumes.missing(bucket.name),
+        )
+
+    def _lost_objects(self, bucket: str) -> int:
+        store = self._engine.store
+        return len(store.lost_in(bucket)) + sum(1 for _ in store.partly_lost(bucket))
+
+    async def _lost(self, call: calls.LostCall) -> list[LostObject]:
+        store = self._engine.store
+        if call.keys:
+            named = (store.lost_of(call.bucket, key) for key in call.keys[: limits.LIST_KEYS_MAX])
+            found = [lost for lost in named if lost is not None]
+        else:
+            found = store.lost_in(call.bucket, call.prefix, call.start_after, limits.LIST_KEYS_MAX)
+        whole = [
+            LostObject(each.bucket, each.key, each.record.size_bytes, each.record.modified_s, each.problem)
+            for each in found
+        ]
+
+        def asked(key: str) -> bool:
+            return key in call.keys if call.keys else key.startswith(call.prefix) and key > call.start_after
+
+        partly = [each for each in store.partly_lost(call.bucket) if asked(each.key)]
+        return sorted([*whole, *partly], key=lambda each: each.key)[: limits.LIST_KEYS_MAX]
+
+    async def _lost_give_up(self, call: calls.LostCall) -> list[LostObject]:
+        found = [each for each in await self._lost(call) if not each.ranges]  # of the others the rest can be read
+        for each in found:
+            await self._engine.writes.give_up(each.bucket, each.key)
+        return found
+
+    async def _map(self, _: calls.Nothing) -> calls.NodeMap:
+        return calls.NodeMap(1, [calls.MapNode(self._engine.node_id, self._engine.settings.endpoint)])
+
+    async def _metrics(self, _: calls.Nothing) -> Snapshot:
+        return merge([self.snapshot(), *await self._engine.fronts.snapshots()])
+
+    def snapshot(self) -> Snapshot:
+        """What the engine alone counted, and its gauges."""
+        engine = self._engine
+        counted = engine.tally.snapshot(engine.buckets.counters.items())
+        values = dict(counted.values)
+        values["forebay_flights"] = len(engine.cold.all_flights)
+        for bucket, permits in engine.cold.all_permits.items():
+            values[series("forebay_fetches_waiting", bucket=bucket)] = permits.waiting
+        values["forebay_pass_bytes"] = engine.cold.pass_bytes
+        values["forebay_jobs_running"] = engine.jobs.running
+        values["forebay_prestaging"] = engine.prestaging.waiting
+        values["forebay_hint_jobs"] = len(engine.hinting.hints.jobs)
+        values["forebay_corrupt_blocks_total"] = engine.store.bad_blocks
+        values["forebay_scrubbed_bytes_total"] = engine.scrubber.bytes_checked
+        objects = 0
+        for usage in engine.store.usage():
+            volume = usage.volume_id
+            values[series("forebay_volume_bytes", volume=volume)] = usage.used_bytes
+            values[series("forebay_volume_capacity_bytes", volume=volume)] = usage.capacity_bytes
+            objects += usage.objects
+        values["forebay_objects"] = objects
+        for each in engine.buckets.all():
+            values[series("forebay_lost_objects", bucket=each.name)] = self._lost_objects(each.name)
+        for process, reason, count in engine.restarts:
+            values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
+        values |= engine.flusher.metrics() | engine.volumes.metrics()
+        snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
+        snapshot.check()
+        return snapshot

@@ -1,0 +1,561 @@
+"""The engine: the one writer of a node. It fetches what is missing, keeps what fits, and answers the fronts.
+
+Theory. Everything of the engine is put together here, and this is the only place that knows all of it: store, buckets,
+cold reads, room, fronts, jobs. It runs on one event loop; worker threads only move bytes (writes to data files, checks,
+reclaiming). Changes to the index gather for FLUSH_S and become visible to fronts together.
+
+In the background: volumes are looked after every HOUSEKEEP_S, free space is followed, rotten blocks are searched for at
+a low rate, and files that no record names are swept once after each start.
+
+One engine has a directory: it holds the node's lock, unless its supervisor does and says so.
+
+Invariants. (1) A front is welcomed only when the store is open and the buckets are loaded. (2) After `stop` nothing of
+the engine is left: no task, thread, descriptor or socket file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.backends.seam import Backend
+from forebay.backends.stack import open_backend
+from forebay.backends.wrap.counting import BackendCounters
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.machines.hints import Hints
+from forebay.core.machines.pulse import interval_s
+from forebay.core.machines.stall import LOOK_S
+from forebay.core.messages.calls import PutCall, Written
+from forebay.core.messages.wire import Welcome
+from forebay.core.types import Bucket
+from forebay.meta.sqlite import SqliteMeta
+from forebay.node.engine.buckets import PREFIX as BUCKETS
+from forebay.node.engine.buckets import Buckets, OpenBackend, decode_bucket
+from forebay.node.engine.call_handlers import Verbs
+from forebay.node.engine.counts import Tally
+from forebay.node.engine.derived import Keeping
+from forebay.node.engine.evictions import Room
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.engine.flush.owed_at_start import CatchingUp
+from forebay.node.engine.fronts import Connection, Fronts
+from forebay.node.engine.identities import IdentitiesFile
+from forebay.node.engine.jobs.hints import Hinting
+from forebay.node.engine.jobs.runner import Jobs
+from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.listing import Listings
+from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.volumes import Volumes
+from forebay.node.engine.write.appends import Appends
+from forebay.node.engine.write.begun_uploads import Begun
+from forebay.node.engine.write.copies import Copies
+from forebay.node.engine.write.tags import Tags
+from forebay.node.engine.write.through_bodies import Through
+from forebay.node.engine.write.through_streams import Streams
+from forebay.node.engine.write.uploads import UploadBook
+from forebay.node.engine.write.writes import Writes
+from forebay.node.settings import Settings
+from forebay.node.store.derived import Derived
+from forebay.node.store.disk.volume import Expected, Lost, StoreEvent, stalled
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer.remembered_volumes import KnownVolumes
+from forebay.node.store.writer.scrub import Scrubber
+from forebay.node.store.writer.volumes import object_lost
+from forebay.node.store.writer.writer import Store
+from forebay.ports import chance as system_chance
+from forebay.ports import clock as system_clock
+from forebay.ports.chance import Chance
+from forebay.ports.clock import Clock
+from forebay.ports.machine import boot_id
+
+log = logging.getLogger("forebay.engine")
+
+FLUSH_S = 0.003  # one index transaction for what comes within it
+HOUSEKEEP_S = 5.0
+WORKERS = 32  # threads for what waits: a few are used, and a disk that stalls must not take all
+FILES_NEEDED = 1024
+
+
+def _open(bucket: Bucket, counters: BackendCounters) -> Backend:
+    return open_backend(bucket, counters=counters)
+
+
+def _make_volume_dir(volume: Path) -> None:
+    try:
+        volume.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Invalid(f"--volume {volume}: {error.strerror}: name a directory that this user can write") from error
+
+
+class Engine:
+    """One engine. `start`, then `stop`; both on the loop that it shall run on. `opener` opens backends."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        opener: OpenBackend = _open,
+        clock: Clock = system_clock.system,
+        chance: Chance = system_chance.system,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.node_id = ""
+        self.started_s = clock.wall_s()
+        self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which, why, how often
+        self._opener = opener
+        self._chance = chance
+        self._identities = IdentitiesFile(settings.identities, settings.identity_key)
+        self._flushing: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.starts_again = asyncio.Event()  # set: for a volume that may be opened now
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
+
+    # --- starting and stopping ---------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Open everything and accept fronts. Raises what keeps it from starting, and leaves nothing open then."""
+        directory = Path(self.settings.dir)
+        for path in (directory, self.settings.run_dir):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._identities.read()
+        self._meta = SqliteMeta(self.settings.meta_file)
+        try:
+            self.known = KnownVolumes(self._meta, self.clock)
+            await self._remember_volumes()
+            self.node_id = await self._know_myself()
+            await self._open_store()
+        except BaseException:
+            await self._meta.aclose()
+            raise
+        self._assemble()
+        try:
+            await self.buckets.load()
+            self.catching_up.start()
+            self.room.restore(self.buckets.all(), self.catching_up.whole)
+            await self.uploads.load()
+            await self.begun.load()
+            await self._listen()
+        except BaseException:
+            await self.stop(clean=False)
+            raise
+        self.store.serve()
+        self.fronts.beat()
+        late: list[Callable[[], Awaitable[None]]] = [self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend]
+        if self.catching_up.is_done:
+            await self.jobs.resume()
+        else:
+            late.append(self.jobs.resume)
+        work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
+        self._background = [asyncio.create_task(each) for each in work]
+
+    async def _remember_volumes(self) -> None:
+        """Before the node has an id: so that one which has, and does not remember volumes, is known to be older."""
+        entries, _ = await self._meta.range(BUCKETS)
+        owing = [bucket.name for bucket in map(decode_bucket, entries) if bucket.write != "through"]
+        paths = [str(path) for path in self.settings.volume_dirs]
+        ran_before = await self._meta.get("node/id") is not None
+        await self.known.load(paths, ran_before=ran_before, owing_buckets=owing)
+
+    async def _open_store(self) -> None:
+        """Open the volumes that are what they were, and make those that were ordered. The others are told."""
+        astray = any(known.astray for known in self.known.memory.volumes)
+        expected: dict[str, Expected] = {}
+        paths = []
+        for each in self.known.judge([str(path) for path in self.settings.volume_dirs]):
+            if each.state == "fresh":
+                _make_volume_dir(Path(each.path))
+            elif each.state == "present":
+                expected[each.path] = Expected(each.volume_id, each.weight)
+            if each.state in ("fresh", "present"):
+                paths.append(each.path)
+            if each.detail:
+                shown = (each.volume_id or "?", each.path, each.state, each.detail, each.change or "nothing to do")
+                log.warning("volume %s at %s is %s: %s; %s", *shown)
+        await self.known.opening()
+        self.store = Store.open(
+            paths,
+            capacity_bytes=self.settings.capacity_bytes,
+            on_event=self._store_event,
+            expected=expected,
+            may_be_empty=len(paths) < len(self.known.standings),
+            astray=astray,
+            later=True,
+            epoch=self.known.memory.epoch,
+        )
+        await self.known.opened(self.store)
+
+    def _assemble(self) -> None:
+        self.tally = Tally()
+        self.hints = Hints()
+        self.index = StoreReader(self.store.volumes())
+        self.scrubber = Scrubber(self.store, rate_bytes_s=max(1.0, self.settings.scrub_bytes_s))
+        self.buckets = Buckets(
+            self._meta, self._opener, self.clock, auto=self.settings.auto_buckets, changed=self._buckets_changed
+        )
+        self.room = Room(
+            self.store,
+            self.tally,
+            self._workers,
+            busy=lambda object_id, block: self.cold.busy(object_id, block),
+            evicted=lambda object_id, blocks: self.cold.evicted(object_id, blocks),
+            flush=self.flush,
+            held=lambda object_ids: self._dropped(object_ids),
+            hints=self.hints,
+        )
+        self.cold = ColdReads(
+            self.store,
+            self.buckets,
+            self.room,
+            self.tally,
+            self.clock,
+            self._workers,
+            flush_soon=self.flush_soon,
+            deleted=self._deleted,
+            wrote=lambda bucket, key: self.manifests.written(bucket, key),
+        )
+        self._assemble_writing()
+        self._assemble_answers()
+
+    def _assemble_writing(self) -> None:
+        self.flusher = Flusher(
+            self.store,
+            self.buckets,
+            self.clock,
+            self._chance,
+            self._workers,
+            lock=lambda bucket, key: self.writes.lock(bucket, key),
+            commit=lambda change: self.writes.commit(change),
+            flush_soon=self.flush_soon,
+            node_id=self.node_id,
+            capacity_bytes=self._capacity_bytes,
+            cleaned=lambda bucket, key, record: self.room.settled(record),
+            found_bad=lambda bucket, key, record, bad: self.cold.suspicions.found_bad((bucket, key), record, bad),
+        )
+        self.catching_up = CatchingUp(self.store, self.flusher, lambda name: name in self.writes.locks)
+        self.cold.bring_up = self.catching_up.key
+        self.begun = Begun(self._meta, self.buckets, self._chance)
+        self.writes = Writes(
+            self.store,
+            self.buckets,
+            self.cold,
+            self.room,
+            self.flusher,
+            self.clock,
+            self._workers,
+            through=Through(self.begun),
+            flush=self.flush,
+            known=self.known,
+        )
+        self.streams = Streams(self.store, self.buckets, self.writes)
+        self.copies = Copies(
+            self.store,
+            self.index,
+            self.buckets,
+            self.cold,
+            self.writes,
+            self._workers,
+            lambda: self.uploads,
+        )
+        self.keeping = Keeping(self.store, self.writes, self.clock.wall_s, self.cold.forget)
+        self.writes.moved_on = self.keeping.moved_on
+        derived = Derived(self.index, lambda verb, call: self.keeping.keep(call), self.room.touched)
+        self.appends = Appends(
+            self.store,
+            self.index,
+            self.writes,
+            derived,
+            self._workers,
+            flush=self.flush,
+            wall_s=self.clock.wall_s,
+        )
+        self.tags = Tags(self.store, self.buckets, self.writes, self.flusher, self._workers)
+        self.uploads = UploadBook(
+            self._meta,
+            self.buckets,
+            self.store,
+            self.index,
+            self.writes,
+            self.clock,
+            self._chance,
+            self._workers,
+            boot_id=boot_id(),
+        )
+
+    def _assemble_answers(self) -> None:
+        self.listings = Listings(self.store, self.index, self.flusher, self.cold.listed)
+        self.derived = Derived(self.index, self._ask, self._touched)
+        self.manifests = Manifests(self.buckets, self.listings, self.derived, self.clock, self._workers)
+        self.hinting = Hinting(
+            self.manifests,
+            self.cold,
+            self.room,
+            self.index,
+            self.hints,
+            self.tally,
+            self.clock,
+            self._workers,
+        )
+        self.room.foresight = self.hinting
+        self.cold.foretold = self.hinting.covers
+        self.work = JobWork(
+            self.buckets,
+            self.cold,
+            self.room,
+            self.index,
+            self.tally,
+            self.flusher,
+            flush=self.flush,
+            flush_soon=self.flush_soon,
+        )
+        self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
+        self.store.on_lost = self._lost
+        self.store.on_answer = functools.partial(self._on_loop, asyncio.get_running_loop())
+        self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
+        paths = [str(path) for path in self.settings.volume_dirs]
+        self.volumes = Volumes(self.store, self.known, self.flusher, paths)
+        self.verbs = Verbs(self)
+        self.fronts: Fronts = Fronts(
+            self.cold,
+            self.streams,
+            welcome=self.welcome,
+            answer=self.verbs.answer,
+            begin=self._begin,
+            touched=self._touched,
+            beat_s=interval_s(self.settings.hung_after_s),
+        )
+
+    async def _know_myself(self) -> str:
+        entry = await self._meta.get("node/id")
+        if entry is not None:
+            return entry.value.decode()
+        node_id = self._chance.token_hex(8)
+        await self._meta.put("node/id", node_id.encode())
+        return node_id
+
+    async def _listen(self) -> None:
+        path = self.settings.engine_socket
+        path.unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
+        before = os.umask(0o077)
+        try:
+            self._server = await loop.create_unix_server(lambda: Connection(self.fronts), str(path), backlog=512)
+        except OSError as error:
+            raise Invalid(f"the socket {path} cannot be made ({error}): choose a shorter or writable --dir") from error
+        finally:
+            os.umask(before)
+
+    async def stop(self, *, clean: bool = True, flush: bool = False) -> None:
+        """Let go of everything. `clean` puts all on the disks, so that the next start trusts the index; `flush` first
+        brings to the backends what only this node has, within the settings' bound."""
+        self._stopping = True
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        await self.jobs.aclose()
+        await self.prestaging.aclose()
+        await self.hinting.aclose()
+        await self.manifests.aclose()
+        await self.streams.aclose()
+        await self.uploads.aclose()
+        await self.writes.aclose()
+        if flush and not self.settings.no_flush_file.exists():
+            await self.catching_up.whole(self.settings.flush_timeout_s)
+        await self.catching_up.aclose()
+        owed = await self.flusher.aclose(
+            flush=flush, patience_s=self.settings.flush_timeout_s, skip=self.settings.no_flush_file.exists
+        )
+        if owed.objects:
+            self.settings.owed_file.write_text(json.dumps({"objects": owed.objects, "bytes": owed.bytes}))
+        await self.writes.commits.aclose()
+        await self.cold.aclose()
+        await self.fronts.aclose()
+        await self.room.aclose()
+        await self.buckets.aclose()
+        if self._flushing is not None:
+            self._flushing.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._workers.shutdown)
+        await self._forget_settled()
+        self.index.close()
+        self.store.close(clean=clean)
+        await self._meta.aclose()
+        self.settings.engine_socket.unlink(missing_ok=True)
+
+    async def _forget_settled(self) -> None:
+        """What the volumes do not owe any more, is not looked for on them if they are gone at the next start."""
+        try:
+            self.store.settle()
+            self.store.flush()
+            await self.known.tend(self.store, ())
+        except Exception:
+            log.exception("what the volumes owe could not be brought up to date; the next start does it")
+
+    # --- what fronts are told ----------------------------------------------------------------------------------------
+    def welcome(self) -> Welcome:
+        """What a front needs before it serves."""
+        return Welcome(
+            self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded, pid=os.getpid()
+        )
+
+    def told(self, line: bytes) -> None:
+        """What the supervisor has counted changed."""
+        self.restarts = msgspec.json.decode(line, type=list[tuple[str, str, int]])
+
+    def _begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
+        return self.catching_up.is_done and self.writes.begin(call, done)
+
+    async def _ask(self, verb: str, arguments: Any) -> Any:
+        return await self.verbs.answer(verb, arguments)
+
+    def _deleted(self, bucket: str, key: str) -> bool:
+        note = self.flusher.find(bucket, key)
+        return note is not None and note.is_delete
+
+    def _capacity_bytes(self) -> int:
+        return sum(usage.capacity_bytes for usage in self.store.usage() if usage.state != "out")
+
+    def _touched(self, object_id: int, first: int, end: int) -> None:
+        self.room.touched(object_id, first, end)
+        self.store.touch((object_id,), int(self.clock.wall_s() // 60))
+
+    def _buckets_changed(self) -> None:
+        self.room.set_quotas(self.buckets.all())
+        self.fronts.greet_again()
+
+    def _store_event(self, event: StoreEvent) -> None:
+        log.warning("%s on volume %s: %s", event.kind, event.volume_id or "?", event.detail)
+        if hasattr(self, "fronts"):
+            asyncio.get_running_loop().call_soon(self._volumes_changed)
+
+    def _on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread: a disk that was late has answered."""
+        with suppress(RuntimeError):  # the loop has ended, and with it who would be told
+            loop.call_soon_threadsafe(self.flush)
+
+    def _lost(self, lost: Lost) -> None:
+        self.flusher.forget(lost.bucket, lost.key, object_lost(lost))
+        self.flush()  # before anybody is told: no front shall answer from the record a moment later
+
+    def _volumes_changed(self) -> None:
+        if not self._stopping:
+            volumes = self.store.volumes()
+            self.index.refresh(volumes)
+            self.room.follow_volumes()
+            self.fronts.greet_again()
+
+    # --- the index ---------------------------------------------------------------------------------------------------
+    def flush_soon(self) -> None:
+        """Make what changed visible within FLUSH_S."""
+        if self._flushing is None and not self._stopping:
+            self._flushing = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        """Make what changed visible now, and let fronts close what was dropped."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self.store.flush()
+        self.writes.commits.flushed()
+        dropped = self.store.take_dropped()
+        if dropped:
+            self._dropped(dropped)
+        if dropped or self.store.reclaimable:
+            self.room.reclaim()
+
+    def _dropped(self, object_ids: list[int]) -> None:
+        self.index.dropped(object_ids)
+        self.fronts.dropped(object_ids)
+
+    # --- in the background -------------------------------------------------------------------------------------------
+    async def _housekeep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(HOUSEKEEP_S)
+            try:
+                settling = [
+                    loop.run_in_executor(volume.desk.bearers, self.store.settle, volume)
+                    for volume in self.store.usable()
+                    if not volume.silent
+                ]
+                if settling:
+                    await asyncio.wait(settling, timeout=HOUSEKEEP_S)
+                self.store.housekeep()
+                self.catching_up.start()
+                self.flush()
+                if not self.store.any_stalled:  # else what is under way there may come to be owed later
+                    await self.known.tend(self.store, self.writes.written_buckets())
+                self.room.follow_volumes()
+                if self.store.finds_room() and not self.starts_again.is_set():
+                    log.warning("there is room to open a volume that was left out: the engine starts again")
+                    self.starts_again.set()
+                if self._identities.read():
+                    self.fronts.greet_again()
+            except Exception:
+                log.exception("housekeeping broke; it goes on")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            changed = self.store.watch(self.clock.monotonic_s())
+            for volume in changed:
+                if volume.stall.stalled:
+                    log.error("the disk of volume %s does not answer: it is passed by until it does", volume.path)
+                    self.writes.commits.stalled(volume.id, stalled(volume.path, "a write"))
+                else:
+                    log.warning("the disk of volume %s answers again", volume.path)
+            for volume in self.store.usable():
+                if not volume.stall.stalled:
+                    self.writes.commits.answers(volume.id)
+            if changed:
+                self.flush()
+                self._volumes_changed()
+
+    async def _scrub(self) -> None:
+        if self.settings.scrub_bytes_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        while True:
+            unit = self.scrubber.next_unit(self.clock.monotonic_s())
+            wait_s = 60.0
+            if unit is not None:
+                try:
+                    bad = await loop.run_in_executor(
+                        self._workers, self.store.check_blocks, unit.record, unit.bucket, unit.key, [unit.block]
+                    )
+                    self.scrubber.settle(unit, bad)
+                    if bad:
+                        self.room.removed(unit.record.object_id, bad)
+                        self.cold.evicted(unit.record.object_id, bad)
+                    self.flush_soon()
+                    wait_s = self.scrubber.pace(unit, self.clock.monotonic_s())
+                except ForebayError as error:
+                    log.warning("scrubbing waits: %s", error)
+            await asyncio.sleep(wait_s)
+
+    async def _when_whole(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self.catching_up.whole()
+        await work()
+
+    async def _sweep(self) -> None:
+        removed = 0
+        for count in self.store.sweep():
+            removed += count
+            await asyncio.sleep(0.001)
+        self.flush()
+        self.room.reclaim()
+        if removed:
+            log.info("%d files that no record names were removed", removed)

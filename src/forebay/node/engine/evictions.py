@@ -1,0 +1,377 @@
+"""Room on the volumes: which blocks leave, and their leaving in steps that no reader notices.
+
+Theory. Each volume has its own eviction machine (`core/machines/eviction.py`), because a key's volume is fixed by
+placement: room on one disk is no help to another. The machine is told what landed and what was used; when a volume is
+above its mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the
+files, and the space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
+
+Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block.
+When much must leave at once (a quota was cut), it leaves BATCH_UNITS a turn, and reads go on in between.
+
+A filesystem that others fill too gets some distance (`store/usage.py`), since how much is free is looked at only now
+and then. Units are weighed by what they take: a small object by its pages of the index.
+
+Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
+ghost must be found all the same, so it is filed under a number made from bucket, key and block.
+
+Where jobs give hints, `foresight` is asked of all that lands and told of all that leaves, and what is needed last goes
+first (`core/machines/hinted_eviction.py`).
+
+Invariants. (1) What the machine forgot was dropped from the store in the same turn of the loop. (2) One reclaim at a
+time. (3) A block that a flight needs is not a victim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from typing import Protocol
+
+import xxhash
+
+from forebay.core import limits
+from forebay.core.machines.eviction import split_unit, unit_of
+from forebay.core.machines.hinted_eviction import HintedEviction
+from forebay.core.machines.hints import Hints
+from forebay.core.record import OWNED, PINNED, Record
+from forebay.core.types import Bucket
+from forebay.node.engine.counts import Tally
+from forebay.node.store.disk.usage import taken_bytes
+from forebay.node.store.disk.volume import Unit, Volume
+from forebay.node.store.records import present_blocks
+from forebay.node.store.writer.writer import Store
+from forebay.ports.machine import release_memory
+
+log = logging.getLogger("forebay.room")
+
+_KEPT = PINNED | OWNED
+RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
+BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks
+TRIM_UNITS = 100_000  # after so many have left, memory is worth giving back
+BATCH_UNITS = 256  # or so many small objects, some milliseconds' work: then everybody else has a turn
+FLUSH_UNITS = 1024  # of them are committed together, where more must leave
+
+
+def ghost_name(bucket: str, key: str, block: int) -> int:
+    """What a block's history is filed under, whatever object id it has at the time."""
+    return xxhash.xxh3_64_intdigest(f"{bucket}/{key}\0{block}".encode())
+
+
+class Foresight(Protocol):
+    """Who knows which units have hints (`node/engine/jobs/hints.py`)."""
+
+    def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool: ...
+
+    def gone(self, unit: int) -> None: ...
+
+    def touched(self, object_id: int, first: int, end: int) -> None: ...
+
+
+class _Blind:
+    """Nobody gives hints."""
+
+    def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool:
+        return False
+
+    def gone(self, unit: int) -> None: ...
+
+    def touched(self, object_id: int, first: int, end: int) -> None: ...
+
+
+class Room:
+    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store, `held`
+    of objects whose files somebody still has open; `hints` knows when units are due, `foresight` (set it) which."""
+
+    def __init__(
+        self,
+        store: Store,
+        tally: Tally,
+        workers: Executor,
+        *,
+        busy: Callable[[int, int], bool],
+        evicted: Callable[[int, list[int]], None],
+        flush: Callable[[], None],
+        held: Callable[[list[int]], None],
+        hints: Hints,
+    ) -> None:
+        self._store = store
+        self._tally = tally
+        self._workers = workers
+        self._busy = busy
+        self._evicted = evicted
+        self._flush = flush
+        self._held = held
+        self._hints = hints
+        self.foresight: Foresight = _Blind()
+        self._machines: dict[str, HintedEviction] = {}
+        self._quotas: dict[str, int | None] = {}
+        self._reclaiming: dict[str, asyncio.Task[None]] = {}  # by volume
+        self._making: asyncio.Handle | None = None
+        self._restoring: asyncio.Task[None] | None = None
+        self._newest = 0
+        self._unflushed = 0  # units that left since the last commit
+        self._left = 0  # and since memory was given back
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+    def restore(self, buckets: Iterable[Bucket], whole: Callable[[], Awaitable[None]]) -> None:
+        """Learn what the store holds, after a start, in the background, when it is `whole`: what is not known yet is no
+        victim, and counts for its volume, but not yet for its bucket's quota."""
+        self._newest = self._store.newest_minute()
+        for usage in self._store.usage():
+            if usage.state != "out":
+                machine = self._machines[usage.volume_id] = HintedEviction(usage.keep_bytes, self._hints)
+                machine.restore((), self._newest)
+        self.set_quotas(buckets)
+        self._restoring = asyncio.create_task(self._restore(whole))
+
+    async def _restore(self, whole: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await whole()
+            await self._learn()
+            self._restoring = None
+            self.follow_volumes()
+        except Exception:
+            log.exception("what the volumes hold could not be learned: what is not known stays until the next start")
+
+    async def _learn(self) -> None:
+        for volume_id, units in self._store.unit_batches():
+            machine = self._machines.get(volume_id)
+            if machine is not None:
+                machine.restore(_restorable(units), self._newest)
+            self._follow()
+            await asyncio.sleep(0)
+
+    async def learned(self) -> None:
+        """Return when all that the store held at the start is known."""
+        if self._restoring is not None:
+            await asyncio.wait([self._restoring])
+
+    def set_quotas(self, buckets: Iterable[Bucket]) -> None:
+        """Bound buckets' shares; each volume takes its part by capacity."""
+        for bucket in buckets:
+            self._quotas[bucket.name] = bucket.quota_bytes
+        marks = {volume_id: machine.capacity_bytes for volume_id, machine in self._machines.items()}
+        total = sum(marks.values()) or 1
+        for name, quota_bytes in self._quotas.items():
+            for volume_id, machine in self._machines.items():
+                machine.set_quota(name, None if quota_bytes is None else quota_bytes * marks[volume_id] // total)
+        self.make_room()
+
+    def follow_volumes(self) -> None:
+        """Every few seconds: the disks' free space changes, and volumes go out."""
+        self._follow()
+        self.make_room()
+
+    def _follow(self) -> None:
+        usages = {usage.volume_id: usage for usage in self._store.usage() if usage.state != "out"}
+        for volume_id in list(self._machines):
+            if volume_id not in usages:
+                for unit in self._machines.pop(volume_id).units():
+                    self.foresight.gone(unit)
+        for volume_id, usage in usages.items():
+            machine = self._machines.get(volume_id)
+            if machine is not None:
+                unknown_bytes = 0 if self._restoring is None else max(0, usage.weighed_bytes - machine.used_bytes)
+                machine.set_capacity(max(0, usage.keep_bytes - unknown_bytes))
+
+    # --- what reads tell ---------------------------------------------------------------------------------------------
+    def landed(
+        self, volume_id: str, unit: tuple[int, int], size_bytes: int, bucket: str, key: str, pinned: bool
+    ) -> None:
+        """A block (or, as block 0, an inline object) was listed in the store; `unit` is (object id, block)."""
+        machine = self._machines.get(volume_id)
+        if machine is None:
+            return
+        number = unit_of(*unit)
+        machine.landed(number, size_bytes, bucket, ghost_name(bucket, key, unit[1]))
+        if pinned:
+            machine.pin(number)
+        if self.foresight.landed(bucket, key, number, unit[1], size_bytes):
+            machine.hint(number)
+        if machine.excess_bytes:
+            self._make_room()
+
+    def wrote(self, bucket: str, key: str, record: Record) -> None:
+        """The store has this object whole, from a writer. What is owned is counted, and no victim until `settled`."""
+        machine = self._machines.get(self._store.volume_of(bucket, key))
+        if machine is None:
+            return
+        keep = bool(record.state & _KEPT)
+        for block, size_bytes in _units_of(record):
+            unit = unit_of(record.object_id, block)
+            machine.landed(unit, size_bytes, bucket, ghost_name(bucket, key, block))
+            if keep:
+                machine.pin(unit)
+            if self.foresight.landed(bucket, key, unit, block, size_bytes):
+                machine.hint(unit)
+        if machine.excess_bytes:
+            self.make_room()
+
+    def settled(self, record: Record) -> None:
+        """The backend has it: it may be evicted like anything else."""
+        if not record.state & _KEPT:
+            self.pin(record.object_id, [block for block, _ in _units_of(record)], False)
+            self.make_room()
+
+    def touched(self, object_id: int, first: int, end: int) -> None:
+        """Blocks were read."""
+        for machine in self._machines.values():
+            machine.touched_blocks(object_id, first, end)
+        self.foresight.touched(object_id, first, end)
+
+    def removed(self, object_id: int, blocks: list[int]) -> None:
+        """Blocks left the store by another way."""
+        for machine in self._machines.values():
+            for block in blocks:
+                machine.removed(unit_of(object_id, block))
+        for block in blocks:
+            self.foresight.gone(unit_of(object_id, block))
+
+    def pin(self, object_id: int, blocks: list[int], pinned: bool) -> None:
+        """Never evict these, or evict them again."""
+        for machine in self._machines.values():
+            for block in blocks:
+                unit = unit_of(object_id, block)
+                if machine.pin(unit, pinned) and not pinned and self._hints.knows(unit):
+                    machine.hint(unit)
+
+    # --- hints -------------------------------------------------------------------------------------------------------
+    def hint(self, unit: int) -> bool:
+        """It is known when this unit is due. False if it is not here."""
+        for machine in self._machines.values():
+            if unit in machine:
+                machine.hint(unit)
+                return True
+        return False
+
+    def unhint(self, units: list[int]) -> None:
+        """It is known no longer."""
+        for machine in self._machines.values():
+            for unit in units:
+                machine.unhint(unit)
+
+    def moved(self, units: list[int]) -> None:
+        """They are due later than they were."""
+        for machine in self._machines.values():
+            for unit in units:
+                machine.moved(unit)
+
+    def all_moved(self) -> None:
+        """Somebody said something else than before."""
+        for machine in self._machines.values():
+            machine.all_moved()
+
+    def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool:
+        """Whether so much of an object may be fetched before it is due, and nothing leaves that is due sooner."""
+        machine = self._machines.get(self._store.volume_of(bucket, key))
+        return machine is not None and machine.spares(size_bytes, due)
+
+    def window_bytes(self, share: float) -> int:
+        """How far ahead may be fetched: what is free, or this share of what may be kept, if that is more."""
+        machines = self._machines.values()
+        free_bytes = sum(max(0, machine.capacity_bytes - machine.used_bytes) for machine in machines)
+        return max(free_bytes, int(sum(machine.capacity_bytes for machine in machines) * share))
+
+    # --- making room -------------------------------------------------------------------------------------------------
+    def make_room(self) -> None:
+        """Evict what is above the marks, in the next turn of the loop."""
+        if self._making is None:
+            self._making = asyncio.get_running_loop().call_soon(self._make_room)
+
+    def _make_room(self) -> None:
+        if self._making is not None:
+            self._making.cancel()  # a landing came between: one of it is enough
+            self._making = None
+        loop = asyncio.get_running_loop()
+        began_s, again, dropped_bytes = loop.time(), False, 0
+        for machine in self._machines.values():
+            excess_bytes = machine.excess_bytes
+            if not excess_bytes:
+                continue
+            chosen = machine.victims(min(excess_bytes, BATCH_BYTES), self._is_busy, units_max=BATCH_UNITS)
+            for unit in chosen.units:
+                self.foresight.gone(unit)
+            self._unflushed += len(chosen.units)
+            self._left += len(chosen.units)
+            self._take_out([split_unit(unit) for unit in chosen.units])
+            self._tally.evictions["capacity"] += len(chosen.units) - machine.by_hint
+            self._tally.evictions["hint"] += machine.by_hint
+            self._tally.evicted_bytes += chosen.freed_bytes
+            dropped_bytes += chosen.freed_bytes
+            again |= not chosen.stuck and machine.excess_bytes > 0
+        if self._unflushed and (self._unflushed >= FLUSH_UNITS or dropped_bytes >= BATCH_BYTES or not again):
+            self._unflushed = 0
+            self._flush()
+            self.reclaim()
+        if again:  # and as long for everybody else as it took
+            self._making = loop.call_later(loop.time() - began_s, self._make_room)
+        elif self._left >= TRIM_UNITS:
+            self._left = 0
+            self._workers.submit(release_memory)
+
+    def _is_busy(self, unit: int) -> bool:
+        return self._busy(*split_unit(unit))
+
+    def drop(self, units: list[tuple[int, int]]) -> None:
+        """Take (object id, block) pairs out of the store; the machines have forgotten them or are told by `removed`."""
+        if units:
+            self._take_out(units)
+            self._flush()
+            self.reclaim()
+
+    def _take_out(self, units: list[tuple[int, int]]) -> None:
+        self._store.drop_units(units)
+        blocks: dict[int, list[int]] = {}
+        for object_id, block in units:
+            blocks.setdefault(object_id, []).append(block)
+        for object_id, gone in blocks.items():
+            self._evicted(object_id, gone)
+
+    def reclaim(self) -> None:
+        """Give the space of what was dropped back to the disks, in the background."""
+        for volume in self._store.to_reclaim():
+            if volume.id not in self._reclaiming:
+                self._reclaiming[volume.id] = asyncio.create_task(self._reclaim(volume))
+
+    async def _reclaim(self, volume: Volume) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                done = await loop.run_in_executor(volume.desk.bearers, self._store.reclaim, volume)
+                if done.deferred:
+                    self._held(done.deferred)  # opened again since it was dropped, perhaps, and idle by now
+                    await asyncio.sleep(RECLAIM_AGAIN_S)
+                elif not done.freed_bytes:
+                    return
+        finally:
+            del self._reclaiming[volume.id]
+
+    async def aclose(self) -> None:
+        """Stop working in the background."""
+        if self._restoring is not None:
+            self._restoring.cancel()
+            await asyncio.gather(self._restoring, return_exceptions=True)
+        if self._making is not None:
+            self._making.cancel()
+        reclaiming = list(self._reclaiming.values())
+        for task in reclaiming:
+            task.cancel()
+        await asyncio.gather(*reclaiming, return_exceptions=True)
+
+
+def _units_of(record: Record) -> Iterator[tuple[int, int]]:
+    """(block, what it takes) of every block that is here."""
+    if record.inline is not None:
+        yield 0, taken_bytes(record)
+        return
+    size_bytes, block_bytes = record.size_bytes, record.block_bytes
+    for block in present_blocks(record):
+        yield block, min(block_bytes, size_bytes - block * block_bytes)
+
+
+def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
+    for unit in units:
+        pinned = bool(unit.state & _KEPT)
+        yield unit_of(unit.object_id, unit.block), unit.size_bytes, unit.bucket, unit.used_minute, pinned

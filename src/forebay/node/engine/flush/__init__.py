@@ -1,0 +1,1 @@
+"""Writing back what the node owes."""

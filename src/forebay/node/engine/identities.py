@@ -1,0 +1,85 @@
+"""The identities file as the engine follows it: read at the start, and again when it changes.
+
+Theory. The engine looks every few seconds; `forebay key` replaces the file whole, so what is read is one state of it. A
+file that is broken, or gone, after the start changes nothing: locking everybody out, or letting everybody in, because
+of a slip of an editor would be worse than yesterday's identities. It is tried again each time, and the log says it once
+for each state of the file. At the start it is an error.
+
+Invariants. (1) `encoded` is empty only for a node without identities. (2) A secret is in memory and on the engine's
+socket, whose directory is its user's alone; it is never logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+
+from forebay.core.access import encode_identities
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.keyfile import identities_of, parse
+
+log = logging.getLogger("forebay.identities")
+
+
+class IdentitiesFile:
+    """`path` is the file, "" for a node without identities; `key_path` is the private key of its seals, or ""."""
+
+    def __init__(self, path: str, key_path: str = "") -> None:
+        self.encoded = b""
+        self._path = Path(path) if path else None
+        self._key_path = key_path
+        self._seen: tuple[int, ...] = ()  # the state of the file that was read last
+        self._told: tuple[int, ...] = ()  # the one that was complained of last
+
+    def read(self) -> bool:
+        """Read the file if it changed; whether the identities did. `Invalid` only before any were read."""
+        if self._path is None:
+            return False
+        try:
+            at = self._path.stat()
+        except OSError as error:
+            return self._keep((0,), Invalid(f"{self._path} cannot be read ({error.strerror}): check --identities"))
+        seen = (at.st_mtime_ns, at.st_size, at.st_ino)
+        if seen == self._seen:
+            return False
+        try:
+            encoded = self._load(at.st_mode)
+        except ForebayError as error:
+            return self._keep(seen, error)
+        self._seen = seen
+        changed, self.encoded = encoded != self.encoded, encoded
+        return changed
+
+    def _load(self, mode: int) -> bytes:
+        assert self._path is not None
+        try:
+            file = parse(self._path.read_bytes())
+            if not file.is_sealed:
+                if stat.S_IMODE(mode) & 0o077 and any(entry.secret_access_key for entry in file.identities):
+                    log.warning("%s can be read by other users, and its secrets are not sealed: chmod 600", self._path)
+                return encode_identities(identities_of(file, _never))
+            if not self._key_path:
+                raise Invalid(
+                    "its secrets are sealed: give the key with --identity-key FILE, or as the systemd credential "
+                    "forebay-identity-key"
+                )
+            from forebay.node.sealed_secrets import read_key  # 20 ms to import, and few nodes need it
+
+            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open))
+        except OSError as error:
+            raise Invalid(f"{self._path} cannot be read ({error.strerror}): check --identities") from None
+        except Invalid as error:
+            raise Invalid(f"the identities file {self._path}: {error.message}") from None
+
+    def _keep(self, seen: tuple[int, ...], problem: ForebayError) -> bool:
+        if not self.encoded:
+            raise problem
+        if seen != self._told:
+            log.error("the identities stay as they were: %s", problem)
+            self._told = seen
+        return False
+
+
+def _never(sealed: str, key_id: str) -> str:
+    raise AssertionError("a file that is not sealed has nothing to open")

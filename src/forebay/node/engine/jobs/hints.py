@@ -1,0 +1,324 @@
+"""Hints at work: what jobs told is fetched ahead of them, and what they need last leaves first.
+
+Theory. The machine (`core/machines/hints.py`) speaks of numbered blocks of a manifest; here they are objects. A job's
+manifest is loaded when it first speaks, and blocks that are here, or come, are told to the machine by the key's number
+in it. `Room` asks through `Hinting` whether what landed has hints, and tells what left; eviction is then by hints
+(`core/machines/hinted_eviction.py`).
+
+Each job has a task that fetches what is next and not here, through the same flights as any reader: at most FETCHES at
+once, not farther ahead than WINDOW_BYTES (less in a small cache that is full), and nothing for which something that is
+needed sooner would have to leave (`Room.spares`). It is woken by what the job says and by each fetch that ends. A fetch
+that fails is not repeated: the reader who needs the block will say what is wrong.
+
+Hints are kept in memory only. After a restart of the engine a job that speaks is told `NoSuchHints`, and tells its
+future again. Telling takes the loop in steps of PIECE_ACCESSES, so that hits are served in between.
+
+Invariants. (1) A unit is known to the machine if and only if an eviction machine treats it as hinted, but for pinned
+ones. (2) Whatever goes wrong here, reads go on as without hints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol
+
+from forebay.core import limits
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.formats.manifest import Manifest
+from forebay.core.machines.eviction import unit_of
+from forebay.core.machines.hints import (
+    TRIPLE_BYTES,
+    Dataset,
+    Hints,
+    HintsAtCall,
+    HintsCall,
+    HintsNamed,
+    HintsState,
+    Wanted,
+    check_job_name,
+)
+from forebay.core.messages.calls import Nothing
+from forebay.core.types import RangeSpec
+from forebay.node.engine.counts import Tally
+from forebay.node.engine.jobs.work import prefetched
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.one_read import Ask
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.records import present_blocks
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.hinting")
+
+FETCHES = 32  # half of what a bucket may have: readers who wait come first
+FLYING_BYTES_MAX = 256 * limits.MIB
+WINDOW_BYTES = 512 * limits.MIB  # half a second of a fast job, and 25 round trips of 20 ms
+WINDOW_SHARE = 0.03  # of the capacity, when that is full: what waits for its use takes the place of what would be kept
+PIECE_ACCESSES = 4096
+ATTACH_OBJECTS = 500
+TEND_S = 10.0
+LISTED_LOOKS, LISTED_S = 50, 0.002
+
+
+class Space(Protocol):
+    """What hinting needs of `node/engine/evictions.py`."""
+
+    async def learned(self) -> None: ...
+
+    def hint(self, unit: int) -> bool: ...
+
+    def unhint(self, units: list[int]) -> None: ...
+
+    def moved(self, units: list[int]) -> None: ...
+
+    def all_moved(self) -> None: ...
+
+    def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool: ...
+
+    def window_bytes(self, share: float) -> int: ...
+
+
+class _Source(NamedTuple):
+    """A manifest that jobs gave hints of."""
+
+    manifest: Manifest
+    dataset: Dataset
+
+
+class _Plan:
+    """What is done for one job."""
+
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.wake = asyncio.Event()
+        self.flying: set[asyncio.Task[None]] = set()
+        self.flying_bytes = 0
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class Hinting:
+    """See the module's header."""
+
+    def __init__(
+        self,
+        manifests: Manifests,
+        cold: ColdReads,
+        room: Space,
+        index: StoreReader,
+        hints: Hints,
+        tally: Tally,
+        clock: Clock,
+        workers: Executor,
+    ) -> None:
+        self._manifests, self._cold, self._room, self._index = manifests, cold, room, index
+        self._tally, self._clock, self._workers = tally, clock, workers
+        self.hints = hints
+        self._plans: dict[str, _Plan] = {}
+        self._sources: dict[tuple[str, str, str], _Source] = {}
+        self._by_bucket: dict[str, list[_Source]] = {}
+        self._numbers = 0
+        self._telling = asyncio.Lock()
+        self._flying: dict[tuple[str, str], int] = {}  # objects of which something is being fetched ahead
+        self._fetched: set[int] = set()  # units that were fetched ahead and not used yet
+
+    # --- what jobs say -----------------------------------------------------------------------------------------------
+    async def tell(self, call: HintsCall) -> HintsState:
+        """A job's future, from an access on. `NotFound` (`NoSuchManifest`) when its manifest is not here any more."""
+        check_job_name(call.job)
+        if len(call.accesses) % TRIPLE_BYTES:
+            raise Invalid("the accesses are not whole triples of u32: object, first block, end block")
+        accesses = array("I", call.accesses)
+        async with self._telling:
+            now_s = self._clock.monotonic_s()
+            plan = self._plans.get(call.job)
+            if plan is None or plan.source.manifest.id != call.manifest or plan.source.manifest.prefix != call.prefix:
+                plan = await self._begin(call)
+            again = False
+            for at in range(0, len(accesses) or 1, 3 * PIECE_ACCESSES):
+                piece = accesses[at : at + 3 * PIECE_ACCESSES]
+                again |= self.hints.extend(call.job, call.start + at // 3, piece, now_s)
+                await asyncio.sleep(0)
+            if again:
+                self._room.all_moved()
+        plan.wake.set()
+        return self._state(call.job)
+
+    async def at(self, call: HintsAtCall) -> HintsState:
+        """A job consumed the accesses before a position. `NotFound` (`NoSuchHints`): it must tell its future again."""
+        self._room.moved(self.hints.at(call.job, call.position, self._clock.monotonic_s()))
+        self._plans[call.job].wake.set()
+        return self._state(call.job)
+
+    async def close(self, named: HintsNamed) -> Nothing:
+        """A job is over. One that is not known is fine."""
+        self._close(named.job)
+        return Nothing()
+
+    async def state(self, named: HintsNamed) -> HintsState:
+        """How far a job is. `NotFound` (`NoSuchHints`)."""
+        return self._state(named.job)
+
+    def _state(self, job: str) -> HintsState:
+        said = self.hints.job(job)
+        manifest = self._plans[job].source.manifest
+        return HintsState(job, manifest.bucket, manifest.prefix, manifest.id, said.position, said.known, said.ahead)
+
+    async def _begin(self, call: HintsCall) -> _Plan:
+        name = (call.bucket, call.prefix, call.manifest)
+        source = self._sources.get(name)
+        if source is None:
+            manifest = await self._manifests.load(*name)
+            loop = asyncio.get_running_loop()
+            self._numbers += 1
+            dataset = await loop.run_in_executor(self._workers, Dataset, self._numbers, manifest.sizes)
+            source = _Source(manifest, dataset)
+        freed = self.hints.begin(call.job, source.dataset, call.start, self._clock.monotonic_s())
+        self._stop(call.job)
+        plan = self._plans[call.job] = _Plan(source)
+        if name not in self._sources:
+            self._sources[name] = source
+            self._by_bucket.setdefault(call.bucket, []).append(source)
+        self._room.unhint(freed)
+        self._forget_sources()
+        log.info("job %s gives hints of %d objects of %s/%s", call.job, len(source.manifest), call.bucket, call.prefix)
+        plan.tasks = [asyncio.create_task(self._attach(source)), asyncio.create_task(self._fetch_ahead(call.job, plan))]
+        return plan
+
+    def _close(self, job: str) -> None:
+        self._room.unhint(self.hints.close(job))
+        self._stop(job)
+        self._forget_sources()
+
+    def _stop(self, job: str) -> None:
+        plan = self._plans.pop(job, None)
+        if plan is not None:
+            for task in [*plan.tasks, *plan.flying]:
+                task.cancel()
+
+    def _forget_sources(self) -> None:
+        for name, source in list(self._sources.items()):
+            if not source.dataset.jobs:
+                del self._sources[name]
+                self._by_bucket[name[0]].remove(source)
+
+    # --- what is here ------------------------------------------------------------------------------------------------
+    def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool:
+        """Something landed; whether a job has it in its manifest."""
+        known = False
+        for source in self._by_bucket.get(bucket, ()):
+            known |= self._landed(source, key, unit, block)
+        if known and (bucket, key) in self._flying:
+            self._fetched.add(unit)
+            self._tally.hinted_bytes += size_bytes
+        return known
+
+    def _landed(self, source: _Source, key: str, unit: int, block: int) -> bool:
+        number = source.manifest.find(key)
+        place = -1 if number is None else source.dataset.block(number, block)
+        if place >= 0:
+            self.hints.landed(unit, source.dataset, place)
+        return place >= 0
+
+    def covers(self, bucket: str, key: str) -> bool:
+        """Whether a job has the object in its manifest."""
+        return any(source.manifest.find(key) is not None for source in self._by_bucket.get(bucket, ()))
+
+    def gone(self, unit: int) -> None:
+        """A unit left."""
+        self.hints.gone(unit)
+        self._fetched.discard(unit)
+
+    def touched(self, object_id: int, first: int, end: int) -> None:
+        """Blocks were read."""
+        if self._fetched:
+            for block in range(first, end):
+                unit = unit_of(object_id, block)
+                if unit in self._fetched:
+                    self._fetched.discard(unit)
+                    self._tally.hinted_hits += 1
+
+    async def _attach(self, source: _Source) -> None:
+        """Tell the machine what of a manifest is here already."""
+        await self._room.learned()
+        bucket, after = source.manifest.bucket, ""
+        while found := self._index.scan(bucket, source.manifest.prefix, after, ATTACH_OBJECTS):
+            for key, record in found:
+                for block in present_blocks(record):
+                    unit = unit_of(record.object_id, block)
+                    if self._landed(source, key, unit, block) and not self._room.hint(unit):
+                        self.hints.gone(unit)  # it left meanwhile
+            after = found[-1][0]
+            await asyncio.sleep(0)
+
+    # --- fetching ahead ----------------------------------------------------------------------------------------------
+    async def _fetch_ahead(self, job: str, plan: _Plan) -> None:
+        await asyncio.wait(plan.tasks[:1])  # what is here is not fetched
+        while True:
+            plan.wake.clear()
+            window_bytes = min(WINDOW_BYTES, self._room.window_bytes(WINDOW_SHARE))
+            while len(plan.flying) < FETCHES and plan.flying_bytes < FLYING_BYTES_MAX:
+                wanted = self.hints.wanted(job, window_bytes)
+                if wanted is None:
+                    if self.hints.is_ahead(job, window_bytes):
+                        break
+                    await asyncio.sleep(0)  # it looked far enough for one turn
+                    continue
+                key = plan.source.manifest.key(wanted.object)
+                size_bytes = wanted.size_bytes + plan.flying_bytes
+                if not self._room.spares(plan.source.manifest.bucket, key, size_bytes, wanted.due):
+                    break
+                self.hints.fetching(job, wanted)
+                self._take_off(plan, key, wanted)
+            await plan.wake.wait()
+
+    def _take_off(self, plan: _Plan, key: str, wanted: Wanted) -> None:
+        bucket = plan.source.manifest.bucket
+        task = asyncio.create_task(self._fetch(plan, key, wanted))
+        plan.flying.add(task)
+        plan.flying_bytes += wanted.size_bytes
+        self._flying[bucket, key] = self._flying.get((bucket, key), 0) + 1
+
+        def over(done: asyncio.Task[None]) -> None:
+            plan.flying.discard(done)
+            plan.flying_bytes -= wanted.size_bytes
+            self._flying[bucket, key] -= 1
+            if not self._flying[bucket, key]:
+                del self._flying[bucket, key]
+            plan.wake.set()
+            if not done.cancelled() and (error := done.exception()) is not None:
+                log.error("fetching ahead broke", exc_info=error)
+
+        task.add_done_callback(over)
+
+    async def _fetch(self, plan: _Plan, key: str, wanted: Wanted) -> None:
+        size_bytes = plan.source.dataset.sizes[wanted.object]
+        start, stop = wanted.first * limits.BLOCK_BYTES, min(wanted.end * limits.BLOCK_BYTES, size_bytes)
+        whole = stop - start == size_bytes
+        asked = None if whole else RangeSpec(start, stop - 1)
+        try:
+            await prefetched(self._cold, Ask(plan.source.manifest.bucket, key, asked))
+            for _ in range(LISTED_LOOKS):  # bytes are told before their blocks are listed, and only then take room
+                if plan.source.dataset.is_here(wanted.object, wanted.first, wanted.end):
+                    break
+                await asyncio.sleep(LISTED_S)
+        except ForebayError as error:
+            log.info("%s/%s is not fetched ahead: %s", plan.source.manifest.bucket, key, error)
+
+    # --- in the background -------------------------------------------------------------------------------------------
+    async def tend(self) -> None:
+        """Forget jobs that were not heard of for HINT_TTL_S."""
+        while True:
+            await asyncio.sleep(TEND_S)
+            for job in self.hints.expired(self._clock.monotonic_s()):
+                log.info("job %s has not been heard of for %.0f s: its hints are dropped", job, limits.HINT_TTL_S)
+                self._close(job)
+
+    async def aclose(self) -> None:
+        """Stop fetching."""
+        tasks = [task for plan in self._plans.values() for task in (*plan.tasks, *plan.flying)]
+        for job in list(self._plans):
+            self._stop(job)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,276 @@
+"""What each kind of job does: prefetch, evict, refresh, pin and unpin, as plans and actions.
+
+Theory. `prefetch` plans from the backend's listing, since what is not here is its point; `pin` from the index and then
+the listing, so that what is here stays even if the backend does not answer; the others plan from the index, since they
+concern only what is here. A prefetch reads like any reader, through the same flights, but has no
+client: what lands is taken at once. It never passes bytes through memory: where no disk takes them, prefetching means
+nothing.
+
+`flush` plans from what is owed when it begins, and what is written later is not its concern: its work is asking and
+waiting, for the flusher does the rest and tries again where that can help.
+
+Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already
+and fetches the rest. `evict` leaves what is pinned: two orders that contradict each other must not cost a second fetch.
+
+Invariant. Every action may be done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+import msgspec
+
+from forebay.backends.seam import Backend
+from forebay.core import limits
+from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
+from forebay.core.messages.calls import JobCall, JobVerb
+from forebay.core.record import Record, State
+from forebay.core.types import Bucket, check_key
+from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.counts import Tally
+from forebay.node.engine.derived import names_in
+from forebay.node.engine.evictions import Room
+from forebay.node.engine.flush.flusher import ASKED_AT_ONCE, Flusher
+from forebay.node.engine.jobs.runner import JobUnit, Work
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.one_read import Ask, Read
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.records import cached_bytes, present_blocks
+from forebay.node.store.writer.volumes import missing, object_lost
+
+SCAN_LIMIT = 1000
+
+
+class Prefetch:
+    """A reader without a client."""
+
+    def __init__(self) -> None:
+        self.read: Read | None = None
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
+        self._size_bytes = 0 if hit else end - start
+
+    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
+        if path.startswith("/proc/"):
+            self._end(Unavailable("no disk takes bytes now: make room (`forebay status`), then prefetch again"))
+        elif self.read is not None:
+            self.read.took(end)
+
+    def finished(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self._size_bytes)
+
+    def failed(self, error: ErrorOnWire) -> None:
+        self._end(from_wire(error))
+
+    def withdrawn(self) -> None:
+        self._end(Unavailable("what was fetched rotted on its way: prefetch again"))
+
+    def _end(self, error: ForebayError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+async def prefetched(cold: ColdReads, ask: Ask) -> int:
+    """Have here what is asked for; how many bytes of it were not. Raises why it cannot be."""
+    out = Prefetch()
+    out.read = cold.open(ask, out)
+    try:
+        return await out.done
+    finally:
+        out.read.close()
+
+
+class JobWork:
+    """Makes the work of each verb."""
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        cold: ColdReads,
+        room: Room,
+        index: StoreReader,
+        tally: Tally,
+        flusher: Flusher,
+        *,
+        flush: Callable[[], None],
+        flush_soon: Callable[[], None],
+    ) -> None:
+        self._buckets = buckets
+        self._cold = cold
+        self._room = room
+        self._index = index
+        self._tally = tally
+        self._flusher = flusher
+        self._flush = flush
+        self._flush_soon = flush_soon
+
+    async def make(self, verb: JobVerb, call: JobCall) -> Work:
+        """The work of a call; `NotFound` for an unknown bucket, `Invalid` for a key that cannot be."""
+        served = await self._buckets.get(call.bucket)
+        for key in call.keys:
+            check_key(key)
+        if verb == "prefetch":
+            return Work(lambda: _listed(served.backend, call), lambda unit: self._prefetch(call.bucket, unit))
+        if verb == "flush":
+            return self._flush_owed(call)
+        if verb in ("pin", "unpin") and not call.dry_run:
+            await self._pin_prefixes(served.bucket, call, verb == "pin")
+
+        def plan() -> AsyncIterator[JobUnit]:
+            if verb == "pin":
+                return self._pinning(served.backend, call)
+            return self._evicting(call) if verb == "evict" else self._cached(call)
+
+        actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
+            "evict": lambda unit: self._evict_unpinned(call.bucket, unit),
+            "refresh": lambda unit: self._refresh(call.bucket, unit),
+            "pin": lambda unit: self._fetch_and_pin(call.bucket, unit),
+            "unpin": lambda unit: self._pin(call.bucket, unit, False),
+        }
+        return Work(plan, actions[verb])
+
+    async def evict_bucket(self, bucket: str) -> None:
+        """Drop everything that is cached of a bucket."""
+        await self._evict_derived(JobCall(bucket))
+        async for unit in self._cached(JobCall(bucket)):
+            await self._evict(bucket, unit)
+        self._flush()
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+    async def _cached(self, call: JobCall, but: State = State.CLEAN) -> AsyncIterator[JobUnit]:
+        """What is here, `but` for records in these states."""
+        self._flush()  # the scan sees what is committed
+        if call.keys:
+            for key in call.keys:
+                record = self._index.lookup(call.bucket, key)
+                if record is not None and not record.state & but:
+                    yield JobUnit(key, cached_bytes(record))
+            return
+        after = ""
+        while found := self._index.scan(call.bucket, call.prefix, after, SCAN_LIMIT):
+            for key, record in found:
+                if not record.state & but:
+                    yield JobUnit(key, cached_bytes(record))
+            after = found[-1][0]
+            await asyncio.sleep(0)
+
+    async def _pinning(self, backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
+        """What is here, then what is not (or not whole) of what the backend lists."""
+        async for unit in self._cached(call):
+            yield unit
+        async for unit in _listed(backend, call):
+            record = self._cold.store.lookup(call.bucket, unit.key)
+            if record is None or not record.complete:
+                yield unit
+
+    async def _evicting(self, call: JobCall) -> AsyncIterator[JobUnit]:
+        """What is here and may go; what was derived from it goes first, for it is no object of the bucket."""
+        if not call.dry_run:
+            await self._evict_derived(call)
+        async for unit in self._cached(call, State.PINNED | State.OWNED):
+            yield unit
+
+    def _flush_owed(self, call: JobCall) -> Work:
+        owed = self._flusher.owing(call.bucket, call.prefix, call.keys)
+        writes = {key: seq for key, seq, _ in owed}
+
+        owners = self._cold.store.owners
+        absent = owners.of_bucket(call.bucket)
+        if call.keys:
+            absent = [known for known in absent if any(owners.of_key(call.bucket, key) is known for key in call.keys)]
+
+        lost = self._cold.store.lost_in(call.bucket, call.prefix)
+        troubles: list[ForebayError] = [missing(known, f"bucket {call.bucket}") for known in absent]
+        troubles += [object_lost(each) for each in lost if not call.keys or each.key in call.keys]
+
+        async def plan() -> AsyncIterator[JobUnit]:
+            for _ in troubles:
+                yield JobUnit("", 0)
+            for key, _, size_bytes in owed:
+                yield JobUnit(key, size_bytes)
+
+        async def action(unit: JobUnit) -> int:
+            if not unit.key:
+                raise troubles.pop()
+            await self._flusher.flushed(call.bucket, unit.key, writes[unit.key])
+            return unit.size_bytes
+
+        return Work(plan, action, parallel=ASKED_AT_ONCE)
+
+    # --- actions -----------------------------------------------------------------------------------------------------
+    async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
+        return await prefetched(self._cold, Ask(bucket, unit.key))
+
+    async def _fetch_and_pin(self, bucket: str, unit: JobUnit) -> int:
+        record = self._cold.store.lookup(bucket, unit.key)
+        if record is None or not record.complete:
+            await self._prefetch(bucket, unit)
+        return await self._pin(bucket, unit, True)
+
+    async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
+        record = self._cold.store.lookup(bucket, unit.key)
+        if record is None or record.state & (State.PINNED | State.OWNED):
+            return 0  # what is owned is nowhere else
+        return await self._evict(bucket, unit)
+
+    async def _evict(self, bucket: str, unit: JobUnit) -> int:
+        freed_bytes = self._cold.forget(bucket, unit.key)
+        self._tally.evictions["asked"] += 1
+        self._tally.evicted_bytes += freed_bytes
+        self._room.reclaim()
+        await asyncio.sleep(0)
+        return freed_bytes
+
+    async def _evict_derived(self, call: JobCall) -> None:
+        self._flush()
+        for place, name in names_in(self._index, call.bucket, call.prefix, call.keys):
+            self._tally.evicted_bytes += self._cold.forget(place, name)
+            await asyncio.sleep(0)
+        self._flush()
+        self._room.reclaim()
+
+    async def _refresh(self, bucket: str, unit: JobUnit) -> int:
+        served = await self._buckets.get(bucket)
+        try:
+            await self._cold.metadata(Ask(bucket, unit.key, revalidate=True), served)
+        except NotFound:
+            pass  # it is gone at the backend, and so here
+        return unit.size_bytes
+
+    async def _pin(self, bucket: str, unit: JobUnit, pinned: bool) -> int:
+        store = self._cold.store
+        record = store.lookup(bucket, unit.key)
+        if record is None:
+            return 0
+        store.set_pinned(bucket, unit.key, pinned)
+        if not record.state & State.OWNED:  # never a victim, pinned or not
+            self._room.pin(record.object_id, present_blocks(record), pinned)
+        self._flush_soon()
+        await asyncio.sleep(0)
+        return unit.size_bytes
+
+    async def _pin_prefixes(self, bucket: Bucket, call: JobCall, pinned: bool) -> None:
+        names: Iterable[str] = call.keys or [call.prefix]
+        before = set(bucket.pinned)
+        after = before | set(names) if pinned else before - set(names)
+        if after != before:
+            await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))), probe=False)
+
+
+async def _listed(backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
+    if call.keys:
+        for key in call.keys:
+            yield JobUnit(key, (await backend.head(key)).size_bytes if call.dry_run else 0)
+        return
+    after = ""
+    while True:
+        page = await backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
+        for entry in page.entries:
+            yield JobUnit(entry.key, entry.size_bytes)
+        after = page.next_after
+        if not after:
+            return

@@ -1,0 +1,1 @@
+"""Reads that the engine answers: cold objects, listings, manifests."""

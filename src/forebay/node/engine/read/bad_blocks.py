@@ -1,0 +1,85 @@
+"""Bytes that may be wrong, and what is done once they are known to be.
+
+Theory. Bytes are compared with their checksums before their first use in a process (`store/compared.py`). The engine
+does so for what it gives out itself: inline bytes here, when they are looked up; blocks of files as a flight's doubted
+blocks. Whoever else finds something wrong says so: a front that compared, or met a file that is short or gone
+(`suspect`), the scrubber, the flusher. From then on nobody is given those bytes: they are mended from the durable
+index, or dropped, so that the next reader has the backend's, or told to be lost where no other copy is.
+
+Invariant. While an object is being looked at, no read of it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from forebay.core.record import Record
+from forebay.node.store.disk.compared_blocks import Compared
+from forebay.node.store.records import present_blocks
+
+if TYPE_CHECKING:
+    from forebay.node.engine.read.cold import ColdReads
+
+log = logging.getLogger("forebay.suspicions")
+Name = tuple[str, str]
+
+
+class Suspicions:
+    """See the module's header."""
+
+    def __init__(self, cold: ColdReads, flush_soon: Callable[[], None]) -> None:
+        self.compared = Compared()
+        self._cold, self._flush_soon = cold, flush_soon
+        self._looking: dict[Name, asyncio.Task[None]] = {}
+
+    async def settled(self, name: Name) -> None:
+        """Return when nothing of the object is being looked at."""
+        if name in self._looking:
+            await asyncio.wait([self._looking[name]])
+
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        """Somebody could not use what the record says is there: check it before anybody is told so again."""
+        name = (bucket, key)
+        if name not in self._looking:
+            log.warning("%s/%s could not be read (%s): checking it", bucket, key, reason)
+            task = self._looking[name] = self._cold.spawn(self._examine(name, object_id))
+            task.add_done_callback(lambda done: self._looking.pop(name, None))
+
+    def first_look(self, name: Name, record: Record | None) -> Record | None:
+        """What the store has of an object, after a comparison of inline bytes that were never compared here."""
+        if record is None or record.inline is None or self.compared.whole(record.object_id):
+            return record
+        if not self._cold.store.check_blocks(record, *name, [0]):
+            self.compared.add(record.object_id, (0,), 1)
+            return record
+        return self.found_bad(name, record, [0])
+
+    def found_bad(self, name: Name, record: Record, bad: list[int], good: list[int] | None = None) -> Record | None:
+        """These blocks are wrong: dropped, mended or lost. The record afterwards."""
+        after = self._cold.store.settle_checked(*name, record.object_id, good or [], bad)
+        if bad and not (after is not None and after.inline is not None):  # else it was mended
+            self._cold.evictor.removed(record.object_id, bad)
+            self._cold.evicted(record.object_id, bad)
+        self._flush_soon()
+        return after
+
+    async def _examine(self, name: Name, object_id: int) -> None:
+        cold = self._cold
+        before = cold.store.lookup(*name)
+        if before is None or before.object_id != object_id:
+            return
+        record, blocks = cold.store.examine(*name, object_id), present_blocks(before)
+        if record is None:
+            cold.evictor.removed(object_id, blocks)
+            cold.evicted(object_id, blocks)
+            if (flight := cold.flights.get(name)) is not None:
+                del cold.flights[name]  # its file is gone
+                log.warning("%s/%s: %d readers keep a file that was removed", *name, len(flight.machine.readers))
+            self._flush_soon()
+            return
+        loop = asyncio.get_running_loop()
+        bad = await loop.run_in_executor(cold.workers, cold.store.check_blocks, record, *name, blocks)
+        self.found_bad(name, record, bad, [block for block in blocks if block not in set(bad)])

@@ -1,0 +1,783 @@
+"""Reads that come to the engine: from a question to a flight, an inline body, or an error.
+
+Theory. A front asks when it has no record, a stale one, or lacks bytes. What answers is found in this order: a flight
+of the object, the index, the backend; and the backend is asked once for all who wait (an *opening*).
+
+How fresh. Every reader *needs* a confirmation not older than some moment: its arrival (`always`, `revalidate`), its
+arrival less the bucket's freshness, or any at all (`immutable`). A later part of one response, which names its version,
+needs none. An answer of the backend counts from the moment it was *asked*; while a write of the key is under way it
+counts in memory alone (`read/confirmations.py`). So a reader may join an opening only if that began late
+enough; else it waits for it and shares the next one with all that came meanwhile: at most two questions, however many
+ask at once.
+
+The first request for an unknown object asks for its first FIRST_BYTES, or the blocks that the asked range touches, and
+so brings metadata and data at once; its body becomes the flight's first run. A suffix range asks for one block more
+than the suffix, which covers the blocks it touches wherever they begin.
+
+When the backend does not answer and a confirmed version is here: `always` and `revalidate` fail; a bucket with a time
+is served the version it has, because that time already says that an old answer is better than none. It is counted
+(`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S. What was never confirmed since a
+write of ours may have replaced it is served only as long as the backend answers nobody: the first answer of any kind,
+say a listing, may have shown the new version, and whoever comes after it must not read the old one.
+
+What was written here and is owed to the backend (`State.OWNED`, or a delete that it has not heard of) is the truth: it
+is served without asking. A write *overtakes* the flights and openings of its key: who waits for them gets what there
+was before, but nobody joins them any more, and nothing of theirs is kept.
+
+Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way
+(a reader would get an answer from before its question).
+
+Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key.
+(3) `flights` holds only flights that can be joined. (4) Nothing that was asked before a write is stored after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any
+
+from forebay.backends.seam import Backend, Fetch
+from forebay.core import limits
+from forebay.core.errors import Bug, Busy, Closed, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.freshness import CLOCK_SLACK_S, MISSED
+from forebay.core.machines.shares import Need
+from forebay.core.ranges import ReadAhead, Run
+from forebay.core.record import Record, State
+from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.counts import Tally
+from forebay.node.engine.read.bad_blocks import Suspicions
+from forebay.node.engine.read.confirmations import Confirmations
+from forebay.node.engine.read.flights import Flight
+from forebay.node.engine.read.one_read import REOPENS_MAX, Ask, Evictor, Out, Read
+from forebay.node.engine.read.openings import (
+    Answer,
+    Nowhere,
+    Opening,
+    Passing,
+    changed_meanwhile,
+    first_request,
+    whole_blocks,
+)
+from forebay.node.engine.read.permits import Permits
+from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
+from forebay.node.store.disk.usage import taken_bytes
+from forebay.node.store.records import (
+    cached_bytes,
+    info_of,
+    is_pinned,
+    is_version,
+    make_record,
+    own_version,
+    present_blocks,
+)
+from forebay.node.store.writer.landing import Landing
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.cold")
+
+CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
+DOWN_FOR_S = 5.0  # after a failed confirmation: how long nobody else is made to wait for one
+SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
+READ_AHEADS_MAX = 1024
+STREAMS_MAX = 4  # sequential readers of one object that are told apart
+_BLOCK = limits.BLOCK_BYTES
+_ANY = float("-inf")  # no confirmation is needed
+_ONCE = 0.0  # one is needed, however old
+
+
+class ColdReads:
+    """See the module's header. `flush_soon` is called after changes to the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        buckets: Buckets,
+        evictor: Evictor,
+        tally: Tally,
+        clock: Clock,
+        workers: Executor,
+        *,
+        flush_soon: Callable[[], None],
+        deleted: Callable[[str, str], bool] = lambda bucket, key: False,
+        wrote: Callable[[str, str], None] = lambda bucket, key: None,
+    ) -> None:
+        """`deleted`: whether the key was deleted here, and the backend has not heard. `wrote` hears of `written`."""
+        self.store = store
+        self.evictor = evictor
+        self.clock = clock
+        self.workers = workers
+        self.memory = pass_memory()
+        self.flights: dict[tuple[str, str], Flight] = {}
+        self.all_flights: set[Flight] = set()
+        self._by_object: dict[int, list[Flight]] = {}
+        self.suspicions = Suspicions(self, flush_soon)
+        self.compared = self.suspicions.compared
+        self.reads = 0
+        self.confirmations = Confirmations(store, flush_soon)
+        self._buckets = buckets
+        self._tally = tally
+        self._flush_soon = flush_soon
+        self._deleted = deleted
+        self._wrote = wrote
+        self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # who reads it told what comes next
+        self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
+            None
+        )  # into view, what was owed before the start
+        self._openings: dict[tuple[str, str], Opening] = {}
+        self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
+        self.all_permits: dict[str, Permits] = {}
+        self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # --- a read ------------------------------------------------------------------------------------------------------
+    def open(self, ask: Ask, out: Out) -> Read:
+        """Begin a read; its answers come later, from the loop."""
+        read = Read(self, ask, out)
+        self.reads += 1
+        self.start(read)
+        return read
+
+    def start(self, read: Read) -> None:
+        """Find what answers `read`."""
+        read.task = asyncio.create_task(self._serve(read))
+
+    async def _serve(self, read: Read) -> None:
+        try:
+            served = await self._buckets.get(read.ask.bucket)
+            self.bring_up(read.ask.bucket, read.ask.key)
+            if read.ask.head_only:
+                record = await self.metadata(read.ask, served)
+                start, end = _resolve(read.ask.range, record.size_bytes)
+                if not read.closed:
+                    read.record = record
+                    read.out.opened(record, start, end, True, None)
+                    read.out.finished()
+            else:
+                await self._serve_body(read, served)
+        except ForebayError as error:
+            self._fail(read, error)
+        except Exception as error:
+            log.exception("opening %s/%s broke", read.ask.bucket, read.ask.key)
+            self._fail(read, Bug(f"opening {read.ask.bucket}/{read.ask.key} broke: {error!r}"))
+
+    def _fail(self, read: Read, error: ForebayError) -> None:
+        if not read.closed:
+            read.out.failed(error.to_wire())
+
+    async def _serve_body(self, read: Read, served: Served) -> None:
+        ask, name = read.ask, (read.ask.bucket, read.ask.key)
+        need_s, tolerant = _need(ask, served, self.clock.wall_s()), _tolerant(ask, served)
+        while not read.closed:
+            await self.suspicions.settled(name)
+            found = self._found(name, need_s, ask.version)
+            if found is not None:
+                await self._give_found(read, served, found)
+                return
+            answer = await self._opening(read, served, need_s)
+            if answer is None:
+                continue  # it began before we came: ask anew
+            if answer.stale:
+                if not tolerant:
+                    raise _unreachable(ask.bucket)
+                need_s = _ANY
+            elif answer.beyond is not None:
+                _resolve(ask.range, answer.beyond.size_bytes)  # if ours lies inside, we ask for it
+                if read.tries >= REOPENS_MAX:
+                    raise Unavailable(f"{ask.key} changed while it was opened: try again")
+                read.tries += 1
+            elif answer.inline is not None:
+                self._give_inline(read, answer.inline, hit=False)
+                return
+            elif answer.passing is not None:
+                info = answer.passing.info
+                await self._pass(read, served, info, answer.asked_s, body=answer.passing.take())
+                return
+            elif answer.flight is not None and not answer.flight.closed:
+                self._give(read, answer.flight)
+                return
+            else:
+                need_s = min(need_s, answer.asked_s)  # if the clock went back meanwhile, what was asked still counts
+
+    async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
+        if read.closed:
+            return
+        if isinstance(found, Flight):
+            self._give(read, found)
+        elif found.inline is not None:
+            self._give_inline(read, found, hit=True)
+        else:
+            await self._give_record(read, served, found)
+
+    def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
+        """What is here, if it is owned, was confirmed late enough, or is the very version that is asked for.
+        `NotFound` for what was deleted here, `VolumeMissing` or `ObjectLost` where something newer cannot be read."""
+        self.store.check_present(*name)
+        found, record = self._here(name)
+        if found is None:
+            if self._deleted(*name):
+                raise changed_meanwhile(*name) if version else _no_key(*name)
+            self.store.check_lost(*name)
+            return None
+        if version and _is_of(found, version):
+            return found
+        if record is not None and record.state & State.OWNED:
+            if version:
+                raise changed_meanwhile(*name)
+            return found
+        checked_s = self.confirmations.checked_s(*name, _version_of(found), found.checked_s)
+        if not _suffices(checked_s, need_s, self.clock.wall_s()):
+            return None
+        if version:
+            raise changed_meanwhile(*name)
+        return found
+
+    def _here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
+        """The flight of this object, or what is stored of it; and that again.
+
+        No flight whose bytes are not kept any more, or that knows the object by the version it had before its flush.
+        """
+        record = self.suspicions.first_look(name, self.store.lookup(*name))
+        flight = self.flights.get(name)
+        if flight is None:
+            return record, record
+        gone = isinstance(flight.sink, DiskSink) and flight.sink.landing.gone
+        if (
+            gone
+            or flight.closed
+            or (record is not None and record.object_id == flight.object_id and record.version != flight.info.version)
+        ):
+            del self.flights[name]
+            return record, record
+        return flight, record
+
+    def _give_inline(self, read: Read, record: Record, *, hit: bool) -> None:
+        assert record.inline is not None
+        if read.ask.version and not is_version(record, read.ask.version):
+            raise changed_meanwhile(read.ask.bucket, read.ask.key)
+        start, end = _resolve(read.ask.range, record.size_bytes)
+        if hit:
+            self.evictor.touched(record.object_id, 0, 1)
+        if not read.closed:
+            read.record = record
+            read.out.opened(record, start, end, hit, record.inline[start:end])
+            read.out.finished()
+
+    def _give(self, read: Read, flight: Flight) -> None:
+        if read.closed:
+            return
+        if read.ask.version and not _is_of(flight, read.ask.version):
+            raise changed_meanwhile(read.ask.bucket, read.ask.key)
+        start, end = _resolve(read.ask.range, flight.info.size_bytes)
+        self.evictor.touched(flight.object_id, start // _BLOCK, -(-end // _BLOCK))
+        read.follow(flight, start, end, self._ahead_to(read.ask, start, end))
+
+    async def _give_record(self, read: Read, served: Served, record: Record) -> None:
+        """A flight over what the store has of the object. It is made only for a reader that joins it at once."""
+        if record.state & State.OWNED and self.store.examine(*read.ask[:2], record.object_id) is None:
+            self.store.check_lost(*read.ask[:2])
+        _resolve(read.ask.range, record.size_bytes)
+        info = info_of(record, read.ask.key)
+        landing = self._landing(served, info, record.checked_s)
+        if landing is None:
+            await self._pass(read, served, info, record.checked_s, record=record)
+        else:
+            self._give(read, self._take_off(served, info, landing, record.checked_s, landing.record))
+
+    def _ahead_to(self, ask: Ask, start: int, end: int) -> int:
+        """How far to fetch for a reader that comes back for range after range; 0 for readers of whole objects.
+
+        Ranges are counted in whole blocks, since only the first touch of a block comes to the engine; and blocks
+        fetched ahead are passed over, as hits that never come here.
+        """
+        if ask.range is None or ask.range.first is None or ask.range.last is None:
+            return 0
+        if self.foretold(ask.bucket, ask.key):
+            return 0  # `node/engine/jobs/hints.py` fetches what comes next, and a guess would only take its place
+        streams = self._ahead.setdefault((ask.bucket, ask.key), [])
+        self._ahead.move_to_end((ask.bucket, ask.key))
+        while len(self._ahead) > READ_AHEADS_MAX:
+            self._ahead.popitem(last=False)
+        first, stop = start // _BLOCK * _BLOCK, -(-end // _BLOCK) * _BLOCK
+        for stream in streams:
+            if stream.next_start <= first <= stream.fetched_to:
+                if first > stream.next_start:
+                    stream.asked(stream.next_start, first)
+                return stream.asked(first, stop)
+        streams.append(ReadAhead())
+        del streams[:-STREAMS_MAX]
+        return streams[-1].asked(first, stop)
+
+    # --- metadata alone ----------------------------------------------------------------------------------------------
+    async def metadata(self, ask: Ask, served: Served) -> Record:
+        """What the object is, as fresh as its bucket wants. Nothing is fetched or remembered for an unknown one."""
+        name = (ask.bucket, ask.key)
+        asked_s = self.clock.wall_s()
+        found = self._found(name, _need(ask, served, asked_s), ask.version)
+        if found is None:
+            found, _ = self._here(name)
+            if found is None:
+                return make_record(await served.backend.head(ask.key), asked_s)
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
+            if isinstance(changed, ObjectInfo):
+                self.replaced(name, _version_of(found))
+                if ask.version not in ("", changed.version):
+                    raise changed_meanwhile(*name)
+                return make_record(changed, asked_s)
+        return self.record_of(found) if isinstance(found, Flight) else found
+
+    # --- openings ----------------------------------------------------------------------------------------------------
+    async def _opening(self, read: Read, served: Served, need_s: float) -> Answer | None:
+        """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
+        name = (read.ask.bucket, read.ask.key)
+        opening = self._openings.get(name)
+        if opening is not None and opening.done.done():
+            opening = None  # not forgotten before this round ends: to wait for it again would never let the round end
+        if opening is not None and not opening.served.same_place(served):
+            self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
+            opening = None
+        if opening is None:
+            opening = Opening(self.clock.wall_s(), served)
+            opening.done = asyncio.create_task(self._ask_backend(read.ask, opening))
+            self._openings[name] = opening
+            opening.done.add_done_callback(lambda done: self._opened(name, done))
+            return await asyncio.shield(opening.done)
+        answers = opening.served.answers
+        try:
+            answer = await asyncio.shield(opening.done)
+        except (Invalid, Precondition):
+            return None  # somebody else's range lies outside the object, or somebody else's version is gone
+        except ForebayError:
+            if opening.asked_s < need_s:
+                return None
+            raise
+        if answer.stale and opening.answers < answers:
+            return None  # others heard of the backend after it had begun, and before we came
+        return answer if opening.asked_s >= need_s else None
+
+    def _leave_to_its_own(self, opening: Opening) -> None:
+        self._background.add(opening.done)
+        opening.done.add_done_callback(self._background.discard)
+
+    def written(self, bucket: str, key: str) -> None:
+        """The key was written or deleted here, and the store knows: what is on its way of it is of the past."""
+        self._wrote(bucket, key)
+        self.flights.pop((bucket, key), None)
+        opening = self._openings.pop((bucket, key), None)
+        if opening is not None:
+            opening.overtaken = True
+            self._leave_to_its_own(opening)
+
+    def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
+        """The backend listed these keys: whoever read the page finds no older version of them here, though their
+        writes are still under way (`read/confirmations.py`)."""
+        for key in self.confirmations.outdated(bucket, prefix, after, upto):
+            flight = self.flights.get((bucket, key))
+            if flight is not None:
+                flight.checked_s = 0.0
+            opening = self._openings.pop((bucket, key), None)
+            if opening is not None:
+                opening.overtaken = True
+                self._leave_to_its_own(opening)
+
+    def _opened(self, name: tuple[str, str], done: asyncio.Task[Answer]) -> None:
+        opening = self._openings.get(name)
+        if opening is not None and opening.done is done:
+            del self._openings[name]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it
+
+    async def _ask_backend(self, ask: Ask, opening: Opening) -> Answer:
+        name, served, asked_s = (ask.bucket, ask.key), opening.served, opening.asked_s
+        found, record = self._here(name)
+        if record is not None and record.state & State.OWNED:
+            return Answer(asked_s)  # written since we were asked
+        if found is not None:
+            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
+            if changed is None:
+                return Answer(asked_s)
+            if not isinstance(changed, ObjectInfo):
+                return Answer(asked_s, stale=True)
+            self.replaced(name, _version_of(found))
+            if ask.version not in ("", changed.version):
+                raise changed_meanwhile(*name)
+        return await self._first_fetch(ask, opening)
+
+    async def _check(
+        self, served: Served, key: str, found: Flight | Record, tolerant: bool, asked_s: float
+    ) -> ObjectInfo | str | None:
+        """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
+        name, version, answers = (served.bucket.name, key), _version_of(found), served.answers
+        settled = found.checked_s > 0 or answers == served.answers_before_down
+        if tolerant and settled and self.clock.monotonic_s() < served.down_until_s:
+            self._tally.revalidations["unreachable"] += 1
+            return ""
+        try:
+            with self.confirmations.question(*name) as question:
+                async with asyncio.timeout(CHECK_TIMEOUT_S if tolerant else None):
+                    changed = await served.backend.check(key, version)
+        except NotFound:
+            self._tally.revalidations["gone"] += 1
+            self.replaced(name, version)
+            raise
+        except (Unavailable, Busy, TimeoutError) as error:
+            self._tally.revalidations["unreachable"] += 1
+            if not tolerant:
+                raise
+            now_s = self.clock.monotonic_s()
+            if served.down_until_s <= now_s:
+                log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
+            served.down_until_s, served.answers_before_down = now_s + DOWN_FOR_S, answers
+            return ""
+        self._tally.revalidations["unchanged" if changed is None else "changed"] += 1
+        if changed is None and not question.overtaken:
+            self.confirmations.confirm(*name, version, asked_s)
+            flight = self.flights.get(name)
+            if flight is not None and flight.info.version == version:
+                flight.checked_s = asked_s
+        return changed
+
+    def replaced(self, name: tuple[str, str], version: str) -> None:
+        """The backend has another version, or none: nobody shall be given this one any more."""
+        flight = self.flights.get(name)
+        landing = flight is not None and flight.info.version == version
+        if landing:
+            del self.flights[name]
+        record = self.store.lookup(*name)
+        if record.version == version if record is not None else landing:
+            self.forget(*name)  # before its first block is whole a flight has no record, but it must not make one now
+
+    def forget(self, bucket: str, key: str) -> int:
+        """Drop what the store has of an object, unless it is owned; how many bytes that were."""
+        record = self.store.lookup(bucket, key)
+        if record is not None and record.state & State.OWNED:
+            return 0  # it is nowhere else
+        if self.store.forget(bucket, key) is None or record is None:
+            return 0
+        self.evictor.removed(record.object_id, present_blocks(record))
+        self._flush_soon()
+        return cached_bytes(record)
+
+    async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
+        """The request that finds out what the object is and brings its first bytes."""
+        served, asked_s = opening.served, opening.asked_s
+        async with self.permits(served.bucket.name).claim(opening, Need.FIRST):
+            try:
+                fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
+            except Invalid as error:
+                if error.code != "InvalidRange":
+                    raise
+                return await self._beyond(ask, opening)
+        try:
+            info = fetch.info
+            if info.size_bytes <= limits.INLINE_BYTES_MAX:
+                return Answer(asked_s, inline=await self._read_inline(opening, fetch))
+            run = whole_blocks(fetch)
+            landing = None if opening.overtaken else self._landing(served, info, asked_s)
+            if landing is None:
+                passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
+                self.spawn(passing.expire())
+                return Answer(asked_s, passing=passing)
+            return Answer(asked_s, flight=self._take_off(served, info, landing, asked_s, None, (fetch, run)))
+        except BaseException:
+            await fetch.aclose()
+            raise
+
+    async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
+        """The range lies outside the object: it may be empty, else the reader must be told its size."""
+        info = await opening.served.backend.head(ask.key)
+        if info.size_bytes == 0:
+            return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
+        return Answer(opening.asked_s, beyond=info)
+
+    async def _read_inline(self, opening: Opening, fetch: Fetch) -> Record:
+        info, body = fetch.info, bytearray()
+        async for chunk in fetch:
+            body += chunk
+        await fetch.aclose()
+        if fetch.start != 0 or len(body) != info.size_bytes:
+            raise Unavailable(f"the backend sent {len(body)} bytes of {info.size_bytes} of {info.key}: try again")
+        return self._keep_inline(opening, info, bytes(body))
+
+    def _keep_inline(self, opening: Opening, info: ObjectInfo, body: bytes) -> Record:
+        bucket, asked_s = opening.served.bucket, opening.asked_s
+        pinned = is_pinned(bucket, info.key)
+        if opening.overtaken or not self._buckets.stands(opening.served):
+            return make_record(info, asked_s, inline=body)
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, asked_s)
+        try:
+            record = self.store.put_inline(bucket.name, info, body, checked_s=checked_s, pinned=pinned)
+        except Unavailable:
+            self._tally.passed_bytes += len(body)
+            return make_record(info, asked_s, inline=body)
+        volume_id = self.store.volume_of(bucket.name, info.key)
+        self.evictor.landed(volume_id, (record.object_id, 0), taken_bytes(record), bucket.name, info.key, pinned)
+        self._flush_soon()
+        return record
+
+    def leave(self, bucket: str) -> None:
+        """The bucket is another place now, or none: what is being read there is kept no more, and joined by nobody."""
+        for name in [name for name in self.flights if name[0] == bucket]:
+            del self.flights[name]
+            self.forget(*name)
+
+    # --- flights -----------------------------------------------------------------------------------------------------
+    def permits(self, bucket: str) -> Permits:
+        """Bounds the requests of one bucket: a backend that hangs must not hold up the others."""
+        return self.all_permits.setdefault(bucket, Permits())
+
+    def _landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
+        """A data file for this version; None if no disk takes it now, or the bucket has moved."""
+        bucket = served.bucket
+        if not self._buckets.stands(served):
+            return None
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, checked_s)
+        try:
+            landing = self.store.begin(bucket.name, info, checked_s=checked_s, pinned=is_pinned(bucket, info.key))
+        except Unavailable as error:
+            log.info("%s/%s passes through: %s", bucket.name, info.key, error)
+            self.evictor.make_room()
+            return None
+        until_s = self._slow.get(landing.volume.path, 0.0)
+        if self.clock.monotonic_s() < until_s:
+            landing.close()
+            return None
+        return landing
+
+    def _take_off(
+        self,
+        served: Served,
+        info: ObjectInfo,
+        landing: Landing,
+        checked_s: float,
+        record: Record | None,
+        adopted: tuple[Fetch, Run] | None = None,
+    ) -> Flight:
+        """A flight that others can join."""
+        name = (served.bucket.name, info.key)
+        sink = DiskSink(landing, landing.volume.desk.bearers)
+        backend = self._source(served, info.key, record)
+        flight = Flight(self, name[0], backend, info, sink, checked_s=checked_s, record=record, adopted=adopted)
+        self.flights[name] = flight
+        self._enter(flight)
+        return flight
+
+    def _enter(self, flight: Flight) -> None:
+        self.all_flights.add(flight)
+        self._by_object.setdefault(flight.object_id, []).append(flight)
+
+    def busy(self, object_id: int, block: int) -> bool:
+        """Whether somebody may still read this block, or it is landing: it must not be evicted now."""
+        flights = self._by_object.get(object_id)
+        return flights is not None and any(flight.needs(block) for flight in flights)
+
+    async def _pass(
+        self,
+        read: Read,
+        served: Served,
+        info: ObjectInfo,
+        checked_s: float,
+        *,
+        record: Record | None = None,
+        body: tuple[Fetch, Run] | None = None,
+        rest: tuple[int, int] | None = None,
+    ) -> None:
+        """Serve one reader from memory, over the blocks that `record` has. `rest`: what is left of a broken flight."""
+        try:
+            if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
+                raise changed_meanwhile(read.ask.bucket, read.ask.key)
+            start, end = rest or _resolve(read.ask.range, info.size_bytes)
+            asked, (record, below) = record, self._still_there(record)
+            if record is None and asked is not None and asked.state & State.OWNED:
+                self.store.check_reads(*read.ask[:2])  # nobody else has it; if it was replaced, the flight finds that
+        except BaseException:
+            if body:
+                await body[0].aclose()
+            raise
+        if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
+            self._tally.passed_bytes += end - start
+        sink = MemorySink(below, self.memory)
+        flight = Flight(
+            self,
+            served.bucket.name,
+            self._source(served, info.key, record),
+            info,
+            sink,
+            checked_s=checked_s,
+            record=record,
+            adopted=body,
+        )
+        self._enter(flight)
+        read.follow(flight, start, end)
+        if read.closed:
+            read.detach()
+
+    @property
+    def pass_bytes(self) -> int:
+        """Memory that is held for bytes which no disk takes."""
+        return len(self.memory.shares.given) * limits.PASS_UNIT_BYTES
+
+    def _still_there(self, record: Record | None) -> tuple[Record | None, str]:
+        """The record as it is now, and its data file; (None, "") if there is none to read from."""
+        found = self.store.find(record.object_id) if record is not None else None
+        if found is None or found[2].inline is not None:
+            return None, ""
+        paths = [volume.data_path(found[2].object_id) for volume in self.store.usable() if not volume.silent]
+        path = next((path for path in paths if os.path.exists(path)), "")
+        return (found[2], path) if path else (None, "")
+
+    def record_of(self, flight: Flight) -> Record:
+        """The record of a flight's object, for a front: what is stored, or what would be."""
+        sink = flight.sink
+        stored = sink.landing.record if isinstance(sink, DiskSink) else flight.record
+        if stored is not None:
+            return stored
+        return make_record(flight.info, flight.checked_s, object_id=flight.object_id)
+
+    # --- as the flights' surroundings --------------------------------------------------------------------------------
+    def block_kept(self, flight: Flight, block: int) -> None:
+        size = min(_BLOCK, flight.info.size_bytes - block * _BLOCK)
+        assert isinstance(flight.sink, DiskSink)
+        landing = flight.sink.landing
+        unit = (flight.object_id, block)
+        self.evictor.landed(landing.volume.id, unit, size, flight.bucket, flight.info.key, landing.pinned)
+        self._flush_soon()
+
+    def flight_over(self, flight: Flight) -> None:
+        self.all_flights.discard(flight)
+        beside = self._by_object[flight.object_id]
+        beside.remove(flight)
+        if not beside:
+            del self._by_object[flight.object_id]
+        name = (flight.bucket, flight.info.key)
+        if self.flights.get(name) is flight:
+            del self.flights[name]
+
+    def flight_gone(self, flight: Flight) -> None:
+        self.replaced((flight.bucket, flight.info.key), flight.info.version)
+
+    def disk_trouble(self, flight: Flight, error: DiskTrouble) -> None:
+        name = (flight.bucket, flight.info.key)
+        if self.flights.get(name) is flight:
+            del self.flights[name]
+        assert isinstance(flight.sink, DiskSink)
+        if error.slow:
+            self._slow[flight.sink.landing.volume.path] = self.clock.monotonic_s() + SLOW_DISK_FOR_S
+        leaving = flight.depart()
+        if leaving:
+            log.warning("%s/%s goes on through memory: %s", *name, error)
+        self.evictor.make_room()
+        for reader, start, end in leaving:
+            assert isinstance(reader, Read)
+            reader.task = self.spawn(self._pass_on(reader, flight, start, end))
+
+    async def _pass_on(self, read: Read, flight: Flight, start: int, end: int) -> None:
+        """The rest of a read whose flight lost its disk."""
+        assert isinstance(flight.sink, DiskSink)
+        try:
+            served = await self._buckets.get(flight.bucket)
+            record = flight.sink.landing.record
+            await self._pass(read, served, flight.info, flight.checked_s, record=record, rest=(start, end))
+        except ForebayError as error:
+            self._fail(read, error)
+
+    def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
+        self.evictor.removed(flight.object_id, blocks)
+        self.evicted(flight.object_id, blocks)  # other flights may have told of them
+        self._flush_soon()
+
+    def evicted(self, object_id: int, blocks: list[int]) -> None:
+        """Blocks left the store: whoever fetches this object must know."""
+        self.compared.forget(object_id)
+        for flight in list(self._by_object.get(object_id, ())):
+            flight.lost(blocks)
+
+    def _source(self, served: Served, key: str, record: Record | None) -> Backend:
+        """Where bytes that are not here come from."""
+        if record is None or not record.state & State.OWNED:
+            return served.backend
+        object_id = record.object_id
+
+        def still_owned() -> bool:
+            now = self.store.lookup(served.bucket.name, key)
+            return now is not None and now.object_id == object_id and bool(now.state & State.OWNED)
+
+        return Nowhere(served.bucket.name, still_owned)
+
+    def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
+        """A front could not use what the record says is there."""
+        self.suspicions.suspect(bucket, key, object_id, reason)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that is kept until it ends; what it raises is logged."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._spawned)
+        return task
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the engine broke", exc_info=error)
+
+    async def aclose(self) -> None:
+        """End every flight and opening. Readers are told `Closed`."""
+        for opening in list(self._openings.values()):
+            opening.done.cancel()
+        for flight in list(self.all_flights):
+            flight.shut(Closed("the node is stopping: connect again in a moment"))
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+# --- small rules -----------------------------------------------------------------------------------------------------
+def _need(ask: Ask, served: Served, arrived_s: float) -> float:
+    """The moment since when the version must have been confirmed."""
+    freshness_s = served.bucket.freshness_s
+    if ask.revalidate or freshness_s <= 0:
+        return arrived_s
+    return _ONCE if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
+
+
+def _suffices(checked_s: float, need_s: float, now_s: float) -> bool:
+    """Whether a confirmation at `checked_s` (0: none) is what a reader needs."""
+    if need_s == _ANY:
+        return checked_s != MISSED
+    return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
+
+
+def _tolerant(ask: Ask, served: Served, found: Flight | Record | None = None) -> bool:
+    """Whether a stale version, or this one, is better than none."""
+    is_missed = found is not None and found.checked_s == MISSED
+    return not ask.revalidate and served.bucket.freshness_s > 0 and not is_missed
+
+
+def _version_of(found: Flight | Record) -> str:
+    return found.info.version if isinstance(found, Flight) else found.version
+
+
+def _is_of(found: Flight | Record, version: str) -> bool:
+    """Whether these are bytes of that version."""
+    if isinstance(found, Flight):
+        return version in (found.info.version, own_version(found.object_id))
+    return is_version(found, version)
+
+
+def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:
+    return (0, size_bytes) if asked is None else asked.resolve(size_bytes)
+
+
+def _no_key(bucket: str, key: str) -> NotFound:
+    return NotFound(f"there is no object {key!r} in bucket {bucket}: check the name", code="NoSuchKey")
+
+
+def _unreachable(bucket: str) -> Unavailable:
+    return Unavailable(f"the backend of {bucket} does not answer: try again later", retry_after_s=DOWN_FOR_S)

@@ -1,0 +1,252 @@
+"""Where the bytes of a flight go: a data file while the disk takes them, memory when it does not.
+
+Theory. A *disk sink* writes bytes to their natural offset in the object's data file, in a worker thread: a disk that
+stalls then stalls one thread, not the engine. A write that fails or takes longer than SLOW_WRITE_S ends the flight's
+use of the disk (`DiskTrouble`); its readers go on with private flights over *memory sinks*. There a block lives in an
+anonymous file (memfd) that the front opens through /proc, and is freed when its only reader has taken it.
+
+Memory is claimed before it is used, in units (a private flight's blocks are smaller than those of a file) and by who
+needs it (`core/machines/shares.py`): a run begins when there is a unit for its first bytes, takes what is free for
+those behind them, and fetches no more than that. So a reader that waits has memory of its own only for bytes ahead of
+the ones that it waits for, which are never all of it; and who holds the rest has bytes to take, or on their way.
+
+Rejected: sharing memory blocks between readers (a slow reader then holds what a fast one needs, and with a bound on
+the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node); all
+the memory that a reader can ever use, first come first served (twenty slow readers kept everybody else out).
+
+Invariants. (1) A unit that is in memory, or on its way there, has a claim. (2) Every memfd is closed at `drop` or
+`close`, and its claim left. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can
+be read at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import xxhash
+
+from forebay.core import limits
+from forebay.core.errors import Unavailable
+from forebay.core.machines.shares import Need
+from forebay.node.engine.read.permits import Claim, Permits
+from forebay.node.store.writer.landing import Landing
+
+SLOW_WRITE_S = 2.0  # a write is a few MiB at most: a disk that needs longer is slower than any backend worth caching
+HELD_BYTES_MAX = 16 * limits.KIB  # it passes two processes: with more, copies and fresh memory cost what it saves
+PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
+
+
+class DiskTrouble(Unavailable):
+    """The disk is full, failing or too slow (`slow`): pass the bytes through."""
+
+    slow = False
+
+
+class Segment(NamedTuple):
+    """Bytes [start, end) of the object lie in `path` at `offset`; or they are `body`."""
+
+    start: int
+    end: int
+    path: str
+    offset: int
+    body: bytes | None = None
+
+
+def pass_memory() -> Permits:
+    """Memory for bytes that no disk takes, by the unit."""
+    unit_bytes = limits.PASS_UNIT_BYTES
+    return Permits(limits.PASS_BYTES_MAX // unit_bytes, limits.PASS_AHEAD_BYTES_MAX // unit_bytes)
+
+
+class BlockHashes:
+    """The xxh3-64 of each block of a run, from chunks in order. `feed` may run in a worker thread."""
+
+    __slots__ = ("_block_bytes", "_hash", "_position", "_size_bytes")
+
+    def __init__(self, position: int, size_bytes: int, block_bytes: int) -> None:
+        assert position % block_bytes == 0
+        self._position, self._size_bytes, self._block_bytes = position, size_bytes, block_bytes
+        self._hash = xxhash.xxh3_64()
+
+    def feed(self, data: memoryview) -> list[tuple[int, int]]:
+        """The (block, checksum) pairs that these bytes complete."""
+        whole: list[tuple[int, int]] = []
+        at = 0
+        while at < len(data):
+            block = self._position // self._block_bytes
+            block_end = min((block + 1) * self._block_bytes, self._size_bytes)
+            part = data[at : at + block_end - self._position]
+            self._hash.update(part)
+            self._position += len(part)
+            at += len(part)
+            if self._position == block_end:
+                whole.append((block, self._hash.intdigest()))
+                self._hash.reset()
+        return whole
+
+
+class DiskSink:
+    """The data file of a landing. `write` raises `DiskTrouble`; after that the sink only serves what it has."""
+
+    def __init__(self, landing: Landing, writers: Executor) -> None:
+        self.landing = landing
+        self.broken = False
+        self._writers = writers
+        self._writing = 0
+        self._closed = False
+        self._held: Segment | None = None
+
+    def hold(self, position: int, data: memoryview) -> int:
+        """Have the first of these bytes readable before the `write` that follows; where those end.
+
+        Only for the first bytes of a flight, which somebody waits for: a write takes a millisecond, and this costs a
+        copy.
+        """
+        body = bytes(data[:HELD_BYTES_MAX])
+        self._held = Segment(position, position + len(body), "", 0, body)
+        return self._held.end
+
+    async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
+        """Put bytes at their place, one piece behind the other; the (block, checksum) pairs that became whole."""
+        if self.broken or self._closed:  # closed: the flight was shut in the turn in which this write was to begin
+            raise DiskTrouble("the disk stopped taking bytes: passing through")
+
+        def work() -> list[tuple[int, int]]:
+            self.landing.write(position, *pieces)
+            whole = [whole for piece in pieces for whole in hashes.feed(piece)]
+            self.landing.keep_sums(whole)
+            return whole
+
+        loop = asyncio.get_running_loop()
+        self._writing += 1
+        done = loop.run_in_executor(self._writers, work)
+        done.add_done_callback(self._written)
+        await asyncio.wait((done,), timeout=SLOW_WRITE_S)
+        if not done.done():
+            self.broken = True
+            trouble = DiskTrouble(f"a write took longer than {SLOW_WRITE_S:g} s: passing through")
+            trouble.slow = True
+            raise trouble
+        try:
+            whole = done.result()
+        except (Unavailable, OSError) as error:
+            self.broken = True
+            raise DiskTrouble(f"the disk does not take bytes: {error}") from error
+        if self._held is not None and position <= self._held.start < position + sum(map(len, pieces)):
+            self._held = None  # written: other runs' writes say nothing about these bytes
+        return whole
+
+    def _written(self, done: asyncio.Future[list[tuple[int, int]]]) -> None:
+        self._writing -= 1
+        if not done.cancelled():
+            done.exception()  # retrieved: whoever waited has it, and after a timeout nobody does
+        if self._closed and not self._writing:
+            self.landing.close()
+
+    def segments(self, start: int, end: int) -> list[Segment]:
+        held = self._held
+        if held is None or end <= held.start or held.end <= start:
+            return [Segment(start, end, self.landing.path, start)]
+        assert held.body is not None
+        first, stop = max(start, held.start), min(end, held.end)
+        pieces = [Segment(first, stop, "", 0, held.body[first - held.start : stop - held.start])]
+        if start < first:
+            pieces.insert(0, Segment(start, first, self.landing.path, start))
+        if stop < end:
+            pieces.append(Segment(stop, end, self.landing.path, stop))
+        return pieces
+
+    def drop(self, block: int) -> None:
+        raise AssertionError("blocks on disk are evicted, not dropped")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if not self._writing:
+                self.landing.close()
+
+
+class MemorySink:
+    """Units of one reader in anonymous files, over what the data file `below` may already hold ("" for none)."""
+
+    def __init__(self, below: str, memory: Permits) -> None:
+        self._below = below
+        self._block_bytes = limits.PASS_UNIT_BYTES
+        self._memory = memory
+        self._claims: dict[int, Claim] = {}
+        self._files: dict[int, int] = {}
+
+    def claim(self, need: Need) -> Claim:
+        """The right to one unit of memory, to be taken."""
+        return self._memory.claim(self, need)
+
+    def has_memory(self, unit: int) -> bool:
+        """Whether bytes of the unit may be written: an earlier run may have broken in the middle of it."""
+        return unit in self._claims
+
+    def keep(self, unit: int, claim: Claim) -> None:
+        """What was claimed is for this unit."""
+        self._claims[unit] = claim
+
+    def reserve(self, first: int, end: int) -> int:
+        """Claim what is free now for these units; the end of those that may be written."""
+        for unit in range(first, end):
+            if unit not in self._claims:
+                claim = self.claim(Need.AHEAD)
+                if not claim.take_now():
+                    return unit
+                self._claims[unit] = claim
+        return end
+
+    def unreserve(self, first: int, end: int) -> None:
+        """Give back the memory for those of these units of which no byte came."""
+        for unit in range(first, end):
+            if unit in self._claims and unit not in self._files:
+                self._claims.pop(unit).leave()
+
+    async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
+        """Put bytes at their place. Nothing is hashed by worker threads here: a copy within memory is quick."""
+        whole: list[tuple[int, int]] = []
+        for data in pieces:
+            at = 0
+            while at < len(data):
+                block, offset = divmod(position + at, self._block_bytes)
+                part = data[at : at + self._block_bytes - offset]
+                if block not in self._files:
+                    self._files[block] = os.memfd_create(f"forebay-block-{block}", os.MFD_CLOEXEC)
+                os.pwrite(self._files[block], part, offset)
+                at += len(part)
+            position += len(data)
+            whole += hashes.feed(data)
+        return whole
+
+    def segments(self, start: int, end: int) -> list[Segment]:
+        pieces: list[Segment] = []
+        while start < end:
+            block, offset = divmod(start, self._block_bytes)
+            stop = min(end, (block + 1) * self._block_bytes)
+            fd = self._files.get(block)
+            if fd is not None:
+                pieces.append(Segment(start, stop, f"/proc/{os.getpid()}/fd/{fd}", offset))
+            else:
+                assert self._below, "bytes that are neither in memory nor on disk were announced"
+                pieces.append(Segment(start, stop, self._below, start))
+            start = stop
+        return pieces
+
+    def drop(self, block: int) -> None:
+        fd = self._files.pop(block, None)
+        if fd is not None:
+            os.close(fd)
+            self._claims.pop(block).leave()
+
+    def close(self) -> None:
+        for block in list(self._files):
+            self.drop(block)
+        self.unreserve(0, max(self._claims, default=-1) + 1)
+
+
+Sink = DiskSink | MemorySink

@@ -1,0 +1,235 @@
+"""Group commit: changes that arrive while others are being made durable go out together in the next sync.
+
+Theory. An acknowledged write costs a disk's flush, a few milliseconds however many writes share it. So changes queue;
+one worker takes all that are waiting, has the store decide about them (`prepare`, on the loop), makes them durable (in
+a thread of its own, so that no slow reader's bytes stand before it), and makes them visible (`publish`, on the loop).
+Whoever waits longer than that shares the next turn, which begins before this one is shown, so that the disk rests as
+little as can be. What must be true together with the change, such as the note of what is owed, is told in the same turn
+of the loop (`published`), before anybody can look. Where nothing has to reach a disk, nothing leaves the loop.
+
+Who asks gives a function to call with the outcome (`begin`), since a future and a wake-up for each small write would
+cost more than the write; `commit` is the same for who would rather wait.
+
+Each volume has a queue and a thread of its own: a disk that does not answer holds up nobody but who writes to it. Where
+it has taken the changes and the index cannot show them yet, who asked is told when it can (`flushed`).
+
+A large file is best synced before its change is queued (`Writes` does): then the group does not wait for its bytes.
+
+Rejected: waiting a moment for company (a lone writer would pay, and under load company comes by itself).
+
+Invariants. (1) A change is performed though its asker went away. (2) An asker hears only when its change is visible to
+every front. (3) Changes of one key are never under way together: their lock sees to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.record import Record
+from forebay.node.outcomes import resolve
+from forebay.node.store.writer.puts import Change, Prepared, Put
+from forebay.node.store.writer.writer import Store
+
+log = logging.getLogger("forebay.writes")
+
+GROUP_MAX = 512  # changes in one sync: 8 MiB of inline bodies at most
+SLOW_S = 5.0  # a sync that takes longer is worth a line in the log
+Published = Callable[[Change, Record | None, Record | None], None]
+Done = Callable[[Record | ForebayError | None], None]
+_Asked = tuple[Change, Done]
+
+
+class _Queue:
+    """The changes of one volume."""
+
+    def __init__(self, volume_id: str) -> None:
+        self.volume_id = volume_id
+        self.waiting: list[_Asked] = []
+        self.refuses: ForebayError | None = None  # the disk does not answer
+        self.group: list[_Asked] = []
+        self.syncing = False  # the thread has this group
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-commit")
+
+
+class Commits:
+    """See the module's header. `published(change, before, after)` hears of each change on the loop as it becomes true;
+    `flush` makes the index visible. For the loop that first begins something."""
+
+    def __init__(self, store: Store, *, published: Published, flush: Callable[[], None]) -> None:
+        self.groups = 0  # syncs so far
+        self._store = store
+        self._published = published
+        self.flush = flush
+        self._loop: asyncio.AbstractEventLoop
+        self._queues: dict[str, _Queue] = {}  # by volume
+        self._unshown: list[tuple[list[_Asked], Prepared]] = []  # of disks that have not answered
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def commit(self, change: Change) -> Record | None:
+        """Make it so; the record (None for a delete). Raises what kept it from being so: nothing changed then."""
+        done: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
+        self.begin(change, functools.partial(resolve, done))
+        return await done
+
+    def begin(self, change: Change, done: Done) -> None:
+        """Make it so, and call `done` with the record (None for a delete), or with what kept it from being so."""
+        key = change.info.key if isinstance(change, Put) else change.key
+        volume_id = self._store.volume_of(change.bucket, key)
+        queue = self._queue(volume_id)
+        if queue.refuses is not None:
+            asyncio.get_running_loop().call_soon(self._refuse, queue, change, done)
+            return
+        queue.waiting.append((change, done))
+        if len(queue.waiting) == 1 and not queue.syncing:
+            self._idle.clear()
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._start, queue)  # what else comes in this turn goes with it
+
+    def _refuse(self, queue: _Queue, change: Change, done: Done) -> None:
+        self._store.give_up([change])
+        _tell(done, queue.refuses or Unavailable("the disk answers again: write again", retry_after_s=1.0))
+
+    def _start(self, queue: _Queue) -> None:
+        self._go_on(queue)
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._unshown and not any(queue.waiting or queue.syncing for queue in self._queues.values()):
+            self._idle.set()
+
+    def _go_on(self, queue: _Queue) -> None:
+        """Begin the next group, unless the thread has one."""
+        while queue.waiting and not queue.syncing:
+            group, queue.waiting = queue.waiting[:GROUP_MAX], queue.waiting[GROUP_MAX:]
+            self.groups += 1
+            try:
+                prepared = self._store.prepare([change for change, _ in group])
+                if prepared.touches_disk:
+                    queue.thread.submit(self._make_durable, queue, group, prepared, self._loop.time())
+                    queue.group, queue.syncing = group, True
+                    return
+            except Exception as error:
+                _broke(group, error)
+            else:
+                self._show(group, prepared)
+
+    def _make_durable(self, queue: _Queue, group: list[_Asked], prepared: Prepared, began_s: float) -> None:
+        """In the thread."""
+        failure: Exception | None = None
+        try:
+            self._store.make_durable(prepared)
+        except Exception as error:
+            failure = error
+        self._loop.call_soon_threadsafe(self._made_durable, queue, group, prepared, began_s, failure)
+
+    def _made_durable(
+        self, queue: _Queue, group: list[_Asked], prepared: Prepared, began_s: float, failure: Exception | None
+    ) -> None:
+        queue.group, queue.syncing = [], False
+        self._go_on(queue)  # the disk has the next group to work on while this one is shown
+        took_s = self._loop.time() - began_s
+        if took_s > SLOW_S:
+            log.warning("%d writes took %.1f s to reach the disks: they are slow", len(group), took_s)
+        if failure is not None:
+            _broke(group, failure)
+        else:
+            self._show(group, prepared)
+        self._start(queue)
+
+    def _show(self, group: list[_Asked], prepared: Prepared) -> None:
+        """Show what was made durable, and tell who asked."""
+        try:
+            outcomes = self._store.publish(prepared)
+        except Exception as error:
+            _broke(group, error)
+            return
+        if outcomes is None:
+            self._unshown.append((group, prepared))
+        else:
+            self._end(group, prepared, outcomes)
+
+    def flushed(self) -> None:
+        """The index was flushed: tell who waited for it, of disks that have answered."""
+        if not self._unshown:
+            return
+        unshown, self._unshown = self._unshown, []
+        for group, prepared in unshown:
+            outcomes = self._store.outcomes(prepared)
+            if outcomes is None:
+                self._unshown.append((group, prepared))
+            else:
+                self._end(group, prepared, outcomes)
+        self._rest()
+
+    def _end(self, group: list[_Asked], prepared: Prepared, outcomes: list[Record | ForebayError | None]) -> None:
+        try:
+            for (change, _), before, outcome in zip(group, prepared.replaced, outcomes, strict=True):
+                if not isinstance(outcome, ForebayError):
+                    self._published(change, before, outcome)
+            self.flush()
+        except Exception as error:
+            _broke(group, error)
+            return
+        for (_, done), outcome in zip(group, outcomes, strict=True):
+            _tell(done, outcome)
+
+    def stalled(self, volume_id: str, error: ForebayError) -> None:
+        """The volume's disk does not answer: whoever waits for it is told so. What waits for its turn is not done; what
+        was begun ends when the disk answers, and is then as if its asker had gone away."""
+        queue = self._queue(volume_id)
+        queue.refuses = error
+        waiting, queue.waiting = queue.waiting, []
+        self._store.give_up([change for change, _ in waiting])
+        begun = [queue.group, *(group for group, prepared in self._unshown if volume_id in prepared.needs)]
+        for group in (waiting, *begun):
+            asked = list(group)
+            group[:] = [(change, _nobody) for change, _ in group]
+            for _, done in asked:
+                _tell(done, error)
+
+    def answers(self, volume_id: str) -> None:
+        """The volume's disk answers: what was begun before it stalled must be shown before anything else is begun."""
+        queue = self._queue(volume_id)
+        if not queue.syncing and not any(volume_id in prepared.needs for _, prepared in self._unshown):
+            queue.refuses = None
+
+    def _queue(self, volume_id: str) -> _Queue:
+        queue = self._queues.get(volume_id)
+        if queue is None:
+            queue = self._queues[volume_id] = _Queue(volume_id)
+        return queue
+
+    async def settled(self) -> None:
+        """Return when nothing is queued."""
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Finish what is queued. Twice is fine."""
+        await self.settled()
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(None, queue.thread.shutdown) for queue in self._queues.values()))
+
+
+def _nobody(outcome: Record | ForebayError | None) -> None:
+    pass
+
+
+def _tell(done: Done, outcome: Record | ForebayError | None) -> None:
+    try:
+        done(outcome)
+    except Exception:
+        log.exception("who waited for a commit broke when it was told")
+
+
+def _broke(group: list[_Asked], error: Exception) -> None:
+    if not isinstance(error, ForebayError):
+        log.error("a commit of %d changes broke", len(group), exc_info=error)
+        error = Bug(f"committing broke: {error!r}: please report it with the node's log")
+    for _, done in group:
+        _tell(done, error)

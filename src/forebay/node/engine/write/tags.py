@@ -1,0 +1,118 @@
+"""Tags of objects that are there: read, and changed without rewriting a byte.
+
+Theory. Whoever has the truth about an object has it about its tags. Of an owned object that is this node: its record
+and its note say them, and what is to be flushed is flushed with them. Of any other it is the backend: tags are changed
+there at once, whatever the bucket's write mode, since the backend has the object and nothing needs to wait; what is
+cached here is then made to say the same. Reading asks the same authority.
+
+To the flusher new tags are a new write of the same bytes: the note gets a `seq` of its own, so a flush that was under
+way with the old ones is followed by another, and none is waited for.
+
+Invariants. (1) Tags are answered after they are true where the truth is, and durable if the object is. (2) Neither
+bytes nor version nor ETag of an object change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import msgspec
+
+from forebay.core.errors import NotFound, NotSupported
+from forebay.core.messages.calls import Nothing, ObjectNamed, TagCall, TagsSaid
+from forebay.core.record import Record, State
+from forebay.core.s3rules.tags import parse_tags, tags_among
+from forebay.core.types import check_key
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.write.writes import Owes, Writes, check_writable
+from forebay.node.store.disk.notes import succeeding
+from forebay.node.store.records import headers_of, info_of
+from forebay.node.store.writer.writer import Store
+
+ResultT = TypeVar("ResultT")
+
+
+class Tags:
+    """See the module's header."""
+
+    def __init__(self, store: Store, buckets: Buckets, writes: Writes, owes: Owes, workers: Executor) -> None:
+        self._store = store
+        self._buckets = buckets
+        self._writes = writes
+        self._owes = owes
+        self._workers = workers
+
+    async def read(self, named: ObjectNamed) -> TagsSaid:
+        """The object's tags. `NotFound`; `NotSupported` where only a backend knows them that does not tell."""
+        bucket, key = named.bucket, check_key(named.key)
+        served = await self._buckets.get(bucket)
+        record = self._owned(bucket, key, served)
+        if record is not None:
+            return TagsSaid(tags_among(headers_of(record)) or "")
+        info = await self._writes.current(served, key)
+        if info is None:
+            raise _no_such_key(key)
+        try:
+            return TagsSaid(await served.backend.read_tags(key))
+        except NotSupported:
+            known = tags_among(info.headers)
+            if known is None:
+                raise
+            return TagsSaid(known)
+
+    async def tag(self, call: TagCall) -> Nothing:
+        """Make these the object's tags. `NotFound`, `Invalid`; `NotSupported` where the backend has none."""
+        check_key(call.key)
+        parse_tags(call.tags)
+        return await self._writes.finish(self._tag(call))
+
+    async def _tag(self, call: TagCall) -> Nothing:
+        bucket, key = call.bucket, call.key
+        async with self._writes.entered(bucket) as served, self._writes.lock(bucket, key):
+            record = self._owned(bucket, key, served)
+            if record is not None:
+                await self._rehead(bucket, key, record, call.tags)
+                return Nothing()
+            check_writable(served)
+            await served.backend.write_tags(key, call.tags)
+            record = self._store.lookup(bucket, key)
+            if record is not None:
+                await self._rehead(bucket, key, record, call.tags)
+        return Nothing()
+
+    def _owned(self, bucket: str, key: str, served: Served) -> Record | None:
+        """The record if this node has the truth about the object; `NotFound` if it knows that there is none."""
+        self._store.check_present(bucket, key)
+        record = self._store.lookup(bucket, key)
+        if record is not None and record.state & State.OWNED:
+            return record
+        if record is None:
+            self._store.check_lost(bucket, key)
+        note = self._owes.find(bucket, key)
+        if (note is not None and note.is_delete) or served.bucket.write == "local":
+            raise _no_such_key(key)
+        return None
+
+    async def _rehead(self, bucket: str, key: str, record: Record, tags: str) -> None:
+        headings, before = self._store.headings, self._owes.find(bucket, key)
+        owes = None
+        if before is not None and before.object_id == record.object_id:
+            seq = self._store.take_id()
+            owes = msgspec.structs.replace(before, seq=seq, tags=tags, upload_id="", upload_key="", part_bytes=0)
+            owes = succeeding(owes, before)
+        tagged = headings.plan(bucket, info_of(record, key), record, tags, owes)
+        await self._in_worker(lambda: headings.keep(tagged))
+        owed = headings.show(tagged)
+        if owed is not None:
+            self._owes.add(owed)
+        self._writes.commits.flush()
+
+    async def _in_worker(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+
+def _no_such_key(key: str) -> NotFound:
+    return NotFound(f"there is no object {key!r} to have tags: check the name", code="NoSuchKey")

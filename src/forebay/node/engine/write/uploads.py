@@ -1,0 +1,751 @@
+"""Multipart uploads of clients, at the engine: begun, filled, completed, aborted, found again after a stop.
+
+Theory. An upload is an entry of the metadata store and a directory of parts (`node/engine/write/parts.py`); everything
+else is memory, and can be made again from these two. Whoever changes what an upload *is* (Complete, Abort) closes it
+first: a part that arrives meanwhile waits for the outcome, and is then the open upload's or nobody's.
+
+Complete chooses the parts (`core/machines/uploads.py`), joins them, notes in the metadata store what the object will
+be, and commits it as a put would. The note stays for DONE_KEPT_S, so that a client whose answer was lost may ask again.
+After a stop between note and end the object's data file tells which it was: it is the first part's, or it is not.
+
+In a bucket written through, the backend's own upload is begun with ours and gets each part as it arrives; it is
+completed while the parts are joined here. Its id is noted before the first part; that one is about to be begun is noted
+before that. Where the backend has no uploads, or lost ours, the joined file is put as a body would be.
+
+`disk`: a part is on the disk before it is acknowledged. Else (`memory`, and `through`, where a part is only half of a
+write that nobody has acknowledged) an upload does not outlive a stop of the machine, and is aborted after it.
+
+Rejected: parts as objects under hidden keys (listed, evicted and flushed by accident); joining as parts arrive (parts
+are replaced, left out, and come in any order).
+
+Invariants. (1) A file in `parts/` belongs to an upload of the metadata store, or is removed by the next sweep. (2) An
+upload is either open or done, never both: parts are taken from it only after its object is committed. (3) No upload
+whose id we heard is left at a backend that answers, and none is aborted whose id we did not hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import os
+from bisect import bisect_left, insort
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from forebay.backends import lost_answers
+from forebay.backends.seam import Body
+from forebay.core import limits
+from forebay.core.errors import Busy, ForebayError, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.machines import uploads as rules
+from forebay.core.machines.uploads import Part
+from forebay.core.messages.calls import (
+    Nothing,
+    PartState,
+    UploadCompleteCall,
+    UploadCompleted,
+    UploadCreateCall,
+    UploadNamed,
+    UploadPartCall,
+    UploadParts,
+    UploadPartsCall,
+    Uploads,
+    UploadsCall,
+    UploadState,
+    Written,
+)
+from forebay.core.types import Headers, ObjectInfo, check_key
+from forebay.meta.seam import MetaStore
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.write import parts as files
+from forebay.ports.chance import Chance
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.uploads")
+ResultT = TypeVar("ResultT")
+
+PREFIX = "upload/"
+SWEEP_EVERY_S = 3600.0
+DONE_KEPT_S = 3600.0  # how long a Complete may be repeated
+FULL_RETRY_S = 60.0
+
+
+class Done(msgspec.Struct, array_like=True, frozen=True):
+    """What an upload became, or is about to become (`committed` false). `etag` is the parts' own, whatever the backend
+    calls the object."""
+
+    at_s: float
+    etag: str
+    answer: UploadCompleted
+    committed: bool = False
+
+
+class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An upload in the metadata store. `begin`: an upload at the backend is being begun, and its id not known yet.
+    `boot_id` is set where parts are not synced: they are good until the machine stops."""
+
+    bucket: str
+    key: str
+    upload_id: str
+    created_s: float
+    volume_id: str
+    headers: Headers = ()
+    checksum_algorithm: str = ""
+    checksum_type: str = ""
+    tags: str = ""
+    boot_id: str = ""
+    begin: bool = False
+    backend_id: str = ""
+    aborting: bool = False
+    done: Done | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.bucket}/{self.upload_id}"
+
+    @property
+    def state(self) -> UploadState:
+        return UploadState(
+            self.bucket, self.key, self.upload_id, self.created_s, self.checksum_algorithm, self.checksum_type
+        )
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Kept).decode
+
+
+class Upload:
+    """One open upload in memory. `closing` is held by who ends it; `gone` says that it is ended."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.parts: dict[int, Part] = {}
+        self.tokens: dict[int, str] = {}  # what the backend calls its parts, as far as known
+        self.seq = 0
+        self.gone = False
+        self.passed = False  # the backend's upload became the object
+        self.unheard = kept.done is not None  # it may have, in an attempt that had no answer
+        self.closing = asyncio.Lock()
+        self._arriving = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._turns: dict[int, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def arrival(self, number: int) -> AsyncIterator[None]:
+        """A part is being placed: parts of one number one after the other, and the directory stays until then."""
+        self._arriving += 1
+        self._quiet.clear()
+        turn = self._turns.setdefault(number, asyncio.Lock())
+        try:
+            async with turn:
+                if self.gone:
+                    raise rules.no_such_upload(self.kept.upload_id)
+                yield
+        finally:
+            self._arriving -= 1
+            if self._arriving == 0:
+                self._turns.clear()
+                self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Wait until no part is being placed."""
+        await self._quiet.wait()
+
+
+def disk_trouble(error: OSError, doing: str) -> Unavailable:
+    """What to raise when a disk refuses an upload's bytes."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable(
+            f"there is no room for {doing}: free space on the node (`forebay status`), then send it again",
+            code="InsufficientStorage",
+        )
+    return Unavailable(f"{doing} failed ({error}): check the node's disks (`forebay status`), then send it again")
+
+
+class UploadBook:
+    """Every upload of the node. `load` before use; `tend` in the background; `aclose` at the end.
+
+    `store` and `writes` are the engine's; `workers` are threads that move bytes; `index` names temp files.
+    """
+
+    def __init__(
+        self,
+        meta: MetaStore,
+        buckets: Buckets,
+        store: Any,
+        index: Any,
+        writes: Any,
+        clock: Clock,
+        chance: Chance,
+        workers: Executor,
+        *,
+        boot_id: str,
+    ) -> None:
+        self._meta = meta
+        self._buckets = buckets
+        self._store = store
+        self._index = index
+        self._writes = writes
+        self._clock = clock
+        self._chance = chance
+        self._workers = workers
+        self._boot_id = boot_id
+        self._open: dict[str, Upload] = {}
+        self._done: dict[str, Kept] = {}
+        self._aborting: dict[str, Kept] = {}
+        self._names: dict[str, list[tuple[str, str]]] = {}  # by bucket: (key, id) of open uploads, sorted
+        self._clearing: set[str] = set()  # done, and not noted so yet: the parts are the proof
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # --- the verbs ---------------------------------------------------------------------------------------------------
+    async def create(self, call: UploadCreateCall) -> UploadState:
+        """Begin an upload. It is kept before this returns."""
+        return await self._whole(self._create(call))
+
+    async def part(self, call: UploadPartCall) -> PartState:
+        """Take a part. The file `call.path` is gone afterwards, whatever happened."""
+        return await self._whole(self._take_all(call))
+
+    async def parts(self, call: UploadPartsCall) -> UploadParts:
+        """A page of an upload's parts."""
+        upload = self.find(call.bucket, call.key, call.upload_id)
+        numbers = sorted(number for number in upload.parts if number > call.after)
+        shown = numbers[: max(0, min(call.limit, limits.LIST_KEYS_MAX))]
+        return UploadParts(
+            upload.kept.state, [_state(upload.parts[number]) for number in shown], len(numbers) > len(shown)
+        )
+
+    async def complete(self, call: UploadCompleteCall) -> UploadCompleted:
+        """Make the object of the parts named. Asked again after its answer was lost, it says the same again."""
+        return await self._whole(self._complete(call))
+
+    async def abort(self, call: UploadNamed) -> Nothing:
+        """Forget the upload and its parts."""
+        return await self._whole(self._abort(self.find(call.bucket, call.key, call.upload_id)))
+
+    async def uploads(self, call: UploadsCall) -> Uploads:
+        """A page of a bucket's open uploads."""
+        await self._buckets.get(call.bucket)
+        limit = max(0, min(call.limit, limits.LIST_KEYS_MAX))
+        page, more = rules.page_of(self._names.get(call.bucket, []), call.prefix, call.after_key, call.after_id, limit)
+        return Uploads([self._open[upload_id].kept.state for _, upload_id in page], more)
+
+    async def abort_bucket(self, bucket: str) -> int:
+        """Abort every open upload of a bucket that goes, and forget those that are done; how many were open."""
+        count = 0
+        for _, upload_id in list(self._names.get(bucket, [])):
+            if (upload := self._open.get(upload_id)) is not None:
+                await self._whole(self._abort(upload))
+                count += 1
+        for kept in [each for each in self._done.values() if each.bucket == bucket]:
+            self._done.pop(kept.upload_id, None)
+            await self._meta.delete(kept.name)
+        return count
+
+    def find(self, bucket: str, key: str, upload_id: str) -> Upload:
+        """The open upload; `NotFound` (`NoSuchUpload`)."""
+        upload = self._open.get(upload_id)
+        if upload is None or (upload.kept.bucket, upload.kept.key) != (bucket, key):
+            raise rules.no_such_upload(upload_id)
+        return upload
+
+    # --- beginning ---------------------------------------------------------------------------------------------------
+    async def _create(self, call: UploadCreateCall) -> UploadState:
+        check_key(call.key)
+        algorithm, kind = rules.settle_checksum(call.checksum_algorithm, call.checksum_type)
+        async with self._writes.entered(call.bucket) as served:
+            return await self._begin(served, call, algorithm, kind)
+
+    async def _begin(self, served: Served, call: UploadCreateCall, algorithm: str, kind: str) -> UploadState:
+        bucket, backend = served.bucket, served.backend
+        if backend.read_only and bucket.write != "local":
+            raise NotSupported(f"bucket {bucket.name} is read-only at {bucket.url}: write to another bucket")
+        if len(self._names.get(call.bucket, [])) >= limits.UPLOADS_MAX:
+            raise Busy(
+                f"bucket {bucket.name} has {limits.UPLOADS_MAX} open uploads: complete or abort some first",
+                code="SlowDown",
+                retry_after_s=FULL_RETRY_S,
+            )
+        self._store.free_to_write(call.bucket, call.key, 0)
+        created_s = self._clock.wall_s()
+        synced = bucket.durability == "disk" and bucket.write != "through"
+        kept = Kept(
+            bucket=call.bucket,
+            key=call.key,
+            upload_id=f"{int(created_s * 1000):012x}{self._chance.token_hex(10)}",
+            created_s=created_s,
+            volume_id=self._store.volume_of(call.bucket, call.key),
+            headers=call.headers,
+            checksum_algorithm=algorithm,
+            checksum_type=kind,
+            tags=call.tags,
+            boot_id="" if synced else self._boot_id,
+            begin=bucket.write == "through" and backend.part_bytes_min > 0,
+        )
+        await self._keep(kept)
+        if kept.begin:
+            try:
+                backend_id = await backend.begin_upload(call.key, headers=call.headers, tags=call.tags)
+            except ForebayError as error:
+                if lost_answers.says_no(error):
+                    await self._meta.delete(kept.name)
+                else:
+                    await self._abort_there(msgspec.structs.replace(kept, aborting=True))
+                raise
+            kept = msgspec.structs.replace(kept, begin=False, backend_id=backend_id)
+            await self._keep(kept)
+        self._list(Upload(kept))
+        return kept.state
+
+    async def _keep(self, kept: Kept) -> None:
+        await self._meta.put(kept.name, _encode(kept))
+
+    def _list(self, upload: Upload) -> None:
+        kept = upload.kept
+        self._open[kept.upload_id] = upload
+        insort(self._names.setdefault(kept.bucket, []), (kept.key, kept.upload_id))
+
+    def _unlist(self, upload: Upload) -> None:
+        kept = upload.kept
+        upload.gone = True
+        self._open.pop(kept.upload_id, None)
+        names = self._names.get(kept.bucket, [])
+        at = bisect_left(names, (kept.key, kept.upload_id))
+        if names[at : at + 1] == [(kept.key, kept.upload_id)]:
+            del names[at]
+        if not names:
+            self._names.pop(kept.bucket, None)
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+    def directory(self, kept: Kept) -> str:
+        """Where the upload's parts are; `Unavailable` while that volume is out."""
+        for at in self._store.volumes():
+            if at.volume_id == kept.volume_id:
+                return os.path.join(at.path, "parts", kept.upload_id)
+        raise Unavailable(
+            f"the disk that holds upload {kept.upload_id} is out (`forebay status`): abort the upload and begin another"
+        )
+
+    async def _take_all(self, call: UploadPartCall) -> PartState:
+        try:
+            return await self._take(call)
+        finally:
+            if call.path:
+                await self._work(files.forget, call.path)
+
+    async def _take(self, call: UploadPartCall) -> PartState:
+        upload = self.find(call.bucket, call.key, call.upload_id)
+        rules.check_part(call.number, call.size_bytes)
+        kept, directory = upload.kept, self.directory(upload.kept)
+        algorithm, checksum = rules.pick_checksum(kept.checksum_algorithm, call.checksums)
+        async with self._writes.entered(call.bucket) as served, upload.arrival(call.number):
+            upload.seq += 1
+            now_s = round(self._clock.wall_s(), 3)
+            part = Part(call.number, upload.seq, call.size_bytes, call.md5, now_s, algorithm, checksum)
+            try:
+                part = await self._work(self._place, call, directory, part, kept)
+            except OSError as error:
+                raise disk_trouble(error, f"part {call.number}") from error
+            path = os.path.join(directory, rules.name_of(part))
+            try:
+                token = await self._send(upload, served, part, path)
+                async with upload.closing:
+                    if upload.gone:
+                        raise rules.no_such_upload(kept.upload_id)
+                    replaced = upload.parts.get(part.number)
+                    upload.parts[part.number] = part
+                    if token:
+                        upload.tokens[part.number] = token
+                    if replaced is not None:
+                        await self._work(files.forget, os.path.join(directory, rules.name_of(replaced)))
+            except BaseException:
+                if upload.parts.get(part.number) is not part:
+                    await self._work(files.forget, path)
+                raise
+        return _state(part)
+
+    def _place(self, call: UploadPartCall, directory: str, part: Part, kept: Kept) -> Part:
+        """In a worker: bring the bytes to their place under their name; the part with the checksum that it needs."""
+        source = call.path
+        if not source:
+            assert call.body is not None, "a part has a path or a body"
+            files.ensure(directory, durable=not kept.boot_id)
+            source = os.path.join(directory, f"new-{part.seq:x}")
+            files.write(source, call.body)
+        try:
+            if kept.checksum_algorithm and not part.checksum:
+                checksum = files.checksum(source, kept.checksum_algorithm)
+                part = part._replace(algorithm=kept.checksum_algorithm, checksum=checksum)
+            files.place(source, directory, part, durable=not kept.boot_id)
+        except BaseException:
+            files.forget(source)
+            raise
+        return part
+
+    async def _send(self, upload: Upload, served: Served, part: Part, path: str) -> str:
+        """Send the part on where the backend has an upload of ours; its token there, "" without."""
+        if not upload.kept.backend_id or served.bucket.write != "through":
+            return ""
+        body = Body(part.size_bytes, path=path, md5=part.md5)
+        return await served.backend.put_part(upload.kept.key, upload.kept.backend_id, part.number, body)
+
+    # --- aborting ----------------------------------------------------------------------------------------------------
+    async def _abort(self, upload: Upload) -> Nothing:
+        async with upload.closing:
+            if upload.gone:
+                raise rules.no_such_upload(upload.kept.upload_id)
+            kept = msgspec.structs.replace(upload.kept, aborting=True)
+            if kept.backend_id:
+                await self._keep(kept)
+            else:
+                await self._meta.delete(kept.name)
+            self._unlist(upload)
+        await upload.quiet()
+        await self._remove(kept)
+        if kept.backend_id:
+            await self._abort_there(kept)
+        return Nothing()
+
+    async def _remove(self, kept: Kept) -> None:
+        try:
+            await self._work(files.remove, self.directory(kept))
+        except Unavailable:
+            pass  # a sweep removes it when the disk is back
+
+    async def _abort_there(self, kept: Kept) -> None:
+        """Have the backend forget its upload, then forget ours. What fails is tried again by the sweep."""
+        try:
+            served = await self._buckets.get(kept.bucket)
+            if kept.backend_id:
+                await served.backend.abort_upload(kept.key, kept.backend_id)
+            elif kept.begin:
+                known = {upload.kept.backend_id for upload in self._open.values()}
+                await self._buckets.leave_uploads(served, kept.key, known)
+        except (NotFound, NotSupported):
+            pass
+        except ForebayError as error:
+            self._aborting[kept.upload_id] = kept
+            log.warning("the backend's upload of %s/%s is not aborted yet: %s", kept.bucket, kept.key, error)
+            return
+        self._aborting.pop(kept.upload_id, None)
+        await self._meta.delete(kept.name)
+
+    # --- completing --------------------------------------------------------------------------------------------------
+    async def _complete(self, call: UploadCompleteCall) -> UploadCompleted:
+        if call.upload_id not in self._done:
+            upload = self.find(call.bucket, call.key, call.upload_id)
+            async with self._writes.entered(call.bucket) as served, upload.closing:
+                if not upload.gone:
+                    return await self._finish(served, upload, call)
+        kept = self._done.get(call.upload_id)
+        if kept is None or kept.done is None or (kept.bucket, kept.key) != (call.bucket, call.key):
+            raise rules.no_such_upload(call.upload_id)
+        if not rules.same_request(call.parts, kept.done.etag):
+            raise rules.no_such_upload(call.upload_id)
+        return kept.done.answer
+
+    async def _finish(self, served: Served, upload: Upload, call: UploadCompleteCall) -> UploadCompleted:
+        """Make the object; the upload is closed meanwhile, and ended afterwards."""
+        kept = upload.kept
+        algorithm, kind = kept.checksum_algorithm, kept.checksum_type
+        rules.check_form(call.checksums, algorithm, kind)
+        chosen = rules.choose(upload.parts, call.parts, algorithm, kind, call.size_bytes)
+        value = rules.checksum_of(algorithm, kind, chosen)
+        rules.check_promised(call.checksums, value)
+        etag, now_s = rules.etag_of([part.md5 for part in chosen]), self._clock.wall_s()
+        checksums = {algorithm: value} if value else {}
+        size_bytes = sum(part.size_bytes for part in chosen)
+        expected = UploadCompleted(Written(etag, "", size_bytes, now_s), checksums, kind if value else "")
+        noted = msgspec.structs.replace(kept, done=Done(now_s, etag, expected))
+        await self._keep(noted)
+        try:
+            written = await self._make(served, upload, call, chosen, _stored(kept, value, chosen), etag)
+        except Precondition as error:
+            if not upload.unheard:
+                raise
+            written = await self._made_unheard(served, upload, chosen, error)
+        answer = UploadCompleted(written, checksums, expected.checksum_type)
+        done = msgspec.structs.replace(noted, done=Done(now_s, etag, answer, committed=True))
+        self._done[kept.upload_id] = done
+        self._unlist(upload)
+        self._clearing.add(kept.upload_id)
+        self._spawn(self._clear(upload, done))
+        return answer
+
+    async def _make(
+        self, served: Served, upload: Upload, call: UploadCompleteCall, chosen: list[Part], headers: Headers, etag: str
+    ) -> Written:
+        """Join the parts and write the object."""
+        kept, directory = upload.kept, self.directory(upload.kept)
+        size_bytes = sum(part.size_bytes for part in chosen)
+        target = self._index.incoming(call.bucket, call.key)
+
+        async def send(expect: str | None) -> ObjectInfo:
+            return await self._complete_there(served, upload, chosen, target, expect)
+
+        try:
+            self._store.free_to_write(call.bucket, call.key, size_bytes - chosen[0].size_bytes)
+            sums = await self._work(files.join, directory, chosen, target)
+        except (OSError, Unavailable) as error:
+            if kept.backend_id and served.bucket.write == "through":
+                return await self._make_there_alone(served, upload, call, chosen)
+            raise disk_trouble(error, "joining the parts") if isinstance(error, OSError) else error from error
+        try:
+            written: Written = await self._writes.put_file(
+                served,
+                call.key,
+                target,
+                size_bytes,
+                sums,
+                headers,
+                etag=etag,
+                tags=kept.tags,
+                if_match=call.if_match,
+                if_none_match=call.if_none_match,
+                send=send,
+            )
+        except Exception:  # cancelled, it is left as a stop of the process would leave it: the commit may be under way
+            await self._work(files.unjoin, directory, chosen[0], target)
+            raise
+        await self._work(files.forget, target)  # a small object lives in its record, and what has no room nowhere
+        return written
+
+    async def _make_there_alone(
+        self, served: Served, upload: Upload, call: UploadCompleteCall, chosen: list[Part]
+    ) -> Written:
+        """Make the object at the backend where no disk here takes it; the node forgets what it had of the key."""
+        writes, bucket, key = self._writes, call.bucket, call.key
+        async with writes.lock(bucket, key):
+            expect: str | None = None
+            if call.if_match is not None or call.if_none_match is not None:
+                judged = await writes.check(served, key, call.if_match, call.if_none_match)
+                expect = "" if judged is None else judged.version or None
+            async with writes.asking(served.bucket, key):
+                try:
+                    info = await self._complete_there(served, upload, chosen, "", expect)
+                except BaseException as error:
+                    writes.doubt(served.bucket, key, error, expect)
+                    raise
+                await writes.drop(bucket, key)
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
+    async def _made_unheard(self, served: Served, upload: Upload, chosen: list[Part], refusal: Precondition) -> Written:
+        """The conditions do not hold, perhaps because this very upload was completed before, and nobody heard it."""
+        bucket, key = upload.kept.bucket, upload.kept.key
+        async with self._writes.lock(bucket, key):
+            info = await lost_answers.completed(served.backend, key, [(part.number, part.md5) for part in chosen])
+            if info is None:
+                raise refusal
+            await self._writes.drop(bucket, key)
+        upload.passed = True
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
+    async def _complete_there(
+        self, served: Served, upload: Upload, chosen: list[Part], target: str, expect: str | None
+    ) -> ObjectInfo:
+        """Make the object at the backend: of the parts that it has, or, where it has not, of the joined file `target`
+        (if there is one)."""
+        kept, backend = upload.kept, served.backend
+        size_bytes = sum(part.size_bytes for part in chosen)
+        if kept.backend_id and all(part.size_bytes >= backend.part_bytes_min for part in chosen[:-1]):
+            try:
+                tokens = await self._tokens(served, upload, chosen)
+                info = await backend.complete_upload(kept.key, kept.backend_id, tokens, expect=expect)
+                upload.passed = True
+                return info
+            except NotFound as error:
+                if error.code != "NoSuchUpload":
+                    raise
+            except ForebayError as error:
+                upload.unheard |= not lost_answers.says_no(error)
+                raise
+            parts = [(part.number, part.md5) for part in chosen]
+            if (
+                seen := await lost_answers.completed(backend, kept.key, parts)
+            ) is not None:  # by a process before this one
+                return seen
+        if not target:
+            raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
+        body = Body(size_bytes, path=target)
+        put: ObjectInfo = await self._writes.through.put(
+            served, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags
+        )
+        return put
+
+    async def _tokens(self, served: Served, upload: Upload, chosen: list[Part]) -> list[tuple[int, str]]:
+        """What the backend calls the parts. After a restart it is asked; a part that it does not have is sent."""
+        kept, backend = upload.kept, served.backend
+        if any(part.number not in upload.tokens for part in chosen):
+            seen = {each.number: each for each in await backend.list_parts(kept.key, kept.backend_id)}
+            for part in chosen:
+                there = seen.get(part.number)
+                if part.number in upload.tokens:
+                    continue
+                if there is not None and there.size_bytes == part.size_bytes and _is_part(there.token, part):
+                    upload.tokens[part.number] = there.token
+                else:
+                    path = os.path.join(self.directory(kept), rules.name_of(part))
+                    upload.tokens[part.number] = await self._send(upload, served, part, path)
+        return [(part.number, upload.tokens[part.number]) for part in chosen]
+
+    async def _clear(self, upload: Upload, done: Kept) -> None:
+        """After the answer: note that it is so, then let the parts go, and the backend's upload if it was not used."""
+        if upload.passed:
+            done = self._done[done.upload_id] = msgspec.structs.replace(done, backend_id="")
+        try:
+            await upload.quiet()
+            await self._keep(done)
+        finally:
+            self._clearing.discard(done.upload_id)
+        await self._remove(done)
+        if done.backend_id:
+            await self._leave_there(done)
+
+    async def _leave_there(self, done: Kept) -> None:
+        """Have the backend forget an upload that was not needed after all. What fails is tried again by the sweep."""
+        try:
+            served = await self._buckets.get(done.bucket)
+            await served.backend.abort_upload(done.key, done.backend_id)
+        except (NotFound, NotSupported):
+            pass
+        except ForebayError as error:
+            log.warning("the backend's upload of %s/%s is not aborted yet: %s", done.bucket, done.key, error)
+            return
+        done = self._done[done.upload_id] = msgspec.structs.replace(done, backend_id="")
+        await self._keep(done)
+
+    # --- after a stop, and from time to time -------------------------------------------------------------------------
+    async def load(self) -> None:
+        """Find every upload again. Nothing is asked of a backend here; `tend` does what is left to do there."""
+        entries, _ = await self._meta.range(PREFIX)
+        for entry in entries:
+            kept = _decode(entry.value)
+            if kept.done is not None and kept.done.committed:
+                self._done[kept.upload_id] = kept
+            elif kept.aborting or kept.begin or kept.boot_id not in ("", self._boot_id):
+                self._aborting[kept.upload_id] = msgspec.structs.replace(kept, aborting=True)
+            else:
+                await self._find_again(kept)
+
+    async def _find_again(self, kept: Kept) -> None:
+        upload = Upload(kept)
+        try:
+            directory = self.directory(kept)
+        except Unavailable as error:
+            log.warning("%s", error)
+        else:
+            upload.parts = await self._work(files.scan, directory)
+            upload.seq = max((part.seq for part in upload.parts.values()), default=0)
+            if kept.done is not None and await self._committed(kept, directory, upload):
+                done = msgspec.structs.replace(kept, done=msgspec.structs.replace(kept.done, committed=True))
+                self._done[kept.upload_id] = done
+                self._clearing.add(kept.upload_id)
+                self._spawn(self._clear(upload, done))
+                return
+        self._list(upload)
+
+    async def _committed(self, kept: Kept, directory: str, upload: Upload) -> bool:
+        """Whether the object that was noted came to be before the stop."""
+        record = self._store.lookup(kept.bucket, kept.key)
+        if record is None or kept.done is None:
+            return False
+        if record.etag == kept.done.etag:
+            return True
+        path = self._store.data_path(record)
+        return bool(path) and await self._work(files.holds, directory, list(upload.parts.values()), path)
+
+    async def tend(self) -> None:
+        """For ever: sweep now, and then every SWEEP_EVERY_S."""
+        while True:
+            try:
+                await self.sweep()
+            except Exception:
+                log.exception("sweeping uploads broke; it goes on")
+            await asyncio.sleep(SWEEP_EVERY_S)
+
+    async def sweep(self) -> None:
+        """Abort what is too old, try again to abort what a backend still has, forget what was done long ago, and
+        remove directories that no upload owns."""
+        now_s = self._clock.wall_s()
+        for upload in [each for each in self._open.values() if now_s - each.kept.created_s > limits.UPLOAD_AGE_MAX_S]:
+            log.info(
+                "upload %s of %s/%s is too old: aborted", upload.kept.upload_id, upload.kept.bucket, upload.kept.key
+            )
+            try:
+                await self._whole(self._abort(upload))
+            except NotFound:
+                pass  # somebody ended it just now
+        for kept in list(self._aborting.values()):
+            await self._remove(kept)
+            await self._abort_there(kept)
+        for kept in list(self._done.values()):
+            if kept.backend_id and kept.upload_id not in self._clearing:
+                await self._leave_there(kept)
+            elif kept.done is not None and now_s - kept.done.at_s > DONE_KEPT_S:
+                del self._done[kept.upload_id]
+                await self._meta.delete(kept.name)
+        for at in self._store.volumes():
+            holder = os.path.join(at.path, "parts")
+            for upload_id in await self._work(files.directories, holder):
+                if upload_id not in self._open and upload_id not in self._clearing:
+                    await self._work(files.remove, os.path.join(holder, upload_id))
+
+    async def aclose(self, grace_s: float = 10.0) -> None:
+        """Stop. What does not end within `grace_s` is left as a stop of the process would leave it."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=grace_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+    async def _whole(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run to the end although the asker may go away."""
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ForebayError):
+            log.error("an upload's work broke: %r", error, exc_info=error)
+
+    async def _work(self, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """`call` in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, functools.partial(call, *arguments))
+
+
+def _is_part(token: str, part: Part) -> bool:
+    """Whether what a backend has is this part. Only an MD5 can tell: else the part is sent again."""
+    return token.strip('"') == part.md5
+
+
+def _state(part: Part) -> PartState:
+    checksums = {part.algorithm: part.checksum} if part.checksum else {}
+    return PartState(part.number, part.size_bytes, part.md5, part.modified_s, checksums)
+
+
+def _stored(kept: Kept, checksum: str, chosen: Sequence[Part]) -> Headers:
+    """The headers that the object will have: the client's, and what reads show of its parts and checksum."""
+    headers = kept.headers
+    if text := rules.sizes_text([part.size_bytes for part in chosen]):
+        headers = (*headers, (rules.SIZES_HEADER, text))
+    if text := rules.checksums_text(kept.checksum_algorithm, chosen):
+        headers = (*headers, (rules.PARTS_CHECKSUMS_HEADER, text))
+    if checksum:
+        headers = (
+            *headers,
+            (f"x-amz-checksum-{kept.checksum_algorithm.lower()}", checksum),
+            ("x-amz-checksum-type", kept.checksum_type),
+        )
+    return headers

@@ -1,0 +1,684 @@
+"""Writing at the engine: put and delete, as each bucket wants them.
+
+Theory. A write is a short section under its key's lock: judge the conditions against what a read would show now, do
+what the bucket's mode says, and make the outcome visible to every front before it is answered.
+
+    through        the backend first (`node/engine/write/through_bodies.py`), then a clean record: whole, verified,
+    confirmed now;
+                   what was here before is unconfirmed from before the backend is asked
+                   (`node/engine/read/confirmations.py`)
+    back, local    a dirty or local record (or a tombstone), durable as the bucket says, in a group commit
+
+A write through that finds no room on a volume is a write all the same: the backend has it, and the tier forgets what it
+had. If the backend's answer is lost, nobody knows whether it happened; then what is here counts as unconfirmed.
+
+A small write that has to wait for nothing but its commit (`begin`) is the same section without a task: lock, judgement
+and change in one turn of the loop, and the rest when the commit is told. It is most of what many small writers cost.
+
+A section runs in a task of its own and ends by itself: the front that asked may die in the middle, the key's lock is
+held until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while
+no write is half-way (`quiet`).
+
+What replaces an owned object is based on what that was based on (`store/notes.py`); what replaces a clean one, on its
+version; what replaces nothing that is known here, on anything ("last writer wins", as S3 does it).
+
+Rejected: judging conditions in the front (another front's write may come between); taking the lock while the body
+arrives (one slow client would stop all writers of the key).
+
+Invariants. (1) A key has at most one section at a time. (2) A write is answered after it is visible, and durable if the
+bucket says so. (3) A temp file that was handed over is gone when the write ends: it became the object, or is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from forebay.backends.seam import Body
+from forebay.core import limits
+from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.freshness import MISSED
+from forebay.core.machines import sent_bodies
+from forebay.core.machines.sent_bodies import Sent
+from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
+from forebay.core.record import PINNED, Record, State, blocks_in
+from forebay.core.s3rules.conditions import Conditions
+from forebay.core.s3rules.tags import with_tags
+from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.disk_wait import by_disk
+from forebay.node.engine.evictions import Room
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.write.commits import Commits
+from forebay.node.engine.write.locks import KeyLocks
+from forebay.node.engine.write.through_bodies import Through
+from forebay.node.store.disk.notes import Note, Owed, digest_of, succeeding
+from forebay.node.store.disk.volume_threads import remove_temp
+from forebay.node.store.records import info_of, is_pinned, own_version, present_blocks
+from forebay.node.store.writer.puts import Change, Delete, Put
+from forebay.node.store.writer.remembered_volumes import KnownVolumes
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.writes")
+ResultT = TypeVar("ResultT")
+
+QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
+_DIRTY, _LOCAL = int(State.DIRTY), int(State.LOCAL)
+PRESYNC_BYTES_MIN = limits.MIB  # from here a file is synced before its change is queued: the group does not wait for it
+
+
+class Owes(Protocol):
+    """What the backends are owed (`node/engine/flush/flusher.py`), as writes tell and ask it."""
+
+    def add(self, owed: Owed) -> None: ...
+
+    def find(self, bucket: str, key: str) -> Note | None: ...
+
+    def sent(self, bucket: str, key: str) -> Sent: ...
+
+    def forget(self, bucket: str, key: str) -> None: ...
+
+    async def stop_key(self, bucket: str, key: str) -> None: ...
+
+    async def room(self, bucket: Bucket, size_bytes: int) -> None: ...
+
+    def admits(self, bucket: Bucket, size_bytes: int) -> bool: ...
+
+    def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
+
+
+class Writes:
+    """See the module's header. `flush` makes changes of the index visible now."""
+
+    def __init__(
+        self,
+        store: Store,
+        buckets: Buckets,
+        cold: ColdReads,
+        room: Room,
+        owes: Owes,
+        clock: Clock,
+        workers: Executor,
+        *,
+        through: Through,
+        flush: Callable[[], None],
+        known: KnownVolumes | None = None,
+    ) -> None:
+        self.locks = KeyLocks()
+        self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # hears of each new version and delete
+        self.commits = Commits(store, published=self._published, flush=flush)
+        self.through = through
+        self._store = store
+        self._buckets = buckets
+        self._cold = cold
+        self._room = room
+        self._owes = owes
+        self._clock = clock
+        self._workers = workers
+        self._known = known
+        self._closed = False
+        self._sections: set[asyncio.Task[Any]] = set()
+        self._entered: Counter[str] = Counter()
+        self._quiet: dict[str, asyncio.Event] = {}
+        self._left: dict[str, asyncio.Event] = {}
+
+    # --- sections ----------------------------------------------------------------------------------------------------
+    def lock(self, bucket: str, key: str) -> AbstractAsyncContextManager[None]:
+        """Alone with the key: no other write, no end of a flush."""
+        return self.locks.lock(bucket, key)
+
+    async def finish(self, section: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run `section` to its end, even if who waits for it goes away."""
+        if self._closed:
+            section.close()
+            raise Closed("the node is stopping: write it again in a moment")
+        task = asyncio.create_task(section)
+        self._sections.add(task)
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._sections.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited has it; if nobody did, nobody is told
+
+    @asynccontextmanager
+    async def entered(self, bucket: str) -> AsyncIterator[Served]:
+        """Write in this bucket: it stays what it is meanwhile. `NotFound` when there is none."""
+        while bucket in self._quiet:
+            await self._quiet[bucket].wait()
+        self._entered[bucket] += 1
+        try:
+            yield await self._buckets.get(bucket)
+        finally:
+            self._leave(bucket)
+
+    def _leave(self, bucket: str) -> None:
+        self._entered[bucket] -= 1
+        if not self._entered[bucket]:
+            del self._entered[bucket]
+            if bucket in self._left:
+                self._left[bucket].set()
+
+    @asynccontextmanager
+    async def quiet(self, bucket: str) -> AsyncIterator[None]:
+        """No write of the bucket is half-way meanwhile: those under way end, others wait. `Busy` after QUIET_WAIT_S."""
+        while bucket in self._quiet:
+            await self._quiet[bucket].wait()
+        self._quiet[bucket] = over = asyncio.Event()
+        try:
+            if self._entered[bucket]:
+                self._left[bucket] = left = asyncio.Event()
+                try:
+                    async with asyncio.timeout(QUIET_WAIT_S):
+                        await left.wait()
+                except TimeoutError:
+                    raise Busy(
+                        f"writes to {bucket} are under way: try again when they are done", retry_after_s=5.0
+                    ) from None
+            yield
+        finally:
+            self._left.pop(bucket, None)
+            del self._quiet[bucket]
+            over.set()
+
+    # --- what a key is now -------------------------------------------------------------------------------------------
+    async def current(self, served: Served, key: str, *, revalidate: bool = False) -> ObjectInfo | None:
+        """What a read would show now: owed, cached and fresh, or asked. None if there is no such object."""
+        try:
+            record = await self._cold.metadata(Ask(served.bucket.name, key, revalidate=revalidate), served)
+        except NotFound:
+            return None
+        return info_of(record, key)
+
+    async def check(
+        self,
+        served: Served,
+        key: str,
+        if_match: str | None,
+        if_none_match: str | None,
+        fits: Callable[[ObjectInfo], bool] | None = None,
+    ) -> ObjectInfo | None:
+        """Judge a write's conditions; what the object is. `Precondition` (`PreconditionFailed`) if they do not hold or
+        it does not fit, `NotFound` for If-Match or `fits` where there is nothing. A refusal is never based on a cached
+        answer alone."""
+        info = await self.current(served, key)
+        if _holds(info, if_match, if_none_match, fits):
+            return info
+        info = await self.current(served, key, revalidate=True)
+        if _holds(info, if_match, if_none_match, fits):
+            return info
+        if info is None:
+            raise NotFound(f"there is no object {key!r} that the condition could mean: leave it out", code="NoSuchKey")
+        raise Precondition(
+            f"{key!r} is not what the condition wants (its ETag is {info.etag!r}): read it again, then decide",
+            code="PreconditionFailed",
+        )
+
+    # --- the verbs ---------------------------------------------------------------------------------------------------
+    async def put(self, call: PutCall) -> Written:
+        """Make the bytes of `call` the object."""
+        return await self.finish(self._put(call))
+
+    async def _put(self, call: PutCall) -> Written:
+        try:
+            check_key(call.key)
+            async with self.entered(call.bucket) as served:
+                return await self.put_file(
+                    served,
+                    call.key,
+                    call.path,
+                    call.size_bytes,
+                    call.sums,
+                    call.headers,
+                    etag=etag_of(call),
+                    md5=call.md5,
+                    tags=call.tags,
+                    if_match=call.if_match,
+                    if_none_match=call.if_none_match,
+                    body=call.body,
+                )
+        finally:
+            if call.path:
+                remove_temp(call.path)
+
+    def begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
+        """As `put`, without a task: where nothing but its commit is to be waited for, begin it, and call `done` with
+        what became of it. False, and nothing happened, where there is, or anything is wrong: `put` it then."""
+        body, bucket = call.body, call.bucket
+        if body is None or call.path or len(body) != call.size_bytes or len(body) > limits.INLINE_BYTES_MAX:
+            return False
+        if self._closed or call.if_match is not None or call.if_none_match is not None or bucket in self._quiet:
+            return False
+        name = (bucket, call.key)
+        taken = False
+        try:
+            check_key(call.key)
+            served = self._buckets.known(bucket)
+            if served is None or served.bucket.write == "through" or not self.locks.take_free(name):
+                return False
+            taken = True
+            if served.bucket.write == "back" and not self._owes.admits(served.bucket, call.size_bytes):
+                self.locks.give(name)
+                return False
+            what = _What(call.key, "", len(body), (), call.headers, etag_of(call), call.md5, call.tags, body)
+            self._store.check_present(bucket, call.key)
+            if not self._remembers(bucket, call.key):
+                self.locks.give(name)
+                return False
+            put = self._owned(served, what, None, False)
+        except Exception:
+            if taken:
+                self.locks.give(name)
+            return False
+        self._entered[bucket] += 1
+        self.commits.begin(put, functools.partial(self._begun, name, done))
+        return True
+
+    def _begun(
+        self,
+        name: tuple[str, str],
+        done: Callable[[Written | ForebayError], None],
+        outcome: Record | ForebayError | None,
+    ) -> None:
+        self.locks.give(name)
+        self._leave(name[0])
+        done(outcome if isinstance(outcome, ForebayError) else _written(outcome))
+
+    async def put_file(
+        self,
+        served: Served,
+        key: str,
+        path: str,
+        size_bytes: int,
+        sums: Sequence[int],
+        headers: Headers,
+        *,
+        etag: str,
+        md5: str = "",
+        tags: str = "",
+        if_match: str | None = None,
+        if_none_match: str | None = None,
+        body: bytes | None = None,
+        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None = None,
+    ) -> Written:
+        """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is what an owned
+        object gets; `send(expect)` puts it to the backend, where that is not simply sending the bytes."""
+        bucket = served.bucket
+        self._store.check_present(bucket.name, key)
+        if path and size_bytes <= limits.INLINE_BYTES_MAX:
+            body, path, sums = await self._on_disk(bucket.name, key, lambda: _read(path)), "", ()
+        if not path and body is None:
+            raise Invalid("a put came without a body: please report it")
+        if path and len(sums) != blocks_in(size_bytes):
+            raise Invalid(f"a put of {size_bytes} bytes came with {len(sums)} checksums: please report it")
+        what = _What(key, path, size_bytes, tuple(sums), headers, etag, md5, tags, body)
+        if bucket.write == "through":
+            check_writable(served)
+            async with self.lock(bucket.name, key):
+                return await self._put_through(served, what, if_match, if_none_match, send)
+        if bucket.write == "back":
+            await self._owes.room(bucket, size_bytes)
+        if path and bucket.durability == "disk" and size_bytes >= PRESYNC_BYTES_MIN:
+            await self._on_disk(bucket.name, key, lambda: _sync(path))
+        async with self.lock(bucket.name, key):
+            return await self._put_owned(served, what, if_match, if_none_match)
+
+    async def delete(self, call: DeleteCall) -> Nothing:
+        """There is no such object afterwards. One that was not there is fine, unless a condition is given."""
+        return await self.finish(self._delete(call))
+
+    async def _delete(self, call: DeleteCall) -> Nothing:
+        check_key(call.key)
+        async with self.entered(call.bucket) as served:
+            self._store.check_present(call.bucket, call.key)
+            if served.bucket.write == "through":
+                check_writable(served)
+            elif served.bucket.write == "back":
+                await self._owes.room(served.bucket, 0)
+            async with self.lock(call.bucket, call.key):
+                judged = await self._check_delete(served, call)
+                if served.bucket.write == "through":
+                    await self._delete_through(served, call.key, judged)
+                else:
+                    await self._delete_owned(served, call.key, judged)
+        return Nothing()
+
+    async def give_up(self, bucket: str, key: str) -> None:
+        """A lost object counts as deleted here, and the backend hears nothing of it; nothing if it is not lost."""
+        await self.finish(self._give_up(bucket, key))
+
+    async def _give_up(self, bucket: str, key: str) -> None:
+        async with self.entered(bucket), self.lock(bucket, key):
+            if self._store.lost_of(bucket, key) is not None:
+                log.warning("%s/%s is lost, and was given up", bucket, key)
+                await self.commit(Delete(bucket, key))
+
+    async def _check_delete(self, served: Served, call: DeleteCall) -> ObjectInfo | None:
+        """What is to be deleted, where that was asked for by a condition."""
+        if call.if_match is None and call.if_size_bytes is None and call.if_modified_s is None:
+            return None
+
+        def fits(info: ObjectInfo) -> bool:
+            return call.if_size_bytes in (None, info.size_bytes) and call.if_modified_s in (None, int(info.modified_s))
+
+        return await self.check(served, call.key, call.if_match, None, fits)
+
+    # --- remembering where something is owned ------------------------------------------------------------------------
+    def _remembers(self, bucket: str, key: str) -> bool:
+        """Whether the node knows, outside of its volumes, that the key's may own something of the bucket."""
+        volume_id = self._store.volume_of(bucket, key)
+        return self._known is None or self._known.noted(
+            volume_id, bucket, self._store.owners.strays(bucket, key, volume_id)
+        )
+
+    async def _remember(self, bucket: str, key: str) -> None:
+        if self._known is not None:
+            await self._known.note(self._store, bucket, key)
+
+    def written_buckets(self) -> set[str]:
+        """Buckets in which a write is under way."""
+        return set(self._entered)
+
+    # --- written back, or local --------------------------------------------------------------------------------------
+    async def _put_owned(self, served: Served, what: _What, if_match: str | None, if_none_match: str | None) -> Written:
+        judged, asked = None, if_match is not None or if_none_match is not None
+        if asked:
+            judged = await self.check(served, what.key, if_match, if_none_match)
+        await self._remember(served.bucket.name, what.key)
+        return _written(await self.commit(self._owned(served, what, judged, asked)))
+
+    def _owned(self, served: Served, what: _What, judged: ObjectInfo | None, asked: bool) -> Put:
+        """Under the key's lock: the change that makes `what` the object, owed or local."""
+        bucket, key = served.bucket, what.key
+        before = self._store.lookup(bucket.name, key)
+        local = bucket.write == "local"
+        object_id, now_s = self._store.take_id(), self._clock.wall_s()
+        digest = digest_of(what.size_bytes, sums=what.sums, body=what.body)
+        etag = what.etag or f"{digest}-x"
+        info = ObjectInfo(key, what.size_bytes, own_version(object_id), etag, now_s, what.shown)
+        note = Note(
+            seq=object_id,
+            since_s=now_s,
+            size_bytes=what.size_bytes,
+            object_id=object_id,
+            headers=what.headers,
+            tags=what.tags,
+            md5=what.md5,
+            local=local,
+            digest=digest,
+        )
+        return Put(
+            bucket.name,
+            info,
+            object_id,
+            _state(bucket, key, _LOCAL if local else _DIRTY, before),
+            checked_s=now_s,
+            body=what.body,
+            path=what.path,
+            sums=what.sums,
+            note=self._following(bucket, key, note, judged, asked),
+            durable=bucket.durability == "disk",
+        )
+
+    async def _delete_owned(self, served: Served, key: str, judged: ObjectInfo | None) -> None:
+        bucket = served.bucket
+        before = self._owes.find(bucket.name, key)
+        record = self._store.lookup(bucket.name, key)
+        lost = self._store.lost_of(bucket.name, key) is not None
+        if record is None and not lost and (bucket.write == "local" or (before is not None and before.is_delete)):
+            return
+        note = None
+        if bucket.write == "back":
+            await self._remember(bucket.name, key)
+            note = Note(seq=self._store.take_id(), since_s=self._clock.wall_s(), size_bytes=0, object_id=0)
+            note = self._following(bucket, key, note, judged, judged is not None)
+        await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
+
+    def _following(self, bucket: Bucket, key: str, note: Note, judged: ObjectInfo | None, asked: bool) -> Note:
+        """The note as it stands in its key's history: what it is based on, and what may have been sent before."""
+        before = self._owes.find(bucket.name, key)
+        if before is None and (lost := self._store.lost_of(bucket.name, key)) is not None:
+            before = lost.note
+        if note.local or before is not None:
+            return succeeding(note, before)
+        record = self._store.lookup(bucket.name, key)
+        based_on: str | None = None
+        sent = self._owes.sent(bucket.name, key)
+        if record is not None and record.checked_s == MISSED:
+            pass  # a write of this node may have replaced it: nothing is known of what the backend has
+        elif record is not None:
+            based_on = record.version or None
+            # Of a flush that is over a request may still be on its way, and make this the object again: it is ours.
+            digest = self._store.digest(bucket.name, key, record)
+            sent = sent_bodies.left(sent, digest or None)
+        elif asked:
+            based_on = "" if judged is None else judged.version or None
+        return msgspec.structs.replace(note, based_on=based_on, **sent._asdict())
+
+    # --- written through ---------------------------------------------------------------------------------------------
+    async def _put_through(
+        self,
+        served: Served,
+        what: _What,
+        if_match: str | None,
+        if_none_match: str | None,
+        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None,
+    ) -> Written:
+        bucket, key = served.bucket, what.key
+        expect: str | None = None
+        if if_match is not None or if_none_match is not None:
+            judged = await self.check(served, key, if_match, if_none_match)
+            expect = "" if judged is None else judged.version or None
+        async with self.asking(bucket, key):
+            asked_s = self._clock.wall_s()
+            try:
+                if send is not None:
+                    seen = await send(expect)
+                else:
+                    body = Body(what.size_bytes, data=what.body, path=what.path, md5=what.md5)
+                    seen = await self.through.put(
+                        served, key, body, headers=what.headers, expect=expect, tags=what.tags
+                    )
+            except BaseException as error:
+                self.doubt(bucket, key, error, expect)
+                raise
+            return await self._keep(bucket, what, seen, asked_s)
+
+    async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, asked_s: float) -> Written:
+        """The backend has it: so does the node from now on, or it has nothing of the key."""
+        key = what.key
+        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.shown)
+        put = Put(
+            bucket.name,
+            info,
+            self._store.take_id(),
+            _state(bucket, key, 0, self._store.lookup(bucket.name, key)),
+            checked_s=asked_s,
+            body=what.body,
+            path=what.path,
+            sums=what.sums,
+        )
+        try:
+            if not info.version:
+                raise NotSupported("the backend names no version: what was written is not kept here")
+            await self.commit(put)
+        except ForebayError as error:
+            log.info("%s/%s is written, and not kept here: %s", bucket.name, key, error)
+            await self.drop(bucket.name, key)
+        return Written(info.etag, info.version, info.size_bytes, info.modified_s)
+
+    async def _delete_through(self, served: Served, key: str, judged: ObjectInfo | None) -> None:
+        bucket = served.bucket
+        expect = None if judged is None else judged.version or None
+        async with self.asking(bucket, key):
+            try:
+                await served.backend.delete(key, expect=expect)
+            except BaseException as error:
+                self.doubt(bucket, key, error, expect)
+                raise
+            await self.drop(bucket.name, key)
+
+    @asynccontextmanager
+    async def asking(self, bucket: Bucket, key: str) -> AsyncIterator[None]:
+        """Under the key's lock, around all of: asking the backend to change the key, and making the outcome so here.
+
+        No flush of what the key owes comes after it. What is here of it counts as unconfirmed meanwhile, to an engine
+        that starts after this one was killed too: that is committed before this begins (`read/confirmations.py`).
+        """
+        self._store.check_present(bucket.name, key)
+        if self._owes.find(bucket.name, key) is not None:
+            await self._owes.stop_key(bucket.name, key)
+        confirmations = self._cold.confirmations
+        try:
+            if confirmations.open_window(bucket.name, key):
+                self.commits.flush()
+            self._store.check_answers(bucket.name, key)
+            yield
+        finally:
+            confirmations.close_window(bucket.name, key)
+
+    async def drop(self, bucket: str, key: str) -> None:
+        """Under the key's lock: the node knows nothing of the key any more, whoever reads it asks the backend."""
+        self._cold.written(bucket, key)
+        if self._store.lookup(bucket, key) is None:
+            self._owes.forget(bucket, key)
+            self._store.forget(bucket, key)  # no block of it may be whole yet, and one that lands would make a record
+        else:
+            await self.commit(Delete(bucket, key))
+
+    def doubt(self, bucket: Bucket, key: str, error: BaseException, expect: str | None = None) -> None:
+        """In `asking`: the backend did not do what it was asked; or nobody knows whether it did, and what is here stays
+        unconfirmed: whoever reads it next asks. If the backend has not the version that it was asked to `expect`,
+        nobody reads that here any more."""
+        if isinstance(error, Denied | Invalid | NotSupported):
+            self._cold.confirmations.restore(bucket.name, key)  # it did not
+            return
+        self._cold.written(bucket.name, key)
+        if expect and isinstance(error, Precondition | NotFound):
+            self._cold.replaced((bucket.name, key), expect)
+
+    # --- making it so ------------------------------------------------------------------------------------------------
+    async def commit(self, change: Change) -> Record | None:
+        """Make `change` durable and visible, together with others. Raises what kept it from being so."""
+        return await self.commits.commit(change)
+
+    def _published(self, change: Change, before: Record | None, after: Record | None) -> None:
+        """What is true together with a change: what is owed, what reads find, what may be evicted."""
+        bucket = change.bucket
+        key = change.info.key if isinstance(change, Put) else change.key
+        self._cold.written(bucket, key)
+        if before is not None:
+            self._room.removed(before.object_id, present_blocks(before))
+        if after is not None:
+            self._room.wrote(bucket, key, after)
+        if before is None or after is None or before.object_id != after.object_id:
+            self.moved_on(bucket, key)
+        note = change.note
+        if note is not None and not note.local:
+            self._owes.add(Owed(bucket, key, note, change.durable))
+        elif self._owes.find(bucket, key) is not None:
+            self._owes.forget(bucket, key)
+
+    async def _on_disk(self, bucket: str, key: str, work: Callable[[], ResultT]) -> ResultT:
+        """Have it done by the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
+        return await by_disk(self._store.volume_at(bucket, key), self._workers, work, f"{bucket}/{key}")
+
+    async def aclose(self, grace_s: float = 10.0) -> None:
+        """Begin no more, and end every section: those that wait for a backend after `grace_s` at the latest."""
+        self._closed = True
+        if self._sections:
+            await asyncio.wait(list(self._sections), timeout=grace_s)
+        for task in list(self._sections):
+            task.cancel()
+        if self._sections:
+            await asyncio.wait(list(self._sections))
+        await self.commits.settled()
+        await self.through.aclose()
+
+
+class _What(msgspec.Struct, frozen=True, gc=False):
+    """What an object is to be."""
+
+    key: str
+    path: str
+    size_bytes: int
+    sums: tuple[int, ...]
+    headers: Headers
+    etag: str
+    md5: str
+    tags: str
+    body: bytes | None
+
+    @property
+    def shown(self) -> Headers:
+        """What is kept with the record and sent with reads: tags too, which a backend takes by another way."""
+        return with_tags(self.headers, self.tags)
+
+
+def _holds(
+    info: ObjectInfo | None,
+    if_match: str | None,
+    if_none_match: str | None,
+    fits: Callable[[ObjectInfo], bool] | None,
+) -> bool:
+    if info is None:
+        return if_match is None and fits is None
+    if fits is not None and not fits(info):
+        return False
+    return Conditions(if_match, if_none_match).judge(info.etag, info.modified_s) == 200
+
+
+def _state(bucket: Bucket, key: str, state: int, before: Record | None) -> int:
+    """`state`, and pinned if the key is."""
+    pinned = is_pinned(bucket, key) or (before is not None and bool(before.state & PINNED))
+    return state | PINNED if pinned else state
+
+
+def _written(record: Record | None) -> Written:
+    assert record is not None, "a put without a record"
+    return Written(record.etag, record.version, record.size_bytes, record.modified_s)
+
+
+def etag_of(call: PutCall) -> str:
+    """Of what is owned: no client takes a hash with `-` in it for an MD5."""
+    if call.md5:
+        return call.md5
+    if call.hash128:
+        return f"{call.hash128}-x"
+    if call.body is not None:
+        return f"{xxhash.xxh3_128_hexdigest(call.body)}-x"
+    return ""
+
+
+def check_writable(served: Served) -> None:
+    if served.backend.read_only:
+        raise NotSupported(
+            f"the backend of bucket {served.bucket.name} can only be read: write there, or give the bucket a backend "
+            "that can be written"
+        )
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Many reads in one request."""

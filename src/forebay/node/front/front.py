@@ -1,0 +1,192 @@
+"""A front: the process that clients talk to. It reads the store, and asks the engine for what is not there.
+
+Theory. Everything of a front is put together here, in one function, and nothing else knows all of it: the store's
+readers' side, the link to the engine, the API handlers, the HTTP server. A front starts to listen once its engine has
+welcomed it, since before that it knows neither volumes nor buckets; from then on it serves hits whether or not there is
+an engine. Several fronts share an address with SO_REUSEPORT and nothing else.
+
+Invariant. After `stop` no connection, descriptor, task or timer of the front is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from forebay.core.messages.wire import Welcome
+from forebay.core.metrics import Snapshot
+from forebay.core.s3rules.names import BASE_DOMAINS, Addressing
+from forebay.node.front.batch.batches import Batches
+from forebay.node.front.door import Door
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.http.counts import FrontCounts
+from forebay.node.front.http.server import Server, Timeouts, listen
+from forebay.node.front.link import GRACE_S, Link
+from forebay.node.front.native.api import Native
+from forebay.node.front.objects.body_intake import Intake
+from forebay.node.front.objects.fast_lane import Lane
+from forebay.node.front.objects.manifests import ManifestAnswers
+from forebay.node.front.objects.members import Members
+from forebay.node.front.objects.puts import Puts
+from forebay.node.front.objects.reads import Reads
+from forebay.node.front.objects.shards import Shards
+from forebay.node.front.s3.errors import RequestIds
+from forebay.node.front.s3.operations import S3
+from forebay.node.settings import Settings
+from forebay.node.store.derived import Derived
+from forebay.node.store.reader import StoreReader
+from forebay.node.tls import tls_files
+from forebay.node.vitals import vitals
+from forebay.ports import clock as clocks
+
+log = logging.getLogger("forebay.front")
+
+WELCOME_TIMEOUT_S = 60.0  # an engine that rebuilds its index after a crash takes a while
+
+
+class Front:
+    """One front. `start`, then `stop`; both on the loop that it shall run on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        number: int = 0,
+        *,
+        clock: clocks.Clock = clocks.system,
+        timeouts: Timeouts = Timeouts(),
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.counts = FrontCounts()
+        self.number = number
+        self.settings = settings
+        self._clock = clock
+        self._timeouts = timeouts
+        self._started_s = clock.wall_s()
+        self._store = StoreReader([], suspect=lambda *suspicion: self._reads.suspect(*suspicion))
+        domains = (settings.domain,) if settings.domain else ()
+        self._addressing = Addressing((*BASE_DOMAINS, *domains))
+        self._auth = Auth(clock.wall_s, self._addressing)
+        self._welcomed: Welcome | None = None
+        self.link = Link(
+            settings.engine_socket,
+            number,
+            welcome=self._follow,
+            dropped=self._dropped,
+            report=self.snapshot,
+            grace_s=grace_s,
+            hung_after_s=settings.hung_after_s,
+            clock=clock,
+        )
+        self._reads = Reads(self._store, self.link, self.counts, clock=clock)
+        self._lane = Lane(
+            self._reads,
+            self._store,
+            self.link,
+            open_to_all=lambda: self._auth.open,
+            ids=RequestIds(),
+            path_style=lambda host: self._auth.knows(host) and not self._addressing.bucket_of_host(host),
+            clock=clock,
+        )
+        self.door = Door(
+            settings.door_socket(number),
+            self._reads,
+            self._store,
+            self.link,
+            self._auth,
+            clock=clock,
+            stall_s=timeouts.stall_s,
+        )
+        self._tls = tls_files(settings, clock.wall_s)
+        self.server: Server | None = None
+        self._shards: Shards | None = None
+        self.port = 0
+
+    async def start(self, listener: socket.socket | None = None, *, reuse_port: bool = False) -> None:
+        """Connect to the engine, then listen; returns when requests are answered.
+
+        `listener` is a bound socket to use; without it the settings' address is bound. `Unavailable` if no engine
+        welcomes us within WELCOME_TIMEOUT_S; `Invalid` if the address cannot be had.
+        """
+        self.link.start()
+        try:
+            await self.link.wait(WELCOME_TIMEOUT_S)
+            if listener is None:
+                listener = listen(self.settings.host, self.settings.port, reuse_port=reuse_port)
+        except BaseException:
+            await self.link.stop()
+            raise
+        self.port = listener.getsockname()[1]
+        assert self._welcomed is not None
+        domains = (self.settings.domain,) if self.settings.domain else ()
+        puts = Puts(self.link.call, Intake(self._store.incoming), self.link, self.link.begin)
+        s3 = S3(self._reads, self.link.call, self._auth, puts, self._welcomed.node_id, domains)
+        self._shards = Shards(
+            self._reads,
+            self._store,
+            self.link,
+            Derived(self._store, self.link.call, self.link.touch),
+            place=self._welcomed.node_id,
+            clock=self._clock,
+        )
+        batches = Batches(self._reads, self._store, self.link, self._auth, shards=self._shards, clock=self._clock)
+        native = Native(
+            self._reads,
+            puts,
+            self._store,
+            self.link.call,
+            self._auth,
+            self._missing,
+            batches=batches,
+            members=Members(self._shards, self._reads, puts, self.link.call),
+            door=self.door,
+        )
+        native.manifests = ManifestAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
+        self.server = Server(
+            s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
+        )
+        self.door.start()
+        await self.server.start(listener)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Finish answers under way within `grace_s`, then let go of everything. Twice is fine."""
+        if self.server is not None:
+            await self.server.stop(grace_s)
+        self.door.stop()
+        await self.link.stop()
+        if self._shards is not None:
+            await self._shards.aclose()
+        self._store.close()
+
+    def snapshot(self) -> Snapshot:
+        """What this front counted, and how it is."""
+        self.counts.engine_connects = self.link.connects
+        counted = self.counts.snapshot()
+        values = counted.values | vitals(f"front-{self.number}", self._started_s)
+        values["forebay_files_open"] = self._store.files_open
+        values["forebay_door_connections"] = len(self.door.guests)
+        values["forebay_door_files_total"] = self.door.files_given
+        snapshot = Snapshot(values, counted.histograms)
+        snapshot.check()
+        return snapshot
+
+    def _follow(self, welcome: Welcome) -> None:
+        self._welcomed = welcome
+        if not self.link.connected:
+            self._store.let_go()
+            self.door.let_go()
+        self._auth.update(welcome.identities)
+        self._reads.follow(welcome)
+        self.door.follow(welcome)
+        self._lane.follow()
+
+    def _dropped(self, object_ids: list[int]) -> None:
+        self._store.dropped(object_ids)
+        self.door.dropped(object_ids)
+
+    def _missing(self) -> str:
+        """What keeps this front from being ready; "" when nothing does."""
+        if not self.link.connected:
+            return self.link.trouble
+        if self._welcomed is None or not self._welcomed.volumes:
+            return "no volume is usable: reads pass through to the backend"
+        return "stopping" if self.server is None or self.server.draining else ""

@@ -1,0 +1,247 @@
+"""The front's door check: who sent this request, and may they?
+
+Theory. The engine owns the identities and sends them with every `Welcome`; a front only reads them. Without identities
+the node listens on loopback alone (the supervisor sees to that), and whoever reaches it is `ANYONE`: signatures are
+then not looked at, since clients that sign always need *some* key configured and there is nothing to check it against.
+With identities, every request must prove itself: S3 by signature, native by bearer token.
+
+Answers to "may they?" are kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks the
+same question for every request.
+
+A node without identities trusts whoever reaches it, and a browser on its host reaches it too: a page of any site may
+point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). To the browser that is no cross-site
+request, so it sends neither `Origin` nor `Sec-Fetch-Site` that would tell; but `Host` carries the page's name. So an
+open node answers only to names that mean this machine, and to the domain that its operator gave it, under which buckets
+are named. A page may also send a request to our own name, without reading the answer; browsers then name the page in
+`Origin`, or say `Sec-Fetch-Site`, and such requests change nothing.
+
+A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
+
+Rejected: anonymous writing (whoever finds the bucket fills it; a signed form lets a visitor write what was agreed).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
+from forebay.core.errors import Denied, NotFound
+from forebay.core.s3rules.names import Addressing
+from forebay.core.s3rules.postpolicy import legacy_signer
+from forebay.core.s3rules.sigv4 import Verified, Verifier
+from forebay.core.types import Bucket
+from forebay.node.front.http.requests import Request
+from forebay.ports import clock
+
+_PORT = re.compile(r":\d*\Z")
+_ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
+
+
+class Caller(NamedTuple):
+    """Who sent a request, before its body: `verified` is what was signed, None on a node without identities."""
+
+    identity: Identity
+    verified: Verified | None
+
+
+class Auth:
+    """One per front. `wall_s` gives Unix time, `addressing` knows the node's names and the bucket that one means."""
+
+    def __init__(
+        self,
+        wall_s: Callable[[], float] = clock.wall_s,
+        addressing: Addressing | None = None,
+    ) -> None:
+        self._wall_s = wall_s
+        self._addressing = addressing if addressing is not None else Addressing()
+        self._body = b""
+        self._hosts: set[bytes] = set()
+        self.update(b"")
+
+    def update(self, identities: bytes) -> None:
+        """Use the identities of a `Welcome`. Nothing is forgotten when they did not change."""
+        if identities == self._body and hasattr(self, "_identities"):
+            return
+        self._body = identities
+        self._identities = Identities(decode_identities(identities))
+        self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host)
+        self._answers: dict[tuple[str, str, str], bool] = {}
+        self.open = not identities  # told of none; an identities file without entries lets nobody in
+
+    def check_host(self, request: Request) -> None:
+        """Return if the node has identities, or the request was sent to a name of this machine or of the node's domain;
+        else `Denied`: a page of another site may have sent it."""
+        if not self.open:
+            return
+        host = request.headers.get(b"host", b"")
+        if not self.knows(host):
+            raise Denied(
+                "this node has no identities, so it answers to localhost, loopback addresses and the name given with "
+                f"--domain only, not to {host[:100].decode('latin-1')!r}: use http://127.0.0.1, or give the node "
+                "identities",
+                code="AccessDenied",
+            )
+
+    def knows(self, host: bytes) -> bool:
+        """Whether a Host header names this machine, or the node's domain."""
+        if host in self._hosts:
+            return True
+        if not is_this_machine(host.decode("latin-1")) and not self._addressing.has(host):
+            return False
+        if len(self._hosts) < _ANSWERS_KEPT_MAX:
+            self._hosts.add(host)
+        return True
+
+    def signed(self, request: Request, bucket: Bucket | None = None) -> Identity:
+        """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did;
+        `NotFound` if nobody did at all and it is about a bucket that is not known to be there."""
+        return ANYONE if self.open else self._verify(request, request.body, bucket).identity
+
+    def now_s(self) -> float:
+        """Unix time, as signatures and policies are judged by it."""
+        return self._wall_s()
+
+    def reader(self, request: Request, bucket: Bucket) -> Identity:
+        """Who reads or lists `bucket`, which they may; else raises as `signed` and `require_read`. `ANONYMOUS` if
+        nobody signed and the bucket is public: for reading what is public alone, everything else asks `require`."""
+        if self.open:
+            return ANYONE
+        if bucket.acl != "public-read":
+            identity = self.signed(request, bucket)
+            self.require_read(identity, bucket)
+            return identity
+        now_s = self._wall_s()
+        verified = self._verifier.verify(
+            now_s, request.method, request.path, request.query, request.headers, request.body
+        )
+        return ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
+
+    def caller(self, request: Request, bucket: Bucket | None = None) -> Caller:
+        """As `signed`, for a request whose body is still to come: whoever receives it holds it against
+        `verified.payload`, with the chunk signatures that it may have."""
+        return Caller(ANYONE, None) if self.open else self._verify(request, None, bucket)
+
+    def _verify(self, request: Request, body: bytes | None, bucket: Bucket | None) -> Caller:
+        now_s = self._wall_s()
+        verified = self._verifier.verify(now_s, request.method, request.path, request.query, request.headers, body)
+        if verified is None:
+            if bucket is not None and not bucket.url:
+                raise _no_such_bucket()
+            raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
+        return Caller(self._owner(verified.key_id, now_s), verified)
+
+    def _owner(self, key_id: str, now_s: float) -> Identity:
+        """Whose key this is. Its signature was right, but it may have been replaced."""
+        identity = self._identities.of_key(key_id, now_s)
+        if identity is None:
+            raise Denied(
+                "The access key id you provided was replaced and is no longer valid: use the new one",
+                code="InvalidAccessKeyId",
+            )
+        return identity
+
+    def signed_policy(self, fields: Mapping[str, str], bucket: Bucket) -> Identity:
+        """Who signed the policy of a form upload; `fields` are the form's, names in lower case. The caller still
+        compares the form with the policy, and its time. Raises as `signed`."""
+        if self.open:
+            return ANYONE
+        if "policy" not in fields:
+            if not bucket.url:
+                raise _no_such_bucket()
+            raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
+        key_id = legacy_signer(fields, self._identities.secrets) or self._verifier.verify_policy(fields).key_id
+        return self._owner(key_id, self._wall_s())
+
+    def bearer(self, request: Request) -> Identity:
+        """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
+        request was sent to a name that is not the node's."""
+        if self.open:
+            self.check_host(request)
+            if request.method not in (b"GET", b"HEAD"):
+                _check_page(request)
+            return ANYONE
+        scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
+        return self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
+
+    def holder(self, token: bytes) -> Identity:
+        """Whose bearer token this is, however it came; `ANYONE` without identities, else `Denied` if it is nobody's."""
+        if self.open:
+            return ANYONE
+        identity = self._identities.of_token(token, self._wall_s()) if token else None
+        if identity is None:
+            raise Denied(
+                "this node has identities: send 'Authorization: Bearer <token>' with a token it knows",
+                code="AccessDenied",
+            )
+        return identity
+
+    def require_read(self, identity: Identity, bucket: Bucket) -> None:
+        """Return if `identity` may read `bucket`, else `Denied`; `NotFound` for one that is not known to be there, so
+        that a wrong name is told from a missing grant."""
+        self._require_in(identity, "read", bucket)
+
+    def require_write(self, identity: Identity, bucket: Bucket) -> None:
+        """Return if `identity` may write to `bucket`, else as `require_read`."""
+        self._require_in(identity, "write", bucket)
+
+    def _require_in(self, identity: Identity, verb: Verb, bucket: Bucket) -> None:
+        try:
+            self.require(identity, verb, bucket.name)
+        except Denied:
+            if bucket.url:
+                raise
+            raise NotFound(
+                f"there is no bucket {bucket.name!r} that {identity.name} may {verb}: look at the name, or have "
+                f"'{verb}:{bucket.name}' granted",
+                code="NoSuchBucket",
+            ) from None
+
+    def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
+        """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""
+        if identity is ANYONE:
+            return
+        question = (identity.name, verb, bucket)
+        allowed = self._answers.get(question)
+        if allowed is None:
+            allowed = identity.may(verb, bucket)
+            if len(self._answers) < _ANSWERS_KEPT_MAX:
+                self._answers[question] = allowed
+        if not allowed:
+            raise Denied(
+                f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
+                code="AccessDenied",
+            )
+
+
+def _no_such_bucket() -> NotFound:
+    return NotFound("The specified bucket does not exist: look at the name", code="NoSuchBucket")
+
+
+def _check_page(request: Request) -> None:
+    """Return if no page of another site sent this request; else `Denied`."""
+    origin = request.header(b"origin")
+    if b"origin" not in request.headers:
+        foreign = request.headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+    else:
+        foreign = not origin.startswith(("http://", "https://")) or not is_this_machine(origin.partition("://")[2])
+    if foreign:
+        raise Denied(
+            f"this node has no identities, so pages of other sites may change nothing here, and this is one of "
+            f"{origin[:100] or 'another site'!r}: give the node identities, and send a token",
+            code="AccessDenied",
+        )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a `Host` field can only mean this machine: none at all, a loopback address, or a name that no resolver
+    may give another address (RFC 6761 6.3)."""
+    name = _PORT.sub("", host.strip()).strip("[]").rstrip(".").lower()
+    if not name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

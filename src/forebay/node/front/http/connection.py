@@ -1,0 +1,800 @@
+"""One client connection: requests in, answers out, one at a time and in order.
+
+Theory. A connection is in one *phase*, and only these arrows exist:
+
+    IDLE -> HEAD      some of a request is here
+    IDLE, HEAD -> BODY  the head announced a body that a handler takes
+    IDLE, HEAD, BODY -> BUSY  the handler has the request
+    BUSY -> IDLE      answered, and the connection goes on with what was pipelined meanwhile
+    any -> LINGER     answered for the last time: our side is shut, what still comes is read and dropped, so that the
+                      answer is not destroyed by a reset; then CLOSED
+    any -> CLOSED
+
+While BUSY, an answer is at a *stage*: NONE (anything may still be said, an error too), WHOLE (one answer is being
+sent), PARTS (a body in pieces: an error can only be said by cutting). A hit goes from `buffer_updated` to the socket
+without an await, a task or an allocation that it does not need. All connections read into one buffer: the loop fills
+it and calls `buffer_updated` before it reads for anybody else.
+
+Deadlines are looked at once a second for all connections (`check_deadline`): a timer for each would cost more than the
+request.
+
+Invariants. (1) Every request is answered once, or its connection is cut. (2) When CLOSED, no descriptor, lease, task or
+body sink is left. (3) At most PIPELINE_MAX requests or one read buffer of bytes wait behind the one being answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, cast
+
+from forebay.core import limits
+from forebay.core.errors import Bug, Busy, ForebayError, Invalid
+from forebay.core.metrics import Histogram
+from forebay.node.front.http import parser
+from forebay.node.front.http.chunks import ChunkFraming
+from forebay.node.front.http.counts import VERB_AT, VERB_OTHER
+from forebay.node.front.http.long_bodies import PIECE_BYTES, Receiver
+from forebay.node.front.http.requests import (
+    STATUS_LINES,
+    BodySink,
+    BoundedBody,
+    File,
+    Handler,
+    Request,
+    Waiting,
+    status_of,
+    too_large,
+)
+from forebay.node.front.http.sender import ClientGone, Sender
+from forebay.node.front.objects.fast_lane import TARGET_BYTES as LANE_BYTES
+
+if TYPE_CHECKING:
+    from forebay.node.front.http.server import Server
+
+log = logging.getLogger("forebay.http")
+
+READ_BYTES = 64 * 1024  # one read: more than the longest head, so that a whole one is usually parsed in place
+FIELDS_KEPT_BYTES_MAX = 1024  # a longer block of fields is not remembered: 4,096 connections x 32 KiB would be too much
+LINGER_S = 5.0  # how long a client may take to see our end and close
+BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall timeout
+_NO_TAIL = b"\0"  # no request ends so
+_buffer = memoryview(bytearray(READ_BYTES))
+
+assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES < PIECE_BYTES
+assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
+
+IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)  # phases; plain numbers, since each request compares some
+NONE, WHOLE, PARTS = range(3)  # stages
+
+
+class Connection(Sender, asyncio.BufferedProtocol):
+    """See the module's header. It is the `Exchange` of whatever request it is answering."""
+
+    __slots__ = (
+        "_block",
+        "_body_left",
+        "_body_progress",
+        "_chunked",
+        "_counts",
+        "_eof",
+        "_file",
+        "_file_size",
+        "_handler",
+        "_head",
+        "_http11",
+        "_in_loop",
+        "_keep",
+        "_lane",
+        "_latency",
+        "_mute",
+        "_on_fault",
+        "_owed",
+        "_paused",
+        "_pending",
+        "_phase",
+        "_receiver",
+        "_scanned",
+        "_server",
+        "_since_s",
+        "_sink",
+        "_stage",
+        "_status",
+        "_tail",
+        "_task",
+        "_transport",
+        "_verb",
+        "fields",
+        "framing",
+        "peer",
+        "request",
+    )
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.request: Request
+        self._server = server
+        self._counts = server.counts
+        self._phase = IDLE
+        self._stage = NONE
+        self._since_s = server.now_s  # when the phase began or last made progress
+        self._pending = bytearray()  # read, not yet understood
+        self._scanned = 0  # no end of a head before this
+        self._in_loop = False
+        self._paused = False
+        self._block: bytes | None = None  # the last block of fields, and what it means
+        self.fields = parser.Fields({})
+        self._lane = server.lane
+        self._tail = _NO_TAIL  # what follows the target when the remembered fields are sent and the lane admits them
+        self._keep = True
+        self._handler: Handler = server.default_handler
+        self._verb = VERB_OTHER
+        self._sink: BodySink | None = None
+        self._receiver: Receiver | None = None  # of a long body
+        self._body_left = 0
+        self._body_progress = 0
+        self._chunked: parser.Chunked | None = None
+        self._task: Waiting | None = None  # what will answer: a task, or what is held
+        self._file: File | None = None
+        self._file_size = 0
+        self._on_fault: Callable[[int], None] | None = None
+        self._latency: Histogram | None = None
+        self._head = b""  # the head of a body in parts, until its first piece
+        self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
+        self._mute = False  # HEAD
+        self.framing: ChunkFraming | None = None
+        self.peer = ""
+        self._http11 = True
+        self._status = 0
+        self._eof = False
+
+    # --- the loop calls ----------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        peer = transport.get_extra_info("peername")
+        self.peer = peer[0] if isinstance(peer, tuple) else ""
+        try:
+            self._open_socket(self._server.loop, transport.get_extra_info("socket").fileno())
+        except OSError as error:
+            log.warning("a connection was refused: %s; raise the limit of open files (ulimit -n)", error)
+            self._counts.connections_refused += 1
+            self._phase = CLOSED
+            self._transport.abort()
+            return
+        if not self._server.opened(self):
+            self.turn_away()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _buffer if self._receiver is None else self._receiver.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.took(nbytes)
+            self._progress(nbytes)
+            self._pause_if(receiver.full)
+            return
+        data = bytes(_buffer[:nbytes])
+        phase = self._phase
+        if phase == IDLE:
+            tail = self._tail
+            if data.endswith(tail) and data.startswith(b"GET /"):
+                target = data[4 : -len(tail)]  # more than one request would show as characters not allowed in it
+                if not target.translate(None, LANE_BYTES) and self._lane.serve(self, target):
+                    return
+            self._take(data)
+        elif phase == BODY:
+            rest = self._take_body(data)
+            if rest:
+                self._go_on(rest)
+        elif phase == HEAD:
+            self._pending += data
+            self._take_pending()
+        elif phase == BUSY:
+            self._pending += data
+            if len(self._pending) >= READ_BYTES or self._pending.count(b"\r\n\r\n") >= limits.PIPELINE_MAX:
+                self._paused = True
+                self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        if self._phase == BUSY and (self._task is None or getattr(self._task, "is_brief", False)):
+            self._keep = False  # the client may still read the answer that is under way
+            self._eof = True
+            self._pending.clear()
+            return True
+        self._close("client" if self._phase == BUSY else "")
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._close("client" if self._phase == BUSY else "")
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def _take_pending(self) -> None:
+        """More of an unfinished head came, or a pipelined request waits."""
+        if self._pending.find(b"\r\n\r\n", max(0, self._scanned - 3)) < 0:
+            self._check_partial()
+            return
+        data = bytes(self._pending)
+        self._pending.clear()
+        self._scanned = 0
+        self._phase = IDLE
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        """Requests from `data` until it is used up or one must be waited for."""
+        assert not self._in_loop
+        self._in_loop = True
+        while data:
+            end = data.find(b"\r\n\r\n")
+            if end < 0 or data.startswith(b"\r\n"):
+                if data.startswith(b"\r\n"):  # RFC 9112 2.2: an empty line before a request is skipped
+                    data = data[2:]
+                    continue
+                self._pending += data
+                self._phase = HEAD
+                self._since_s = self._server.now_s
+                self._check_partial()
+                break
+            try:
+                data = self._take_head(data, end)
+            except ForebayError as error:
+                self._refuse(error)
+                break
+            if self._phase != IDLE:
+                if self._phase == BUSY and data:
+                    self._pending += data
+                break
+        self._in_loop = False
+
+    def _check_partial(self) -> None:
+        """Limits on a head that is not complete."""
+        pending = self._pending
+        self._scanned = len(pending)
+        line_end = pending.find(b"\r\n", 0, limits.REQUEST_LINE_BYTES_MAX + 2)
+        if line_end < 0:
+            if len(pending) > limits.REQUEST_LINE_BYTES_MAX:
+                self._refuse(parser.line_too_long())
+        elif len(pending) - line_end - 2 > limits.HEADER_BYTES_MAX:
+            self._refuse(parser.headers_too_large())
+
+    def _take_head(self, data: bytes, end: int) -> bytes:
+        """Understand a whole head and act on it; what of `data` is left over."""
+        line_end = data.find(b"\r\n")
+        if line_end > limits.REQUEST_LINE_BYTES_MAX:
+            raise parser.line_too_long()
+        method, target, authority, http11 = parser.parse_line(data[:line_end])
+        block = data[line_end + 2 : end]
+        if known := block == self._block and not authority:
+            fields = self.fields
+        else:
+            fields = parser.parse_fields(block)
+            if authority:
+                fields.headers[b"host"] = authority  # RFC 9112 3.2.2: the target's authority replaces the field
+            elif len(block) <= FIELDS_KEPT_BYTES_MAX:
+                self._block, self.fields = block, fields
+                admitted = http11 and self._lane.admits(fields) and not self._server.draining
+                self._tail = b" HTTP/1.1\r\n%b\r\n\r\n" % block if admitted else _NO_TAIL
+        if not known or b"host" not in fields.headers:  # a remembered one was checked
+            parser.check_host(fields, http11)
+        keep_alive = fields.keep_alive
+        self._keep = (keep_alive is not False if http11 else keep_alive is True) and not self._server.draining
+        path, _, query = target.partition(b"?")
+        self._verb = VERB_AT.get(method, VERB_OTHER)
+        self._http11 = http11
+        server = self._server
+        self._handler = server.native if path.startswith(b"/-/") else server.s3
+        self.request = Request(
+            method, target, path, query, fields.headers, self.peer, False, server.clock.monotonic_s()
+        )
+        self._mute = method == b"HEAD"
+        if fields.length_bytes == 0:
+            self._handle()
+            return data[end + 4 :]
+        return self._begin_body(fields, data[end + 4 :])
+
+    def _begin_body(self, fields: parser.Fields, data: bytes) -> bytes:
+        self._phase = BODY
+        self._since_s = self._server.now_s
+        self._body_progress = 0
+        self._chunked = None
+        if fields.length_bytes is None:
+            if not self._http11:
+                raise Invalid("a chunked body needs HTTP/1.1: send Content-Length", code="BadRequest")
+            self._chunked = parser.Chunked()
+        else:
+            self._body_left = fields.length_bytes
+        self._sink = self.request.sink = sink = self._handler.take_body(self.request)
+        if isinstance(sink, BoundedBody) and self._chunked is None and self._body_left > sink.limit_bytes:
+            raise too_large(sink.limit_bytes)
+        if fields.expects_continue and not data and self._http11 and not self._put(b"HTTP/1.1 100 Continue\r\n\r\n"):
+            # 25 bytes do not fit into an idle client's socket: it is not reading, or gone
+            self._close("client")
+            return b""
+        if not sink.large or self._chunked is not None or self._body_left <= PIECE_BYTES:
+            return self._take_body(data) if data else b""
+        self._receiver = receiver = Receiver(
+            sink, self._body_left, self._loop, self._server.workers, self._body_moved, self._body_failed
+        )
+        if data:  # what came with the head: less than a piece
+            receiver.buffer()[: len(data)] = data
+            receiver.took(len(data))
+            self._progress(len(data))
+        return b""
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Hand bytes of the body on; what of `data` belongs to the next request."""
+        sink = self._sink
+        assert sink is not None
+        try:
+            if self._chunked is not None:
+                pieces, used = self._chunked.feed(data)
+                for piece in pieces:
+                    sink.write(piece)
+                    sink.wrote()
+                complete, rest = self._chunked.done, data[used:]
+            else:
+                piece, rest = data[: self._body_left], data[self._body_left :]
+                sink.write(piece)
+                sink.wrote()
+                self._body_left -= len(piece)
+                complete = self._body_left == 0
+            if complete:
+                self._sink = None
+                self.request.body = sink.finish()
+        except ForebayError as error:
+            self._refuse(error)
+            return b""
+        if complete:
+            self._handle()
+            return rest
+        self._progress(len(data))
+        return b""
+
+    def _progress(self, size_bytes: int) -> None:
+        self._body_progress += size_bytes
+        if self._body_progress >= BODY_PROGRESS_BYTES:
+            self._body_progress = 0
+            self._since_s = self._server.now_s
+
+    # a long body: the receiver reads it
+    def _body_moved(self) -> None:
+        """A piece of the body is stored."""
+        receiver, sink = self._receiver, self._sink
+        if receiver is None or sink is None:
+            return
+        if receiver.done:
+            self._receiver = self._sink = None
+            try:
+                self.request.body = sink.finish()
+            except ForebayError as error:
+                self._refuse(error)
+            else:
+                self._handle()
+        self._pause_if(self._receiver is not None and receiver.full)
+
+    def _body_failed(self, error: Exception) -> None:
+        if isinstance(error, ForebayError):
+            self._refuse(error)
+        else:
+            log.error("a bug while receiving %r", self.request.path, exc_info=error)
+            self._refuse(Bug(f"{type(error).__name__} while receiving: see the node's log, and please report it"))
+
+    def _pause_if(self, wait: bool) -> None:
+        """Stop or go on reading."""
+        if wait and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        elif self._paused and not wait and self._phase != CLOSED:
+            self._paused = False
+            self._resume()
+
+    def _resume(self) -> None:
+        """Reading goes on."""
+        self._transport.resume_reading()
+
+    def _go_on(self, rest: bytes) -> None:
+        """Bytes behind a body that came in several reads."""
+        if self._phase == IDLE:
+            self._take(rest)
+        elif self._phase == BUSY:
+            self._pending += rest
+
+    def _handle(self) -> None:
+        self._phase = BUSY
+        self._stage = NONE
+        try:
+            self._handler.handle(self.request, self)
+        except Exception as error:
+            if self.request.sink is not None:
+                self.request.sink.abort()  # nobody took what came
+            if isinstance(error, ForebayError):
+                self.fail(error)
+            else:
+                self._failed_badly(error)
+        if self._phase == BUSY and self._stage == NONE and self._task is None:
+            self.fail(Bug(f"nothing answered {self.request.method!r} {self.request.path!r}: please report it"))
+
+    def _refuse(self, error: ForebayError) -> None:
+        """Answer what could not be read to its end; the connection ends with it, since the next request is lost."""
+        if self._phase == CLOSED:
+            return
+        self._counts.requests_refused += 1
+        self._keep = False
+        self._pending.clear()
+        self._let_sink_go()
+        request = self.request if self._phase == BODY else None
+        if self._phase != BODY:
+            self._mute, self._verb, self._http11 = False, VERB_OTHER, True
+            self._handler = self._server.default_handler
+        self._phase = BUSY
+        self._stage = NONE
+        response = self._handler.render_error(error, request)
+        # What is not a request of any API yet gets HTTP's own status: S3, for one, says 400 for a timeout.
+        self.respond(status_of(error) if request is None else response.status, response.head, response.body)
+
+    def _let_sink_go(self) -> None:
+        """The body that is being received will not be completed."""
+        if self._receiver is not None:
+            self._receiver.drop()
+            self._receiver = None
+        elif self._sink is not None:
+            self._sink.abort()
+        self._sink = None
+
+    # --- answers (Exchange) ------------------------------------------------------------------------------------------
+    def respond(self, status: int, head: bytes = b"", body: bytes = b"", size_bytes: int | None = None) -> None:
+        assert self._stage == NONE, "answered twice"
+        self._stage = WHOLE
+        self._status = status
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        if status == 304 or status == 204:
+            data = b"%b%b%b%b\r\n" % (
+                line,
+                self._server.standing,
+                head,
+                b"" if self._keep else b"Connection: close\r\n",
+            )
+        else:
+            data = b"%b%b%bContent-Length: %d\r\n%b\r\n%b" % (
+                line,
+                self._server.standing,
+                head,
+                len(body) if size_bytes is None else size_bytes,
+                b"" if self._keep and self._http11 else self._connection_line(),
+                b"" if self._mute else body,
+            )
+        self._counts.sent_bytes += len(data)
+        if self._put(data):
+            self._finish()
+
+    def _connection_line(self) -> bytes:
+        return b"Connection: keep-alive\r\n" if self._keep else b"Connection: close\r\n"
+
+    def fail(self, error: ForebayError) -> None:
+        if self._phase != BUSY:
+            return
+        if self._stage == NONE or (self._stage == PARTS and self._head):
+            self._stage, self._head = NONE, b""
+            response = self._handler.render_error(error, self.request)
+            self.respond(response.status, response.head, response.body)
+        else:
+            log.info("cut %s while answering %r: %s", self.peer, self.request.path, error)
+            self.cut()
+
+    def _failed_badly(self, error: Exception) -> None:
+        if isinstance(error, ClientGone):
+            self._close("client")
+            return
+        log.error("a bug while answering %r", self.request.path, exc_info=error)
+        self.fail(Bug(f"{type(error).__name__} while answering: see the node's log, and please report it"))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._phase != BUSY:
+            work.close()
+            return
+        assert self._task is None, "one task for each request"
+        self._task = self._loop.create_task(self._run(work))
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._task
+        failure: Exception | None = None
+        try:
+            await work
+        except Exception as error:
+            failure = error
+        if self._task is not task or self._phase != BUSY:
+            return
+        self._task = None
+        if isinstance(failure, ForebayError):
+            self.fail(failure)
+        elif failure is not None:
+            self._failed_badly(failure)
+        elif self._stage == NONE:
+            self.fail(Bug(f"nothing answered {self.request.path!r}: please report it"))
+        elif self._stage == WHOLE:
+            if not self._sending:
+                self._finish()
+        else:
+            self._end_parts()
+
+    def hold(self, waiting: Waiting) -> None:
+        if self._phase != BUSY:
+            waiting.cancel()
+            return
+        assert self._task is None, "one task for each request"
+        self._task = waiting
+
+    def resume(self, answer: Callable[[], None]) -> None:
+        assert self._phase == BUSY, "what was held is cancelled when the client goes"
+        self._task = None
+        try:
+            answer()
+        except ForebayError as error:
+            self.fail(error)
+        except Exception as error:
+            self._failed_badly(error)
+
+    def send_file(
+        self,
+        status: int,
+        head: bytes,
+        file: File,
+        offset: int,
+        size_bytes: int,
+        fault: Callable[[int], None],
+        latency: Histogram | None = None,
+    ) -> None:
+        assert self._stage == NONE, "answered twice"
+        assert size_bytes > 0, "an empty body has no file"
+        assert not self._mute, "HEAD has no body"
+        server = self._server
+        self._stage = WHOLE
+        self._status = status
+        data = b"%b%b%bContent-Length: %d\r\n%b\r\n" % (
+            STATUS_LINES[status],
+            server.standing,
+            head,
+            size_bytes,
+            b"" if self._keep and self._http11 else self._connection_line(),
+        )
+        self._counts.sent_bytes += len(data) + size_bytes
+        self._file = file
+        self._file_size = size_bytes
+        self._on_fault = fault
+        self._latency = latency
+        if self._put(data, file.fd, offset, size_bytes):
+            self._finish()
+
+    def start(self, status: int, head: bytes, size_bytes: int | None = None) -> None:
+        assert self._stage == NONE, "answered twice"
+        self._stage = PARTS
+        self._status = status
+        self._owed = size_bytes
+        self.framing = ChunkFraming() if size_bytes is None and self._http11 else None
+        if size_bytes is not None:
+            framing = b"Content-Length: %d\r\n" % size_bytes
+        elif self.framing is not None:
+            framing = b"Transfer-Encoding: chunked\r\n"
+        else:
+            framing, self._keep = b"", False
+        self._head = b"%b%b%b%b%b\r\n" % (
+            STATUS_LINES[status],
+            self._server.standing,
+            head,
+            framing,
+            b"" if self._keep and self._http11 else self._connection_line(),
+        )
+
+    async def write(self, data: bytes | memoryview) -> None:
+        self._owe(len(data))
+        if self._mute or not data:
+            return
+        if self.framing is not None:
+            data = self.framing.whole(data)
+        head, self._head = self._head, b""
+        self._counts.sent_bytes += len(head) + len(data)
+        self._since_s = self._server.now_s
+        await self._put_and_wait(head + data if head else data)
+
+    async def write_file(self, fd: int, offset: int, size_bytes: int, before: bytes | memoryview = b"") -> None:
+        assert size_bytes > 0, "an empty piece has no file"
+        self._owe(len(before) + size_bytes)
+        if self._mute:
+            return
+        head, self._head = self._head, b""
+        if self.framing is not None:
+            head += self.framing.opening(len(before) + size_bytes)
+        head += before
+        self._counts.sent_bytes += len(head) + size_bytes
+        self._since_s = self._server.now_s
+        await self._put_and_wait(head, fd, offset, size_bytes)
+
+    def _owe(self, size_bytes: int) -> None:
+        assert self._stage == PARTS, "start the body first"
+        if self._phase != BUSY:
+            raise ClientGone("the client is gone")
+        if self._owed is not None:
+            assert self._owed >= size_bytes, "more body than announced"
+            self._owed -= size_bytes
+
+    async def end(self) -> None:
+        assert self._stage == PARTS, "start the body first"
+        assert self._mute or not self._owed, "less body than announced"
+        last = self._head + (b"" if self.framing is None or self._mute else self.framing.last())
+        self._head = b""
+        self.framing = None
+        if last:
+            self._counts.sent_bytes += len(last)
+            await self._put_and_wait(last)
+        self._stage = WHOLE
+
+    def _end_parts(self) -> None:
+        """A task ended without `end`."""
+        self.fail(Bug("an answer was left unfinished: please report it"))
+
+    def cut(self, orderly: bool = False) -> None:
+        self._close("error", reset=not orderly or (self._owed is None and self.framing is None))
+
+    # --- the fast lane (objects/fast_lane.py)
+    # -------------------------------------------------------------------------------------
+    def answer_whole(self, data: bytes) -> bool:
+        """Send a finished 200 from IDLE. True if the socket took it at once: then the request is over, and the caller
+        counts it; else it goes on as any other."""
+        counts = self._counts
+        counts.sent_bytes += len(data)
+        try:
+            taken = self._send(data)
+        except (BlockingIOError, InterruptedError):
+            taken = 0
+        except OSError:
+            self._vanished()
+            return False
+        if taken == len(data):
+            self._since_s = self._server.now_s
+            return True
+        self._phase, self._stage, self._status, self._verb, self._keep = BUSY, WHOLE, 200, 0, True
+        if self._put(data[taken:]):
+            self._finish()
+        return False
+
+    def begin_plain_get(self, target: bytes, started_s: float) -> None:
+        """IDLE to BUSY for a GET without body or query, whose fields are the remembered ones."""
+        self._phase, self._stage, self._verb = BUSY, NONE, 0
+        self._keep = self._http11 = True
+        self._mute = False
+        self._handler = self._server.s3
+        self.request = Request(b"GET", target, target, b"", self.fields.headers, self.peer, False, started_s)
+
+    def undo_begin(self) -> None:
+        """Nothing was answered: the chain shall take the same bytes from the start."""
+        assert self._stage == NONE, "answered already"
+        self._phase = IDLE
+
+    # --- what follows sending ----------------------------------------------------------------------------------------
+    def _finish(self) -> None:
+        """The answer is complete."""
+        if self._task is not None:
+            return  # `_run` finishes when the task has ended
+        counts = self._counts
+        counts.requests[self._verb + self._status // 100] += 1
+        if self._file is not None:
+            self._file.release()
+            self._file = None
+            self._on_fault = None
+        if self._latency is not None:
+            self._latency.add(self._server.clock.monotonic_s() - self.request.started_s)
+            self._latency = None
+        self._since_s = self._server.now_s
+        if not self._keep:
+            self._linger()
+            return
+        self._phase = IDLE
+        self._pause_if(False)
+        if self._pending and not self._in_loop:
+            data = bytes(self._pending)
+            self._pending.clear()
+            self._scanned = 0
+            self._take(data)
+
+    def _linger(self) -> None:
+        if self._eof:
+            self._close("")
+            return
+        self._phase = LINGER
+        self._pending.clear()
+        self._pause_if(False)
+        try:
+            self._socket.shutdown(1)
+        except OSError:
+            self._close("")
+
+    def _sent(self) -> None:
+        if not self._wake():
+            self._finish()
+
+    def _fault(self, error: OSError) -> None:
+        if self._wake(error):
+            self._owe(-self._file_left)
+            return
+        file, fault = self._file, self._on_fault
+        assert file is not None
+        assert fault is not None
+        self._file = self._on_fault = self._latency = None
+        file.release()
+        log.warning("a data file failed while it was sent: %s; the rest is read through the engine", error)
+        self._stage = PARTS
+        self._owed = self._file_left
+        self.framing = None
+        self._head = b""
+        fault(self._file_size - self._file_left)
+        if self._task is None:
+            self.cut()
+
+    def _vanished(self) -> None:
+        self._close("client")
+
+    def _progressed(self) -> None:
+        self._since_s = self._server.now_s
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+    def _close(self, reason: str, reset: bool = False) -> None:
+        """Let go of everything; once. `reason` is counted when an answer was cut short."""
+        if self._phase == CLOSED:
+            return
+        self._phase = CLOSED
+        if reason:
+            self._counts.cuts[reason] += 1
+        self._close_socket(reset)
+        if self._file is not None:
+            self._file.release()
+            self._file = None
+        self._let_sink_go()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._on_fault = None
+        self._pending = bytearray()
+        self._transport.abort()
+        self._server.closed(self)
+
+    def check_deadline(self, now_s: float) -> None:
+        """Once a second: has this phase lasted too long?"""
+        waited_s = now_s - self._since_s
+        timeouts = self._server.timeouts
+        if self._phase == IDLE:
+            if waited_s >= timeouts.idle_s:
+                self._close("idle")
+        elif self._phase == BODY and self._receiver is not None and self._receiver.busy:
+            self._since_s = now_s  # it is the disk that is slow
+        elif self._phase in (HEAD, BODY):
+            if waited_s >= (timeouts.header_s if self._phase == HEAD else timeouts.stall_s):
+                self._counts.cuts["header-timeout" if self._phase == HEAD else "stall"] += 1
+                self._refuse(
+                    Invalid("the request did not arrive in time: send it faster, or again", code="RequestTimeout")
+                )
+        elif self._phase == BUSY:
+            if self._sending and self._client_reads():
+                self._since_s = now_s
+            elif self._sending and waited_s >= timeouts.stall_s:
+                self._close("stall", reset=True)
+        elif self._phase == LINGER and waited_s >= (LINGER_S if not self._server.draining else timeouts.tick_s):
+            self._close("")
+
+    def drain(self) -> bool:
+        """The node stops: close if idle, else after this answer. True if the connection is closed."""
+        self._keep = False
+        self._tail = _NO_TAIL
+        if self._phase in (IDLE, HEAD):
+            self._close("")
+        return self._phase == CLOSED
+
+    def turn_away(self) -> None:
+        """Too many connections: say so, if the socket takes it at once, and close."""
+        self._counts.connections_refused += 1
+        self._keep = False
+        self._phase = BUSY
+        busy = Busy("this front has as many connections as it may: try again, or use fewer", retry_after_s=1.0)
+        response = self._server.default_handler.render_error(busy, None)
+        self.respond(response.status, response.head, response.body)
+        self._close("")

@@ -1,0 +1,117 @@
+"""A long body on its way from a socket to its sink, by way of worker threads.
+
+Theory. A disk that has more to write than it can take makes whoever writes wait, and if that were the loop, every hit
+of this front would wait with it. So pieces of a long body are handed to a thread, which hashes and writes them, while
+the loop reads the next piece into another buffer: two steps of one pipeline, which also makes one connection faster
+than one step after the other. When both buffers of a body are in use its connection is not read, and TCP tells the
+client.
+
+A piece is handed over when it fills a buffer, or is the last: handing over costs as much as writing 64 KiB.
+
+Rejected: a thread for each body (4,096 of them would be); writing from the loop (a full disk's queue stopped hits).
+
+Invariants. (1) At most one piece of a body is with a worker, and in order. (2) The sink is touched by one thread at a
+time, and let go of by the loop. (3) Bytes behind the body are never read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from forebay.node.front.http.requests import BodySink
+
+PIECE_BYTES = 512 * 1024  # hashed while it is in the CPU's cache, and long enough to be worth handing over
+SPARE_MAX = 16  # buffers kept for the next body
+_spare: list[memoryview] = []
+_NOTHING = memoryview(b"")
+
+
+class Receiver:
+    """One body of `left` bytes for `sink`. `moved` is called on the loop when a piece was taken (reading may go on),
+    and when all of them were; `failed` when the sink refused one, and then nothing more is called."""
+
+    __slots__ = ("_buffer", "_dropped", "_filled", "_loop", "_workers", "busy", "failed", "left", "moved", "sink")
+
+    def __init__(
+        self,
+        sink: BodySink,
+        left: int,
+        loop: asyncio.AbstractEventLoop,
+        workers: Executor,
+        moved: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.sink = sink
+        self.left = left
+        self.busy = False
+        self.moved = moved
+        self.failed = failed
+        self._loop = loop
+        self._workers = workers
+        self._buffer: memoryview | None = None
+        self._filled = 0
+        self._dropped = False
+
+    @property
+    def full(self) -> bool:
+        """Reading must wait."""
+        return self._filled == PIECE_BYTES or not self.left
+
+    @property
+    def done(self) -> bool:
+        """All of the body is with the sink."""
+        return not self.left and not self._filled and not self.busy
+
+    def buffer(self) -> memoryview:
+        """Where to read the next bytes to; empty when reading must wait."""
+        if self.full:
+            return _NOTHING
+        if self._buffer is None:
+            self._buffer = _spare.pop() if _spare else memoryview(bytearray(PIECE_BYTES))
+        return self._buffer[self._filled : min(PIECE_BYTES, self._filled + self.left)]
+
+    def took(self, size_bytes: int) -> None:
+        """So many bytes were read into `buffer`."""
+        self._filled += size_bytes
+        self.left -= size_bytes
+        if self.full and not self.busy:
+            self._hand_over()
+
+    def drop(self) -> None:
+        """The body will not be completed: the sink is aborted, as soon as no thread uses it."""
+        self._dropped = True
+        if not self.busy:
+            self._let_go()
+
+    def _hand_over(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None, "bytes were read into no buffer"
+        piece, self._filled = buffer[: self._filled], 0
+        self.busy = True
+        future = self._loop.run_in_executor(self._workers, self.sink.write, piece)
+        future.add_done_callback(lambda future: self._written(future, buffer))
+
+    def _written(self, future: asyncio.Future[None], buffer: memoryview) -> None:
+        self.busy = False
+        late = getattr(self.sink, "late", False)  # the disk may still take bytes from this buffer
+        if len(_spare) < SPARE_MAX and not late:
+            _spare.append(buffer)
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if self._dropped:
+            self._let_go()
+        elif isinstance(error, Exception):
+            self._dropped = True
+            self.failed(error)
+        elif error is None:
+            self.sink.wrote()
+            if self._filled and self.full:
+                self._hand_over()
+            self.moved()
+
+    def _let_go(self) -> None:
+        if self._buffer is not None and len(_spare) < SPARE_MAX:
+            _spare.append(self._buffer)
+        self._buffer = None
+        self.sink.abort()

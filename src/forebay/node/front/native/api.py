@@ -1,0 +1,460 @@
+"""The native API under `/-/`: objects, buckets, listings, jobs and the node itself, in JSON.
+
+Theory. Object bytes take the same way as in S3 (`reads.py`), so this file has no data path of its own. The rest is
+translation: path and query into the arguments of an engine call, its answer into JSON. What can be answered without the
+engine is (listings of what is cached, health), so that a node whose engine is being restarted still says what it has.
+
+Errors are `{"error": {"kind", "message", "code", "retry_after_s"}}`; clients act on `kind`.
+
+Invariants. (1) Secrets in a bucket's options never leave the node: they are shown as `***`, and a `***` that comes back
+means "as it was". (2) A listing from the index looks at one page of it at a time, so that hits are served in between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.errors import ForebayError, Invalid, NotFound
+from forebay.core.listing import after_prefix
+from forebay.core.machines.hints import HintsCall
+from forebay.core.messages import calls
+from forebay.core.messages.batch import BatchCall
+from forebay.core.messages.calls import CachedEntry, CachedPage
+from forebay.core.metrics import render
+from forebay.core.record import Record, State
+from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.node.front.batch.batches import Batches
+from forebay.node.front.door import Door
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.http.bodies import Incoming
+from forebay.node.front.http.requests import (
+    BodySink,
+    BoundedBody,
+    Exchange,
+    Request,
+    Response,
+    decode_component,
+    decode_query,
+    status_of,
+)
+from forebay.node.front.native import openapi
+from forebay.node.front.native.hints import BODY_BYTES_MAX as HINTS_BYTES_MAX
+from forebay.node.front.native.hints import HintAnswers
+from forebay.node.front.native.routes import Route, find
+from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
+from forebay.node.front.objects.manifests import ManifestAnswers
+from forebay.node.front.objects.members import Members
+from forebay.node.front.objects.object_headers import write_conditions
+from forebay.node.front.objects.puts import Puts
+from forebay.node.front.objects.reads import Reads
+from forebay.node.outcomes import Call
+from forebay.node.store.reader import StoreReader
+
+JSON = b"Content-Type: application/json\r\n"
+TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+NDJSON = b"Content-Type: application/x-ndjson\r\n"
+MASK = "***"
+_SECRET = re.compile(r"secret|password|token|credential|private|account_key|access_key(?!_id)|sas", re.IGNORECASE)
+_OBJECTS = b"/-/v1/objects/"
+
+_encode = msgspec.json.Encoder().encode
+_encode_lines = msgspec.json.Encoder().encode_lines
+
+
+class _Line(msgspec.Struct):
+    """One object in an NDJSON listing."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+
+
+class Native:
+    """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
+
+    manifests: ManifestAnswers | None = None
+
+    def __init__(
+        self,
+        reads: Reads,
+        puts: Puts,
+        store: StoreReader,
+        call: Call,
+        auth: Auth,
+        ready: Callable[[], str],
+        *,
+        batches: Batches,
+        members: Members | None = None,
+        door: Door | None = None,
+    ) -> None:
+        self._reads = reads
+        self._puts = puts
+        self._store = store
+        self._call = call
+        self._auth = auth
+        self._missing = ready
+        self._batches = batches
+        self._shards = members
+        self._host_door = door
+        self._description: bytes | None = None
+        self._hinting = HintAnswers(call, auth)
+
+    # --- the handler's three methods ---------------------------------------------------------------------------------
+    def handle(self, request: Request, exchange: Exchange) -> None:
+        """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
+        method = request.method
+        if (method == b"GET" or method == b"HEAD") and request.path.startswith(_OBJECTS):
+            self._object(request, exchange)
+            return
+        route, taken = find(method.decode("latin-1"), request.path)
+        if route.may is not None:
+            identity = self._auth.bearer(request)
+            if "bucket" in taken:
+                self._auth.require(identity, route.may, taken["bucket"])
+            elif route.may == "admin" and route.body is None:
+                self._auth.require(identity, "admin")
+        answer = getattr(self, f"_{route.name}", None)
+        if answer is None:
+            exchange.spawn(self._forward(request, exchange, route, taken))
+        else:
+            answer(request, exchange, taken)
+
+    def take_body(self, request: Request) -> BodySink:
+        """Only what takes a body gets one; anything else is refused before it is sent."""
+        route, taken = find(request.method.decode("latin-1"), request.path)
+        if route.body is bytes:
+            assert route.may is not None
+            bucket = self._reads.bucket(taken["bucket"])
+            self._auth.require(self._auth.bearer(request), route.may, bucket.name)
+            key = check_key(taken["key"])
+            if route.name == "member_append":
+                return self._members_of_shards.take(request, bucket, key)
+            return self._puts.take(request, None, bucket, key)
+        if route.body is None and request.method not in (b"GET", b"HEAD"):
+            raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
+        if route.body is HintsCall:
+            self._auth.bearer(request)
+            return BoundedBody(HINTS_BYTES_MAX)
+        if route.body is BatchCall:
+            self._auth.bearer(request)  # before it sends as much
+            return BoundedBody(limits.BATCH_BODY_BYTES_MAX)
+        return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+
+    def render_error(self, error: ForebayError, request: Request | None) -> Response:
+        """The error as JSON, with Retry-After where waiting helps and Content-Range where the range was outside."""
+        said = openapi.ErrorSaid(error.kind, error.message, error.code, error.retry_after_s)
+        head = JSON
+        if error.retry_after_s:
+            head += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
+        if error.code == "InvalidRange" and error.size_bytes is not None:
+            head += b"Content-Range: bytes */%d\r\n" % error.size_bytes
+        return Response(status_of(error), head, _encode(openapi.ErrorBody(said)))
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+    def _object(self, request: Request, exchange: Exchange) -> None:
+        raw, slash, key = request.path[len(_OBJECTS) :].partition(b"/")
+        if not raw or not slash or not key:
+            raise NotFound("there is nothing at this path: name it objects/BUCKET/KEY", code="NoSuchPath")
+        name = decode_component(raw)
+        identity = self._auth.bearer(request)
+        bucket = self._reads.bucket(name)
+        self._auth.require_read(identity, bucket)
+        if b"member=" in request.query and (member := decode_query(request.query).get("member")) is not None:
+            self._members_of_shards.serve(request, exchange, bucket, check_key(decode_component(key)), member)
+            return
+        asked, decide = None, None
+        if not DECIDED_BY.isdisjoint(request.headers):
+            asked = asked_range(request)
+            decide = decide_by(request, asked)
+        self._reads.serve(exchange, bucket, check_key(decode_component(key)), asked, decide)
+
+    def _object_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if request.sink is None:  # it has no body: an empty object, if it says so
+            request.sink = self.take_body(request)
+            request.sink.finish()
+        assert isinstance(request.sink, Incoming)
+        putting = self._puts.put(taken["bucket"], taken["key"], request.sink)
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await putting))
+
+        exchange.spawn(answer())
+
+    def _object_delete(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if_match = write_conditions(request).if_match
+        call = calls.DeleteCall(self._reads.bucket(taken["bucket"]).name, check_key(taken["key"]), if_match)
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await self._call("delete", call)))
+
+        exchange.spawn(answer())
+
+    def _object_copy(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        call: calls.CopyCall = _decode_body(request, calls.CopyCall)
+        if (call.bucket, call.key) != (taken["bucket"], taken["key"]):
+            raise Invalid("the path names another object than the body: make them the same")
+        for bucket, key in ((call.source_bucket, call.source_key), (call.bucket, call.key)):
+            self._reads.bucket(bucket)
+            check_key(key)
+        self._auth.require_read(self._auth.bearer(request), self._reads.bucket(call.source_bucket))
+
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(await self._call("copy", call)))
+
+        exchange.spawn(answer())
+
+    @property
+    def _members_of_shards(self) -> Members:
+        if self._shards is None:
+            raise NotFound("this front serves no members of shards", code="NoSuchPath")
+        return self._shards
+
+    def _members(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        bucket = self._reads.bucket(taken["bucket"])
+        self._members_of_shards.index(request, exchange, bucket, check_key(taken["key"]))
+
+    def _member_append(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        bucket = self._reads.bucket(taken["bucket"])
+        self._members_of_shards.append(request, exchange, bucket, check_key(taken["key"]))
+
+    def _batch(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._batches.answer(request, exchange, self._auth.bearer(request))
+
+    def _manifest(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if self.manifests is None:
+            raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
+        self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
+
+    def _hints(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.tell(request, exchange, taken["job"])
+
+    def _hints_at(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.at(request, exchange, taken["job"])
+
+    def _hints_state(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.ask(request, exchange, "hints_state", taken["job"])
+
+    def _hints_close(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        self._hinting.ask(request, exchange, "hints_close", taken["job"])
+
+    # --- the node itself ---------------------------------------------------------------------------------------------
+    def _health(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        exchange.respond(200, TEXT, b"ok\n")
+
+    def _ready(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        missing = self._missing()
+        exchange.respond(503 if missing else 200, JSON, _encode({"ready": not missing, "missing": missing}))
+
+    def _describe(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if self._description is None:
+            self._description = openapi.describe()
+        exchange.respond(200, JSON, self._description)
+
+    def _door(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        at = None if self._host_door is None else self._host_door.at
+        if at is None:
+            raise NotFound("this front has no door for clients on its host: read over HTTP", code="NoDoor")
+        exchange.respond(200, JSON, _encode(at))
+
+    def _metrics(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            exchange.respond(200, TEXT, render(await self._call("metrics", calls.Nothing())).encode())
+
+        exchange.spawn(answer())
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+    async def _forward(self, request: Request, exchange: Exchange, route: Route, taken: dict[str, str]) -> None:
+        """An operation whose answer is the engine's, unchanged."""
+        arguments: Any = calls.Nothing()
+        status = 200
+        if route.name in ("job", "job_cancel"):
+            arguments = calls.JobNamed(taken["job"])
+        elif route.name == "stat":
+            revalidate = decode_query(request.query).get("revalidate", "") in ("1", "true")
+            arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
+        elif route.name in ("bucket_check", "bucket_delete"):
+            arguments = calls.BucketNamed(taken["bucket"])
+        elif route.name == "lost":
+            query = decode_query(request.query)
+            after, prefix = query.get("start_after", ""), query.get("prefix", "")
+            arguments = calls.LostCall(taken["bucket"], prefix, start_after=after)
+        elif route.body is calls.LostCall:
+            arguments = _decode_body(request, calls.LostCall)
+            self._auth.require(self._auth.bearer(request), "admin", arguments.bucket)
+        elif route.body is calls.VolumeNamed:
+            self._auth.require(self._auth.bearer(request), "admin")
+            arguments = _decode_body(request, calls.VolumeNamed)
+        elif route.body is calls.JobCall:
+            arguments = self._job_call(request, route)
+            status = 202
+        answer = await self._call(route.name, arguments)
+        exchange.respond(status, JSON, _encode(answer))
+
+    def _job_call(self, request: Request, route: Route) -> calls.JobCall:
+        call: calls.JobCall = _decode_body(request, calls.JobCall)
+        assert route.may is not None
+        self._auth.require(self._auth.bearer(request), route.may, call.bucket)
+        if call.keys and call.prefix:
+            raise Invalid("both keys and a prefix are given: give one of them")
+        for key in call.keys:
+            check_key(key)
+        return call
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    def _buckets(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            identity = self._auth.bearer(request)
+            found = await self._call("buckets", calls.Nothing())
+            shown = [_masked(bucket) for bucket in found if self._auth.open or identity.may("read", bucket.name)]
+            exchange.respond(200, JSON, _encode(shown))
+
+        exchange.spawn(answer())
+
+    def _bucket(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            exchange.respond(200, JSON, _encode(_masked(await self._known(taken["bucket"]))))
+
+        exchange.spawn(answer())
+
+    async def _known(self, name: str) -> Bucket:
+        for bucket in await self._call("buckets", calls.Nothing()):
+            if bucket.name == name:
+                found: Bucket = bucket
+                return found
+        raise NotFound(f"there is no bucket {name!r} here: add it with `forebay bucket add`", code="NoSuchBucket")
+
+    def _bucket_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        async def answer() -> None:
+            wanted: Bucket = _decode_body(request, Bucket)
+            if wanted.name != check_bucket_name(taken["bucket"]):
+                raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
+            try:
+                before: Bucket | None = await self._known(wanted.name)
+            except NotFound:
+                before = None
+            kept = await self._call("bucket_put", _unmasked(wanted, before))
+            if decode_query(request.query).get("check", "") in ("1", "true"):
+                try:
+                    await self._call("bucket_check", calls.BucketNamed(wanted.name))
+                except ForebayError:
+                    if before is None:
+                        await self._call("bucket_delete", calls.BucketNamed(wanted.name))
+                    else:
+                        await self._call("bucket_put", before)
+                    raise
+            exchange.respond(200, JSON, _encode(_masked(kept)))
+
+        exchange.spawn(answer())
+
+    # --- listings ----------------------------------------------------------------------------------------------------
+    def _list(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        query = decode_query(request.query)
+        name = self._reads.bucket(taken["bucket"]).name
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        start_after = query.get("start_after", "")
+        text = query.get("limit", str(limits.LIST_KEYS_MAX))
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= limits.LIST_KEYS_MAX:
+            raise Invalid(f"limit is not a number from 1 to {limits.LIST_KEYS_MAX}: ask for pages of at most that")
+        form = query.get("format", "json")
+        if form not in ("json", "ndjson"):
+            raise Invalid(f"format {form!r} is not known: use json or ndjson")
+        if form == "ndjson":
+            if delimiter:
+                raise Invalid("an NDJSON listing is flat: leave the delimiter out")
+            exchange.spawn(self._stream_cached(exchange, name, prefix, start_after))
+        elif query.get("cached", "") in ("1", "true"):
+            page = cached_page(self._store, name, prefix, delimiter, start_after, int(text))
+            exchange.respond(200, JSON, _encode(page))
+        else:
+            call = calls.ListCall(name, prefix, delimiter, start_after, int(text))
+            exchange.spawn(self._list_merged(exchange, call))
+
+    async def _list_merged(self, exchange: Exchange, call: calls.ListCall) -> None:
+        exchange.respond(200, JSON, _encode(await self._call("list", call)))
+
+    async def _stream_cached(self, exchange: Exchange, name: str, prefix: str, start_after: str) -> None:
+        exchange.start(200, NDJSON)
+        while entries := self._store.scan_entries(name, prefix, start_after, limits.LIST_KEYS_MAX):
+            await exchange.write(_encode_lines([_Line(*entry) for entry in entries]))
+            start_after = entries[-1].key
+        await exchange.end()
+
+
+def cached_page(
+    store: StoreReader, bucket: str, prefix: str, delimiter: str, start_after: str, limit: int
+) -> CachedPage:
+    """One page of what the index knows, rolled up at `delimiter` behind `prefix`."""
+    entries: list[CachedEntry] = []
+    prefixes: list[str] = []
+    shown = 0
+    while True:
+        asked = limit + 1 - shown  # one more than fits tells whether there is a next page
+        found = store.scan(bucket, prefix, start_after, asked)
+        for key, record in found:
+            at = key.find(delimiter, len(prefix)) if delimiter else -1
+            if at >= 0 and prefixes and key.startswith(prefixes[-1]):
+                start_after = key  # holds the highest code point itself, so it was not passed over
+                continue
+            if shown == limit:
+                return CachedPage(entries, prefixes, start_after)
+            shown += 1
+            if at >= 0:
+                prefixes.append(key[: at + len(delimiter)])
+                start_after = after_prefix(prefixes[-1])
+                break  # the rest of what was found is mostly under it: pass over that in the index
+            entries.append(_cached_entry(key, record))
+            start_after = key
+        else:
+            if len(found) < asked:
+                return CachedPage(entries, prefixes)
+
+
+def _cached_entry(key: str, record: Record) -> CachedEntry:
+    if record.complete:
+        cached_bytes = record.size_bytes
+    else:
+        bits = int.from_bytes(record.present, "little")
+        cached_bytes = bits.bit_count() * record.block_bytes
+        last = record.size_bytes // record.block_bytes
+        if record.size_bytes % record.block_bytes and bits >> last & 1:
+            cached_bytes -= record.block_bytes - record.size_bytes % record.block_bytes
+    state = record.state
+    return CachedEntry(
+        key,
+        record.size_bytes,
+        record.etag,
+        record.modified_s,
+        cached_bytes,
+        bool(state & State.PINNED),
+        bool(state & State.DIRTY),
+    )
+
+
+def _decode_body(request: Request, type_: Any) -> Any:
+    try:
+        return msgspec.json.decode(request.body, type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(f"the body is not the JSON that is expected here: {error}; see /-/openapi.json") from None
+
+
+def _masked(bucket: Bucket) -> Bucket:
+    """The bucket without its secrets."""
+    options = {name: MASK if _SECRET.search(name) else value for name, value in bucket.options.items()}
+    return msgspec.structs.replace(bucket, options=options)
+
+
+def _unmasked(bucket: Bucket, before: Bucket | None) -> Bucket:
+    """What is still masked is as it was; `Invalid` if it was not."""
+    options = dict(bucket.options)
+    for name, value in options.items():
+        if value == MASK and _SECRET.search(name):
+            if before is None or name not in before.options:
+                raise Invalid(f"the option {name} is {MASK}: give its value")
+            options[name] = before.options[name]
+    return msgspec.structs.replace(bucket, options=options)

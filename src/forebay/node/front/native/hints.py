@@ -1,0 +1,71 @@
+"""Hints over HTTP: a job's future comes in as msgpack, and goes to the engine as it is.
+
+Theory. Whoever may read a bucket may say what they will read of it. So a future needs `read` of the bucket that it
+names, and to move, look at or end a job one needs `read` of that job's bucket.
+
+Invariant. The job in the path is the job in the body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from forebay.core import limits
+from forebay.core.access import Identity
+from forebay.core.errors import Invalid, NotFound
+from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
+from forebay.node.front.http.auth import Auth
+from forebay.node.front.http.requests import Exchange, Request, decode_query
+from forebay.node.outcomes import Call
+
+BODY_BYTES_MAX = 4 * limits.MIB  # 349,000 accesses
+_JSON = b"Content-Type: application/json\r\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class HintAnswers:
+    """Answers `/-/v1/hints/JOB`."""
+
+    def __init__(self, call: Call, auth: Auth) -> None:
+        self._call, self._auth = call, auth
+
+    def tell(self, request: Request, exchange: Exchange, job: str) -> None:
+        """POST: a job's future. `Invalid` for a body that is none."""
+        decode: Any = msgspec.json.decode
+        if request.header(b"content-type").partition(";")[0].strip() == "application/msgpack":
+            decode = msgspec.msgpack.decode
+        try:
+            told: HintsCall = decode(request.body, type=HintsCall)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Invalid(f"the body tells no future: {error}; see HintsCall in /-/openapi.json") from None
+        if told.job != job:
+            raise Invalid(f"the path names the job {job!r} and the body {told.job!r}: make them the same")
+        self._auth.require(self._auth.bearer(request), "read", told.bucket)
+        exchange.spawn(self._answer(exchange, "hints", told))
+
+    def at(self, request: Request, exchange: Exchange, job: str) -> None:
+        """PUT: how far it is."""
+        text = decode_query(request.query).get("position", "")
+        if not text.isascii() or not text.isdigit() or len(text) > 18:
+            raise Invalid("position is not a number: say how many accesses the job has consumed")
+        exchange.spawn(self._of_job(exchange, self._auth.bearer(request), "hints_at", HintsAtCall(job, int(text))))
+
+    def ask(self, request: Request, exchange: Exchange, verb: str, job: str) -> None:
+        """GET and DELETE."""
+        exchange.spawn(self._of_job(exchange, self._auth.bearer(request), verb, HintsNamed(job)))
+
+    async def _of_job(self, exchange: Exchange, identity: Identity, verb: str, arguments: Any) -> None:
+        if not self._auth.open:
+            try:
+                state: HintsState = await self._call("hints_state", HintsNamed(arguments.job))
+            except NotFound:
+                if verb != "hints_close":
+                    raise
+            else:
+                self._auth.require(identity, "read", state.bucket)
+        await self._answer(exchange, verb, arguments)
+
+    async def _answer(self, exchange: Exchange, verb: str, arguments: Any) -> None:
+        exchange.respond(200, _JSON, _encode(await self._call(verb, arguments)))

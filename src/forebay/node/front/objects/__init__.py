@@ -1,0 +1,1 @@
+"""Objects for every API: reads, writes, shards, and the fast lane of plain hits."""

@@ -1,0 +1,152 @@
+"""The bytes of a read as they arrive from the engine, each from the file or memory that the engine put it in.
+
+Theory. The engine says "bytes [a, b) are in this file" and keeps them there until the read took them, is closed, or the
+engine is gone (`node/engine/read/one_read.py`). A front may come to such a word late: its client is slow, or it stood
+still. So a file is opened under a lease, and only then looked whether the engine that spoke is still there
+(`Read.stands`): if it is, the bytes were there when the lease was taken, and from then on nobody makes a hole in the
+file. If it is not, what was said of a file that was not opened yet counts for nothing: the next engine may have cleared
+it away, and a number in /proc may name another memory.
+
+What cannot be had any more (the engine is gone, the file is, it failed, or the engine took back what it had said since
+the bytes are wrong; a piece that is being sent then goes on to its end) is asked for anew: the rest of the range, of
+the same version. If that version is gone the answer is cut short; it is never completed with another's bytes.
+
+Rejected: remembering the inode of what was told (says which file it is, not whether its bytes are still in it).
+
+Invariants. (1) Pieces come in order and without a gap. (2) Bytes are only taken from what the read's own engine keeps.
+(3) The rest is asked for at most REOPENS_MAX times without a byte of progress.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forebay.core.errors import Bug, ForebayError, Unavailable
+from forebay.core.messages.wire import Landed, Opened
+from forebay.core.types import RangeSpec
+from forebay.node.front.link import Link, Read
+from forebay.node.store.reader import LeasedFile, StoreReader
+from forebay.node.store.records import is_version
+
+REOPENS_MAX = 3
+
+
+class Piece(NamedTuple):
+    """The next bytes of the object, up to `end`: `body`, or `size_bytes` of `file` from `offset` on. The file is good
+    until the next piece is asked for."""
+
+    end: int
+    size_bytes: int
+    body: bytes | None
+    file: LeasedFile | None
+    offset: int
+
+
+class Arriving:
+    """Bytes [start, end) of what `opened` says, which `read` was answered. See the module's header. `again` counts how
+    often the rest was asked for."""
+
+    def __init__(self, store: StoreReader, link: Link, read: Read, opened: Opened) -> None:
+        self.position, self._end = opened.start, opened.end
+        self.reopened = 0
+        self.as_stored = opened.body is None and opened.record.object_id != 0  # all of it is in the object's file
+        self._store, self._link, self._read = store, link, read
+        self._version = opened.record.version
+        self._opened: Opened | None = opened  # until its body was given
+        self._path = ""
+        self._file: LeasedFile | None = None
+        self._broken = False
+        self._tries = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """How many bytes have not been taken."""
+        return self._end - self.position
+
+    async def piece(self) -> Piece:
+        """The bytes behind those that were taken, as many as there are. Raises what the engine says is wrong,
+        `Precondition` if the version is gone, `Unavailable` if the rest cannot be had now."""
+        while True:
+            if self._broken:
+                await self._ask_again()
+            opened, self._opened = self._opened, None
+            if opened is not None and opened.body is not None:
+                if len(opened.body) != self.left_bytes:
+                    raise Bug("the engine sent a body of another size than it said: please report it")
+                return Piece(self._end, self.left_bytes, opened.body, None, 0)
+            landed = await self._landed()
+            if landed is None:
+                continue
+            size_bytes = landed.end - self.position
+            if landed.body is not None:
+                assert len(landed.body) == size_bytes, "bytes of another length than announced"
+                return Piece(landed.end, size_bytes, landed.body, None, 0)
+            file = await self._open(landed.path)
+            if file is not None:
+                return Piece(landed.end, size_bytes, None, file, landed.offset)
+            self._broken = True
+
+    def took(self, position: int) -> None:
+        """Every byte below `position` is the client's."""
+        if position > self.position:
+            self.position, self._tries = position, 0
+            self._read.consumed(position)
+
+    def failed(self) -> None:
+        """The file of the last piece failed or ended: what was not taken must come from elsewhere."""
+        self._broken = True
+
+    def close(self) -> None:
+        """Let go of the file. The read is for its owner to close."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.release()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+    async def _landed(self) -> Landed | None:
+        """What the engine says next; None when it is gone."""
+        try:
+            landed = await self._read.landed()
+        except ForebayError:
+            if self._read.stands:
+                raise
+            self._broken = True
+            return None
+        if landed.start != self.position or not self.position < landed.end <= self._end:
+            raise Bug(f"bytes landed at {landed.start}..{landed.end} where {self.position} was next")
+        return landed
+
+    async def _open(self, path: str) -> LeasedFile | None:
+        """The file that the engine named; None if it cannot be had, or the engine that named it is gone."""
+        if self._file is not None and path == self._path and not path.startswith("/proc/"):
+            return self._file  # its lease is older than what was told of it
+        self.close()
+        self.as_stored &= not path.startswith("/proc/")
+        self._file, self._path = await self._store.open_landing(path), path
+        if self._file is not None and not self._read.stands:
+            self.close()
+        return self._file
+
+    async def _ask_again(self) -> None:
+        """The rest of the same version, from the engine that is there now."""
+        self.close()
+        if self._tries == REOPENS_MAX:
+            raise Unavailable("the bytes cannot be read where they landed: read again")
+        self._tries += 1
+        self.reopened += 1
+        self.as_stored = False
+        await self._link.open_again(self._read, RangeSpec(self.position, self._end - 1), version=self._version)
+        try:
+            self._opened = opened = await self._read.opened()
+        except ForebayError:
+            if self._read.stands:
+                raise
+            return  # we asked an engine that was gone, which nobody had heard of yet
+        check_same(opened, self._version, self.position, self._end)
+        self._broken = False
+
+
+def check_same(opened: Opened, version: str, start: int, end: int) -> None:
+    """What the engine opened must be what was asked for."""
+    if not is_version(opened.record, version) or (opened.start, opened.end) != (start, end):
+        raise Bug("the engine opened another version or range than was asked for: please report it")

@@ -1,0 +1,41 @@
+"""What S3 has and this node does not: known by name, so that it is refused and never answered with something else."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from forebay.core.errors import NotSupported
+from forebay.node.front.http.requests import Request
+
+# fmt: off
+OBJECT_SUBRESOURCES: Final = frozenset(
+    (
+        "acl", "annotation", "attributes", "legal-hold", "retention", "renameObject", "restore", "select", "tagging",
+        "torrent", "uploadId", "uploads", "append", "encryption",
+    )
+)
+BUCKET_SUBRESOURCES: Final = frozenset(
+    (
+        "abac", "accelerate", "acl", "analytics", "cors", "delete", "encryption", "intelligent-tiering", "inventory",
+        "lifecycle", "logging", "metadataConfiguration", "metadataTable", "metrics", "notification", "object-lock",
+        "ownershipControls", "policy", "policyStatus", "publicAccessBlock", "replication", "requestPayment",
+        "session", "tagging", "uploads", "versioning", "versions", "website",
+    )
+)
+_HEADERS: Final = frozenset((
+    b"x-amz-server-side-encryption-customer-algorithm",
+    b"x-amz-expected-bucket-owner",
+    b"x-amz-source-expected-bucket-owner",
+))
+# fmt: on
+
+
+def refuse(request: Request, query: dict[str, str], subresources: frozenset[str]) -> None:
+    """`NotSupported` for an operation or a header whose meaning we would have to drop."""
+    if query and (found := sorted(subresources.intersection(query))):
+        raise NotSupported(f"?{found[0]} is not served: ask the bucket itself (docs/s3.md lists what is served)")
+    if not _HEADERS.isdisjoint(request.headers):
+        header = min(_HEADERS.intersection(request.headers))
+        raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
+    if query and query.get("versionId", "null") != "null":
+        raise NotSupported("versions are not served: leave versionId out to mean the current object")

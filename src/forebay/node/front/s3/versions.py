@@ -1,0 +1,62 @@
+"""ListObjectVersions, of a bucket that never had versions.
+
+Theory. Versions are not served (GetBucketVersioning says "never enabled"), and S3 has an exact answer for such a
+bucket: each key has one version, the current one, and its id is `null`. Tools that empty a bucket ask for versions
+whether it has any or not, and then delete each key with that id, which DeleteObject and DeleteObjects take. So this is
+a listing like ListObjects, page by page, in other words; there are no delete markers.
+
+Rejected: NotImplemented (it is true of versions, but it keeps the tools above from emptying a bucket that has none);
+handing a backend's own versions on (they could be listed, but neither read nor deleted here).
+
+Invariants. (1) Following `NextKeyMarker` shows every key once. (2) Everything from outside is escaped, and
+percent-encoded when the client asked for it.
+"""
+
+from __future__ import annotations
+
+from forebay.core.errors import Invalid
+from forebay.core.listing import marker_of
+from forebay.core.types import ListPage
+from forebay.node.front.s3.listing import OWNER, ListRequest, parse_list, url_text
+from forebay.node.front.s3.xml import document, element, escape, timestamp
+
+_ASKED = ("prefix", "delimiter", "max-keys", "encoding-type")
+
+
+def parse_versions(query: dict[str, str]) -> ListRequest:
+    """The listing that a request with `?versions` wants; `marker` is its key-marker. `Invalid` (`InvalidArgument`)."""
+    marker, version = query.get("key-marker", ""), query.get("version-id-marker", "")
+    if version and not marker:
+        raise Invalid("A version-id marker cannot be specified without a key marker.", code="InvalidArgument")
+    if version not in ("", "null"):
+        raise Invalid("Invalid version id specified: here each key has one version, null", code="InvalidArgument")
+    return parse_list({name: query[name] for name in _ASKED if name in query} | {"marker": marker})
+
+
+def render_versions(bucket: str, asked: ListRequest, page: ListPage, version_marker: str) -> bytes:
+    """The XML of one page. `version_marker` is shown back as it was sent."""
+    name = url_text if asked.url_encoded else escape
+    parts = [
+        element("Name", bucket),
+        f"<Prefix>{name(asked.prefix)}</Prefix>",
+        f"<KeyMarker>{name(asked.marker or '')}</KeyMarker>",
+        element("VersionIdMarker", version_marker),
+        f"<MaxKeys>{asked.limit}</MaxKeys>",
+    ]
+    if asked.delimiter:
+        parts.append(f"<Delimiter>{name(asked.delimiter)}</Delimiter>")
+    if asked.url_encoded:
+        parts.append("<EncodingType>url</EncodingType>")
+    if page.next_after:
+        parts.append(f"<NextKeyMarker>{name(marker_of(page.next_after))}</NextKeyMarker>")
+        parts.append("<NextVersionIdMarker>null</NextVersionIdMarker>")
+    parts.append(f"<IsTruncated>{'true' if page.next_after else 'false'}</IsTruncated>")
+    for key, size_bytes, etag, modified_s in page.entries:
+        tag = f"<ETag>&quot;{escape(etag)}&quot;</ETag>" if etag else ""
+        parts.append(
+            f"<Version><Key>{name(key)}</Key><VersionId>null</VersionId><IsLatest>true</IsLatest>"
+            f"<LastModified>{timestamp(modified_s)}</LastModified>{tag}<Size>{size_bytes}</Size>{OWNER}"
+            "<StorageClass>STANDARD</StorageClass></Version>"
+        )
+    parts += [f"<CommonPrefixes><Prefix>{name(text)}</Prefix></CommonPrefixes>" for text in page.prefixes]
+    return document("ListVersionsResult", "".join(parts))

@@ -1,0 +1,1 @@
+"""Processes: what starts, joins and ends them. The supervisor, and the programs that it starts."""

@@ -1,0 +1,79 @@
+"""The engine's process: `python -m forebay.node.process.engine`, which the supervisor starts (`child.py`).
+
+Theory. Settings come on standard input. With `--fronts 0` this process serves a `Front` too, joined to its engine by
+the same socket: here alone the two meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from forebay.core.errors import ForebayError
+from forebay.core.machines.pulse import interval_s
+from forebay.node.engine.engine import FILES_NEEDED, Engine
+from forebay.node.front.front import Front
+from forebay.node.process import child
+from forebay.node.settings import Settings
+from forebay.node.vitals import raise_file_limit
+
+log = logging.getLogger("forebay.engine")
+
+
+async def run_until_stopped(
+    settings: Settings, after_start: Callable[[], None] | None = None, *, single: bool = False
+) -> int:
+    """Run an engine (with a front in the same process if `single`) until a signal."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    engine = Engine(settings)
+    child.follow_parent(loop, engine.told)
+    await engine.start()
+    front = None
+    try:
+        if single:
+            front = Front(settings, 0)
+            await front.start(reuse_port=True)
+        log.info("engine of node %s is ready", engine.node_id)
+        child.beat(loop, interval_s(settings.hung_after_s))
+        if after_start is not None:
+            after_start()
+        ends = [asyncio.create_task(each.wait()) for each in (stopping, engine.starts_again)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
+    finally:
+        if front is not None:
+            await front.stop()
+        await engine.stop(flush=not engine.starts_again.is_set())
+    return 0
+
+
+def main() -> int:
+    """The process: settings from standard input; the exit status."""
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if raise_file_limit() < FILES_NEEDED:
+        log.error(
+            "only %d open files are allowed, and %d are needed: raise `ulimit -n`", raise_file_limit(), FILES_NEEDED
+        )
+        return child.EXIT_REFUSED
+    try:
+        settings = child.begin()
+        status: int = uvloop.run(run_until_stopped(settings, single=settings.fronts == 0))
+        return status
+    except (ForebayError, msgspec.MsgspecError) as error:
+        log.error("engine: %s", error)
+        return child.EXIT_REFUSED if getattr(error, "retry", "never") == "never" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

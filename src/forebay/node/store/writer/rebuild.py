@@ -1,0 +1,226 @@
+"""A new index from the data files, and the sweep of files that nothing names.
+
+Theory. `core.machines.recover` judges one file at a time against what the index says now; this shell streams the
+listing past it and carries out what it says. After an unclean machine stop (`rebuild`) the new index starts empty, is
+filled while it is served, and every block it lists is in doubt until its checksum has been compared. After a process
+stop (`sweep`) the index is right, and only rubbish is looked for: in the background, a directory at a time, since there
+may be millions of files.
+
+A sweep also finds space that no block accounts for: a process that died between taking blocks out of the index and
+punching their holes, or in the middle of landing a block, leaves bytes that nobody will read.
+
+Rejected: serving nothing until the new index is whole (minutes, where reading a million headers takes them).
+
+Invariants. As `core.machines.recover`. A file that is landing, or about to be removed, is not judged.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+from forebay.core.machines import recover
+from forebay.core.machines.commit import Place
+from forebay.core.record import Record, State, blocks_in, build_head, decode_record
+from forebay.node.store.disk import files, keys, ledger, presence
+from forebay.node.store.disk.volume import Volume
+
+
+def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Generator[None, None, str]:
+    """Fill the volume's new index from its files, one a step, while it is served; returns a line saying what was found.
+    What the volume owes is in view before. Whoever goes on flushes the index.
+
+    `busy(object id)`: leave it alone now. Objects from `ids_below` on were made since the start, and are not judged.
+    """
+    kept = blocks = 0
+    next_id = int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big")
+    lost = {each.record.object_id for each in volume.lost.values()}
+    for path in data_files(volume, busy):
+        yield
+        object_id = _id_of(path)
+        if object_id in lost or (object_id is not None and (object_id >= ids_below or busy(object_id))):
+            continue
+        try:
+            seen, header = see(volume, path)
+        except FileNotFoundError:
+            continue  # given back meanwhile
+        known = known_record(volume, path, header)
+        if known is not None and busy(known[2].object_id):
+            continue
+        for action in recover.judge_file(seen, record_seen(volume, known), trusted=False):
+            match action:
+                case recover.Rebuild():
+                    assert header is not None
+                    if known is not None:
+                        ledger.remove_traces(volume, known[2])
+                    record = _record_from(header)
+                    _enter(volume, header, record, known[2] if known else None)
+                    next_id = max(next_id, record.object_id + 1)
+                    kept += 1
+                    blocks += presence.bits_of(record).bit_count()
+                case recover.Delete(doomed, _):
+                    files.remove(doomed)
+                case recover.DropRecord(bucket, key, _):
+                    assert known is not None
+                    ledger.remove_record(volume, bucket, key, known[2])
+    volume.index.put("meta", b"next_id", next_id.to_bytes(8, "big"))
+    return f"{kept} objects with {blocks} blocks found, each block to be verified before its first use"
+
+
+def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str, Record], None]) -> Iterator[int]:
+    """Remove files without a record and space without a block. Yields once a directory: how many files went.
+
+    `busy(object id)`: leave it alone now. `drop` forgets a record whose file is not what it should be.
+    """
+    for directory in _directories(volume):
+        removed = 0
+        lost = {each.record.object_id for each in volume.lost.values()}
+        for path in _files_in(directory, busy):
+            object_id = _id_of(path)
+            if object_id is not None and (busy(object_id) or object_id in lost):
+                continue
+            try:
+                seen, header = see(volume, path)
+            except FileNotFoundError:
+                continue  # given back meanwhile
+            known = known_record(volume, path, header)
+            for action in recover.judge_file(seen, record_seen(volume, known), trusted=True):
+                match action:
+                    case recover.Delete(doomed, _):
+                        files.remove(doomed)
+                        removed += 1
+                    case recover.DropRecord():
+                        assert known is not None
+                        drop(*known)
+                    case recover.Keep():
+                        assert known is not None
+                        _trim(path, known[2])
+        yield removed
+    for number, (entry, value) in enumerate(volume.index.walk("records")):
+        record = decode_record(value)
+        if record.inline is None and not busy(record.object_id):
+            bucket, key = keys.split(entry, record.key)
+            seen_record = record_seen(volume, (bucket, key, record))
+            assert seen_record is not None
+            there = os.path.exists(seen_record.path)
+            now = None if there else volume.record(entry, key)
+            if now is not None and now.object_id == record.object_id and recover.judge_record(seen_record, there):
+                drop(bucket, key, now)
+        if number % 512 == 511:
+            yield 0
+
+
+def data_files(volume: Volume, busy: Callable[[int], bool] = lambda object_id: False) -> Iterator[str]:
+    """Every file below data/, sidecars aside (one without its data file is removed)."""
+    for directory in _directories(volume):
+        yield from _files_in(directory, busy)
+
+
+def _directories(volume: Volume) -> Iterator[str]:
+    data = f"{volume.path}/data"
+    for first in sorted(os.listdir(data)):
+        for second in sorted(os.listdir(f"{data}/{first}")):
+            yield f"{data}/{first}/{second}"
+
+
+def _files_in(directory: str, busy: Callable[[int], bool]) -> Iterator[str]:
+    names = set(os.listdir(directory))
+    for name in sorted(names):
+        if name.endswith(files.SIDECAR_SUFFIX):
+            owner = name.removesuffix(files.SIDECAR_SUFFIX)
+            object_id = _id_of(owner)  # a sidecar comes before its file does
+            if owner not in names and not (object_id is not None and busy(object_id)):
+                Path(directory, name).unlink(missing_ok=True)
+        else:
+            yield f"{directory}/{name}"
+
+
+def _id_of(path: str) -> int | None:
+    name = os.path.basename(path)
+    return int(name, 16) if re.fullmatch("[0-9a-f]{16}", name) else None
+
+
+def see(volume: Volume, path: str) -> tuple[recover.FileSeen, files.Header | None]:
+    """What there is at `path`. A header that is about another file counts as none."""
+    size_bytes = os.lstat(path).st_size
+    header = files.Header.read(path)
+    if header is None or volume.data_path(header.identity.object_id) != path:
+        return recover.FileSeen(path, "data", size_bytes), None
+    it = header.identity
+    blocks = tuple(block for block, value in enumerate(header.sums()) if value)
+    identity = recover.Identity(it.bucket, it.key, it.object_id, it.size_bytes, blocks, it.owned)
+    return recover.FileSeen(path, "data", size_bytes, identity), header
+
+
+def known_record(volume: Volume, path: str, header: files.Header | None) -> tuple[str, str, Record] | None:
+    """What the index says now: of the header's key or, without a header, of the object id in the file's name."""
+    if header is not None:
+        bucket, key = header.identity.bucket, header.identity.key
+        record = volume.record(keys.index_key(bucket, key), key)
+        return None if record is None else (bucket, key, record)
+    object_id = _id_of(path)
+    return None if object_id is None else record_by_id(volume, object_id)
+
+
+def record_by_id(volume: Volume, object_id: int) -> tuple[str, str, Record] | None:
+    """Bucket, key and record of an object id."""
+    entry = ledger.entry_of(volume, object_id)
+    value = volume.get("records", entry) if entry is not None else None
+    if entry is None or value is None:
+        return None
+    record = decode_record(value)
+    return (*keys.split(entry, record.key), record)
+
+
+def record_seen(volume: Volume, known: tuple[str, str, Record] | None) -> recover.RecordSeen | None:
+    if known is None:
+        return None
+    bucket, key, record = known
+    path = place_of(volume, bucket, key, record).path
+    durable = bool(record.state & State.OWNED)
+    return recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, durable)
+
+
+def place_of(volume: Volume, bucket: str, key: str, record: Record) -> Place:
+    """Who the record's object is and where its file lies."""
+    path = volume.data_path(record.object_id) if record.inline is None else ""
+    return Place(bucket, key, record.object_id, path)
+
+
+def _record_from(header: files.Header) -> Record:
+    it = header.identity
+    bits = presence.mask(block for block, value in enumerate(header.sums()) if value)
+    record = Record(
+        object_id=it.object_id,
+        size_bytes=it.size_bytes,
+        version=it.version,
+        etag=it.etag,
+        modified_s=it.modified_s,
+        checked_s=0.0,
+        head=build_head(it.info()),
+        complete=False,
+        state=State.UNVERIFIED,
+        key=keys.record_key(it.bucket, it.key),
+        block_bytes=it.block_bytes,
+    )
+    return presence.with_bits(record, bits)
+
+
+def _enter(volume: Volume, header: files.Header, record: Record, old: Record | None) -> None:
+    it = header.identity
+    ledger.put_record(volume, it.bucket, it.key, record, old)
+    ledger.put_all_sums(volume, record.object_id, header.sums())
+    ledger.put_doubts(volume, record.object_id, presence.bits_of(record))
+
+
+def _trim(path: str, record: Record) -> None:
+    """Punch what the record does not list, if the file takes clearly more room than its blocks do."""
+    if record.complete:
+        return
+    present = presence.bits_of(record)
+    if os.lstat(path).st_blocks * 512 <= presence.bytes_of(record) + 256 * 1024:
+        return
+    absent = [b for b in range(blocks_in(record.size_bytes, record.block_bytes)) if not present >> b & 1]
+    files.punch_blocks(path, record.block_bytes, absent)

@@ -1,0 +1,224 @@
+"""Giving space back, after the index no longer names it: unlinking files, punching holes.
+
+Theory. What a plan has after its record waits here, by volume, until the pending changes of that volume are committed.
+Then fronts are told (`take_dropped`), and `reclaim`, which may run in a worker thread, does the work. A hole needs an
+exclusive lease on the file; while readers hold shared ones it is put off and tried again with the next `reclaim`.
+
+A block may be dropped and come again before its hole is made. A landing therefore calls the hole off before it writes
+(`keep_block`), and waits for one that is being made.
+
+A hole may also be held off here, for bytes that turned out to be wrong and that a front may still come to send: it was
+told of them before, and shall meet what it was told of, or ask anew, but never zeros.
+
+Rejected: punching at once and waiting for readers (a slow client would hold up eviction); copying the file without the
+blocks (takes room when there is none).
+
+Invariants. (1) Nothing is unlinked or punched before the commit it waits for. (2) A block that is being written or
+listed again is not punched. (3) No bytes go while the durable index still says that they are owed. (4) No hole
+is made in a file that is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from forebay.core.errors import Corrupt
+from forebay.core.machines import commit
+from forebay.core.record import Record
+from forebay.node.store.disk import files
+from forebay.node.store.disk.volume import StoreEvent, Volume
+
+
+class Reclaimed(NamedTuple):
+    freed_bytes: int
+    deferred: list[int]  # object ids whose holes a reader's lease still forbids: send `Dropped`, call `reclaim` later
+
+
+class _Holes(NamedTuple):
+    """Blocks of one data file to be punched."""
+
+    object_id: int
+    block_bytes: int
+    blocks: set[int]
+
+
+class Reclaimer:
+    """What is to be given back. `reclaim` and `keep_block`: any thread; the rest: the store's."""
+
+    def __init__(self, tell: Callable[[StoreEvent], None]) -> None:
+        self._lock = threading.Condition()  # of what stands here: nobody who has it waits for a disk
+        self._punching: set[str] = set()
+        self.held: Counter[int] = Counter()  # object id -> who wants no hole in its file: the store's thread counts
+        self._tell = tell
+        self._after: dict[str, list[commit.Effect]] = {}  # by volume id: when its pending changes are committed
+        self._holes_after: dict[str, dict[str, _Holes]] = {}
+        self._dropped: list[int] = []
+        self._doomed: dict[str, deque[str]] = {}  # by volume id
+        self._holes: dict[str, tuple[Volume, _Holes]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How much waits for a commit."""
+        return sum(map(len, self._after.values())) + len(self._holes_after)
+
+    def ready(self) -> set[str]:
+        """The ids of volumes of which something may be given back now."""
+        hollowed = {volume.id for volume, _ in list(self._holes.values())}
+        return hollowed | {volume_id for volume_id, doomed in self._doomed.items() if doomed}
+
+    # --- before the commit ---
+
+    def after_commit(self, volume: Volume, plan: Iterable[commit.Effect], record: Record | None = None) -> None:
+        """Keep what the plan has after its record; `record` is the one that gives up blocks, if any.
+
+        The checksums that an eviction takes out of a file's header go with the punch: until then they are true.
+        """
+        for effect in plan:
+            match effect:
+                case commit.Announce() | commit.Unlink():
+                    self._after.setdefault(volume.id, []).append(effect)
+                case commit.Punch(path, start, _):
+                    assert record is not None
+                    self.hollow(volume, path, record, (start // record.block_bytes,))
+
+    def hollow(self, volume: Volume, path: str, record: Record, blocks: Iterable[int]) -> None:
+        """Punch these blocks of a file after the next commit."""
+        with self._lock:
+            holes = self._holes_after.setdefault(volume.id, {})
+            if path not in holes:
+                holes[path] = _Holes(record.object_id, record.block_bytes, set())
+            holes[path].blocks.update(blocks)
+
+    def cancel(self, volume: Volume) -> None:
+        """The commit will not come."""
+        for name in (volume.id, _sealed(volume)):
+            self._after.pop(name, None)
+            with self._lock:
+                self._holes_after.pop(name, None)
+
+    def sealed(self, volume: Volume) -> None:
+        """What waits now waits for the commit that begins; what comes from now on, for the next."""
+        if volume.id in self._after:
+            self._after[_sealed(volume)] = self._after.pop(volume.id)
+        with self._lock:
+            if volume.id in self._holes_after:
+                self._holes_after[_sealed(volume)] = self._holes_after[volume.id]
+                del self._holes_after[
+                    volume.id
+                ]  # only now: `keep_block` looks, without the lock, whether there are any
+
+    # --- after it ---
+
+    def committed(self, volume: Volume) -> None:
+        """The volume's sealed changes are committed: what waited for them may be done."""
+        name = _sealed(volume)
+        for effect in self._after.pop(name, ()):
+            match effect:
+                case commit.Announce(object_id):
+                    self._dropped.append(object_id)
+                case commit.Unlink(path):
+                    self._doomed.setdefault(volume.id, deque()).append(path)
+        if name not in self._holes_after:
+            return
+        with self._lock:
+            for path, holes in self._holes_after[name].items():
+                if path in self._holes:
+                    self._holes[path][1].blocks.update(holes.blocks)
+                else:
+                    self._holes[path] = (volume, holes)
+            del self._holes_after[name]  # only now: `keep_block` looks, without the lock, whether there are any
+
+    def take_dropped(self) -> list[int]:
+        """Objects to close files of, since the last call."""
+        dropped, self._dropped = list(dict.fromkeys(self._dropped)), []
+        return dropped
+
+    def keep_block(self, path: str, block: int) -> None:
+        """The block is about to be written: a hole that is still to be made there is called off, and one that is being
+        made is made first."""
+        if not self._holes and not self._holes_after and not self._punching:
+            return
+        with self._lock:
+            self._lock.wait_for(lambda: path not in self._punching)
+            for waiting in self._holes_after.values():
+                if path in waiting:
+                    waiting[path].blocks.discard(block)
+            if path in self._holes:
+                self._holes[path][1].blocks.discard(block)
+
+    def reclaim(self, volume: Volume, steps_max: int | None) -> Reclaimed:
+        """Unlink and punch up to so many files of a volume (None: all); what is refused stays for the next call. One
+        thread at a time for each volume."""
+        freed_bytes = 0
+        deferred: list[int] = []
+        doomed = self._doomed.get(volume.id, deque())
+        hollow = [path for path, (owner, _) in list(self._holes.items()) if owner is volume]
+        if not (doomed or hollow) or not _forgets(volume):
+            return Reclaimed(0, deferred)
+        for _ in range(len(doomed) if steps_max is None else min(steps_max, len(doomed))):
+            path = doomed.popleft()
+            with self._lock:
+                self._holes.pop(path, None)
+            try:
+                freed_bytes += files.remove(path)
+            except OSError as error:
+                volume.trouble(error, "removing a data file")
+        for path in hollow[:steps_max]:
+            with self._lock:
+                if path not in self._holes:
+                    continue
+                holes = self._holes[path][1]
+                if self.held[holes.object_id]:
+                    deferred.append(holes.object_id)
+                    continue
+                del self._holes[path]
+                self._punching.add(path)
+            done = False
+            try:
+                done = self._punch(volume, path, holes)
+            finally:
+                with self._lock:
+                    self._punching.discard(path)
+                    self._lock.notify_all()
+                    if not done:
+                        here = self._holes.setdefault(path, (volume, holes))[1]
+                        here.blocks.update(holes.blocks)
+            if done:
+                freed_bytes += len(holes.blocks) * holes.block_bytes
+            else:
+                deferred.append(holes.object_id)
+        return Reclaimed(freed_bytes, deferred)
+
+    def _punch(self, volume: Volume, path: str, holes: _Holes) -> bool:
+        """False when a reader's lease forbids it."""
+        try:
+            with volume.headers:
+                return files.punch_blocks(path, holes.block_bytes, holes.blocks)
+        except OSError as error:
+            # a filesystem that cannot punch: the space comes back when the whole object goes
+            self._tell(
+                StoreEvent("punch-failed", volume.id, f"{path}: {error}; its space returns with the whole object")
+            )
+            holes.blocks.clear()
+            return True
+
+
+def _sealed(volume: Volume) -> str:
+    """Under which name stands what waits for the commit that is under way."""
+    return f"{volume.id} sealed"
+
+
+def _forgets(volume: Volume) -> bool:
+    """Have the durable index forget what was settled, before any of its bytes go: after a machine stop it would name a
+    file with holes, or none, and call the object lost. Whether it has."""
+    if not volume.durable.unsettled or volume.state == "out":
+        return True
+    try:
+        volume.durable.commit({})
+    except (OSError, Corrupt) as error:
+        volume.trouble(error, "committing to the durable index")
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""What the node remembers of its volumes, kept in its metadata store; and what lies at a path, for `core/volumes.py`.
+
+Theory. The memory is one small entry. It is written when a volume comes or goes, and when a bucket first owes something
+on a volume: before that write is acknowledged, so that a memory which is read after any stop lists at least what there
+is. How much is owed is brought up to date every few seconds, for people.
+
+At a start, what is owed may be about to move between volumes (`writer/misplaced.py`), so until it has, whatever a
+volume owes counts as owed astray. Afterwards the volumes that are here are looked at, and the memory is exact again.
+
+Invariants. (1) `noted` answers yes only for what the metadata store has. (2) Of a volume that is not here nothing is
+forgotten, but by `give_up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from forebay.core.errors import Exists, Invalid, NotFound
+from forebay.core.volumes import KnownVolume, Memory, Seen, Standing, first_memory, judge, memory_of_marks
+from forebay.meta.seam import MetaStore
+from forebay.node.store.disk.volume import OWN_NAMES, Volume, read_mark
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+ENTRY = "node/volumes"
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Memory).decode
+
+
+def look(path: str) -> Seen:
+    """What lies at `path`. Changes nothing; a directory that cannot be read is one that is not there."""
+    try:
+        names = set(os.listdir(path))
+        mark = read_mark(path)
+    except OSError:
+        return Seen(path, exists=False)
+    foreign = min(names - OWN_NAMES, default="")
+    if mark is None:
+        leftovers = bool(names & OWN_NAMES - {"lost+found"})
+        return Seen(
+            path, has_data="data" in names, has_durable=_has_durable(path), leftovers=leftovers, foreign=foreign
+        )
+    members = tuple(mark.members)
+    return Seen(path, True, mark.id, mark.weight, members, "data" in names, _has_durable(path), True, foreign)
+
+
+def _has_durable(path: str) -> bool:
+    return Path(path, "durable", "data.mdb").exists()
+
+
+class KnownVolumes:
+    """The memory. `load` first, then `judge`, `opening`, and once the store is open `opened`."""
+
+    def __init__(self, meta: MetaStore, clock: Clock) -> None:
+        self.memory = Memory()
+        self.standings: list[Standing] = []
+        self._before = Memory()
+        self._meta = meta
+        self._clock = clock
+        self._changing = asyncio.Lock()
+        self._noted: set[tuple[str, str]] = set()  # (volume id, bucket), as in `memory`
+        self._noted_astray: set[tuple[str, str]] = set()
+
+    async def load(self, paths: Sequence[str], *, ran_before: bool, owing_buckets: Collection[str]) -> None:
+        """Remember. Where there is no memory yet, the volumes at `paths` are to be made; unless the node ran before it
+        had one: then it is made of their marks, and what is not here may own anything in `owing_buckets`."""
+        entry = await self._meta.get(ENTRY)
+        if entry is not None:
+            self._hold(_decode(entry.value))
+        elif ran_before:
+            await self._keep(memory_of_marks([look(path) for path in paths], owing_buckets, self._clock.wall_s()))
+        else:
+            await self._keep(first_memory(paths))
+
+    def judge(self, paths: Sequence[str]) -> list[Standing]:
+        """What each volume is now; those that are `present` or `fresh` are to be opened."""
+        self.standings = judge(self.memory, [look(path) for path in paths])
+        return self.standings
+
+    async def opening(self) -> None:
+        """Volumes are about to be opened: what they owe may lie on any of them until `opened`."""
+        self._before = self.memory
+        present = {each.volume_id for each in self.standings if each.state == "present"}
+        kept = [
+            msgspec.structs.replace(each, astray=tuple(sorted({*each.buckets, *each.astray})))
+            if each.volume_id in present and each.owes
+            else each
+            for each in self.memory.volumes
+        ]
+        await self._keep(msgspec.structs.replace(self.memory, volumes=tuple(kept)))
+
+    async def opened(self, store: Store) -> None:
+        """Remember the volumes that are here as they are, and let the store know of those that are not."""
+        here = {volume.id for volume in store.usable()}
+        memory = self.memory
+        for known in self._before.volumes:
+            if known.volume_id not in here:  # one that was to be opened, and could not be, is what it was
+                memory = memory.with_volume(known)
+        store.doubt_buckets(bucket for each in memory.volumes if each.volume_id not in here for bucket in each.astray)
+        for volume in store.usable():
+            buckets = store.owing_buckets(volume)
+            astray = tuple(bucket for bucket in buckets if bucket in store.astray.get(volume.id, ()))
+            at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
+            memory = memory.with_volume(self._measured(at, volume))
+        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch))
+        store.know(self.memory.volumes, self.noted)
+
+    # --- what is owed where ---
+
+    def noted(self, volume_id: str, bucket: str, astray: bool) -> bool:
+        """Whether it is remembered that this volume may own something of the bucket."""
+        return (volume_id, bucket) in (self._noted_astray if astray else self._noted)
+
+    async def note(self, store: Store, bucket: str, key: str) -> None:
+        """Before something of this key is owned: remember that its volume may. Cheap when it is remembered."""
+        volume_id = store.volume_of(bucket, key)
+        astray = store.owners.strays(bucket, key, volume_id)
+        if self.noted(volume_id, bucket, astray):
+            return
+        async with self._changing:
+            known = self.memory.find(volume_id)
+            if known is None:
+                return  # every volume is out: the write is refused further on
+            if astray:
+                known = msgspec.structs.replace(known, astray=tuple(sorted({*known.astray, bucket})))
+            else:
+                known = msgspec.structs.replace(known, buckets=tuple(sorted({*known.buckets, bucket})))
+            await self._keep(self.memory.with_volume(known))
+            store.know(self.memory.volumes, self.noted)
+
+    async def tend(self, store: Store, is_written: Collection[str]) -> None:
+        """Every few seconds: how much is owed now, and forget buckets of which a volume owes nothing any more. Those in
+        `is_written` have writes under way, and stay."""
+        async with self._changing:
+            memory = self.memory
+            if memory.epoch != store.epoch:
+                memory = msgspec.structs.replace(memory, epoch=store.epoch)
+            for volume in store.usable():
+                known = memory.find(volume.id)
+                if known is None:
+                    continue
+                gone = {
+                    bucket
+                    for bucket in {*known.buckets, *known.astray}
+                    if bucket not in is_written and not store.owes_in(volume, bucket)
+                }
+                now = self._measured(known, volume)
+                if gone:
+                    now = msgspec.structs.replace(
+                        now,
+                        buckets=tuple(bucket for bucket in now.buckets if bucket not in gone),
+                        astray=tuple(bucket for bucket in now.astray if bucket not in gone),
+                    )
+                if now != known:
+                    memory = memory.with_volume(now)
+            if memory is not self.memory:
+                await self._keep(memory)
+                store.know(self.memory.volumes, self.noted)
+
+    def _measured(self, known: KnownVolume, volume: Volume) -> KnownVolume:
+        usage = volume.usage
+        if (known.owed_objects, known.owed_bytes) == (usage.owned_objects, usage.owed_bytes):
+            return known
+        return msgspec.structs.replace(
+            known, owed_objects=usage.owned_objects, owed_bytes=usage.owed_bytes, seen_s=self._clock.wall_s()
+        )
+
+    # --- orders ---
+
+    async def order(self, path: str, paths: Iterable[str]) -> None:
+        """Have a volume made, or taken in, at `path` at the next start. `Invalid` or `Exists` where that cannot be."""
+        if path not in paths:
+            raise Invalid(f"{path} is not among the node's volumes: add `--volume {path}` to its command first")
+        known = self.memory.find(path)
+        if known is not None:
+            here = next((each.state for each in self.standings if each.volume_id == known.volume_id), "missing")
+            raise Exists(
+                f"volume {known.volume_id} lay at {path} and is {here}: bring it back, or give it up first "
+                f"(`forebay volume give-up {known.volume_id}`)"
+            )
+        seen = look(path)
+        if seen.foreign and not seen.mark_id:
+            raise Invalid(f"{path} holds other files ({seen.foreign}): a volume needs an empty directory")
+        if seen.mark_id in self.memory.given_up:
+            raise Invalid(f"{path} holds volume {seen.mark_id}, which was given up for lost: empty the directory first")
+        async with self._changing:
+            await self._keep(msgspec.structs.replace(self.memory, ordered=tuple({*self.memory.ordered, path})))
+
+    async def give_up(self, name: str, store: Store) -> KnownVolume:
+        """Forget an absent volume and what it owes. `NotFound`; `Exists` when it is here."""
+        known = self.memory.find(name)
+        if known is None:
+            raise NotFound(f"the node knows no volume {name}: `forebay volume ls` lists those it knows")
+        if any(volume.id == known.volume_id for volume in store.usable()):
+            raise Exists(
+                f"volume {known.volume_id} is here and in use: only one that is not here can be given up; take it out "
+                "of the node's volumes first"
+            )
+        async with self._changing:
+            kept = tuple(each for each in self.memory.volumes if each.volume_id != known.volume_id)
+            given_up = (*self.memory.given_up, known.volume_id)
+            await self._keep(msgspec.structs.replace(self.memory, volumes=kept, given_up=given_up))
+            self.standings = [each for each in self.standings if each.volume_id != known.volume_id]
+            store.know(self.memory.volumes, self.noted)
+        return known
+
+    # --- keeping ---
+
+    async def _keep(self, memory: Memory) -> None:
+        noted, astray = _pairs(memory)
+        self._noted &= noted  # what is forgotten now is noted again, after this, by who writes there meanwhile
+        self._noted_astray &= astray
+        await self._meta.put(ENTRY, _encode(memory))
+        self._hold(memory)
+
+    def _hold(self, memory: Memory) -> None:
+        self.memory = memory
+        self._noted, self._noted_astray = _pairs(memory)
+
+
+def _pairs(memory: Memory) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Volume id and bucket of what is owed in place, and astray."""
+    volumes = memory.volumes
+    in_place = {(each.volume_id, bucket) for each in volumes for bucket in each.buckets}
+    return in_place, {(each.volume_id, bucket) for each in volumes for bucket in each.astray}

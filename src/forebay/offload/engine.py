@@ -1,0 +1,628 @@
+"""`Offload`: a training step in less memory than it needs, by moving what waits.
+
+Theory. The first steps are watched, within the budget: what an operator uses is brought, and what was used longest ago
+leaves (`demand`). One of them is plain (in the very first, optimizers make their state), one goes under the profiler.
+From that comes a trace, and with the measured speed of the tiers a plan, and from then on each step follows it
+(`runner`). What moves: parameters and optimizer state, and gradients, emptied and filled in place; and what autograd
+saves, by tickets (`tickets`).
+
+The first plan is made from a profiler's times, which looking has changed. So stretches between points are timed while
+steps follow it, without what they waited for tensors and memory, and after TIMED_STEPS the plan is made again. Later it
+is looked at every now and then: where steps take longer or shorter than predicted by DRIFT_SHARE, tiers are measured
+anew, and the plan is made anew. (On an accelerator the profiler has the device's own times, and these stay.)
+
+Steps that are not like the one that was profiled go on without a plan, within the budget all the same, from the point
+where that is seen; from the next point outside the backward pass if it is seen there. After PATIENCE such steps in a
+row the next ones are watched anew. Where all fits into the budget nothing is moved, and nothing of this is on the way.
+
+Between steps some of the model is away. Whatever touches it from Python, in a step or between, has it brought back
+first (`guard`). A forward pass without gradients brings what it uses, within the budget; one with gradients,
+`model.state_dict()` and `optimizer.state_dict()` bring all of it. To save or change everything by other means, or from
+another thread, use `with off.whole():`.
+
+Refused, with the reason: a model that is compiled as a whole (its saved tensors come back all at once, so nothing is
+gained), other saved-tensor hooks around the step (only the innermost are called), optimizers that cannot step in
+chunks, models on several devices.
+
+Invariants. (1) Numbers are those of the same step without this, bit by bit. (2) After `close` model and optimizer are
+as they were given, whole and without hooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupported
+from forebay.core.quantity import parse_size
+from forebay.offload.demand import Demand
+from forebay.offload.guard import Guard
+from forebay.offload.movables import Books, Lasting, Movable, Place
+from forebay.offload.planning.choose import Choice, choose
+from forebay.offload.planning.hardware import Hardware, Tier
+from forebay.offload.planning.itinerary import itinerary
+from forebay.offload.planning.plan import SIZE_BYTES_MIN
+from forebay.offload.planning.trace import KINDS, Trace
+from forebay.offload.report import Report, explain, report_of
+from forebay.offload.runner import Runner, StepFacts
+from forebay.offload.tickets import Tickets
+from forebay.offload.tiers.device_memory import accelerators
+from forebay.offload.tiers.disk_tier import DiskTier
+from forebay.offload.tiers.host_tier import HostTier
+from forebay.offload.tiers.link import measure_link
+from forebay.offload.tiers.tiers import Storage
+from forebay.offload.tracing.chunks import AFTER, check_separable
+from forebay.offload.tracing.compiled import Around, Hook, compiled_modules, is_compiled, show_regions
+from forebay.offload.tracing.dispatch import in_backward
+from forebay.offload.tracing.points import CHUNK, GRADIENT, Points
+from forebay.offload.tracing.profile import Profiler
+from forebay.offload.tracing.saved import SavedNumbers
+from forebay.offload.tracing.timing import SegmentTimer, scaled
+
+PLAIN_STEPS = 1  # in which optimizers make their state
+TIMED_STEPS = 3
+REVIEW_STEPS = 16  # between two looks at whether steps still take what was predicted; after each new plan twice as many
+DRIFT_SHARE = 0.25
+PATIENCE = 3  # steps in a row that were not like the profiled one, before it is profiled anew
+CHUNK_BYTES = 64 << 20
+
+
+class Offload:
+    """Trains `model` with `optimizer` in `budget` bytes ("24GiB") of memory, moving what waits to `tiers`.
+
+        off = Offload(model, optimizer, budget="24GiB", tiers=[HostTier("32GiB"), DiskTier(["/nvme/x"], "200GiB")])
+        with off.step():
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    One step is whatever is in the `with`: with gradient accumulation all of its passes. `chunk_bytes` bounds what the
+    optimizer updates at once. `Invalid` and `NotSupported` say what cannot be done; once a plan is made, `Invalid` if
+    no plan can meet the budget. A tier slower than half of what it was said to be is refused. Use one from the thread
+    that trains.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        budget: str | int,
+        tiers: Sequence[Storage],
+        chunk_bytes: int = CHUNK_BYTES,
+        size_bytes_min: int = SIZE_BYTES_MIN,
+    ) -> None:
+        _check_model(model)
+        self.budget_bytes = parse_size(budget) if isinstance(budget, str) else budget
+        _check_numbers(self.budget_bytes, chunk_bytes, size_bytes_min)
+        if isinstance(tiers, Storage) or not all(isinstance(tier, Storage) for tier in tiers):
+            raise Invalid('tiers are a list, as in [HostTier("32GiB"), DiskTier(["/nvme/x"], "200GiB")]')
+        self.model, self.optimizer = model, optimizer
+        self._disks = [tier for tier in tiers if isinstance(tier, DiskTier)]
+        self._hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+        if not tiers or len(self._disks) > 1 or len(self._hosts) > 1:
+            raise Invalid("give one disk tier, one host tier, or one of each: a disk tier may have many directories")
+        self._size_bytes_min = size_bytes_min
+        self._chunk_bytes = chunk_bytes
+        self.trace: Trace | None = None
+        self.choice: Choice | None = None
+        self.steps: list[StepFacts] = []  # that followed a plan
+        self._device = next(model.parameters()).device
+        self._parameters = dict(model.named_parameters())
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self._moves_gradients = not any(isinstance(module, ddp) for module in model.modules())  # else they are buckets
+        self._runner: Runner | None = None
+        self._timer = SegmentTimer()
+        self._moving: dict[str, int] = {}  # of what autograd saves: bytes, by name
+        self._globals: dict[str, Lasting] = {}
+        self._behind: list[Lasting] = []  # away, and known by no name
+        self._unlike = self._watched = 0
+        self._followed = self._review = self._since = 0
+        self._inside = self._closed = self._evaluates = False
+        self._here_bytes: dict[str, int] = {}
+        self._input_bytes = 0  # of a forward pass in the profiled step, the largest
+        self._moved = (0, 0)  # bytes written and read before this step
+        self._books = Books([*self._disks, *self._hosts])
+        self._books.look_up = self._tensor
+        self._guard = Guard(self._books)
+        self._points = self._new_points()
+        self._demand = Demand(
+            self._books, self._find, self._names, self.budget_bytes, self._device, size_bytes_min=size_bytes_min
+        )
+        self._tickets = self._demand.tickets = Tickets(
+            SavedNumbers(model, optimizer),
+            self._books,
+            self._guard,
+            size_bytes_min=size_bytes_min,
+            larger=self._is_larger,
+            seen=self._demand.saw,
+            asked=self._demand.asked,
+        )
+        self.hardware = self._opened(tiers)
+        self._handles = self._hooks()
+        self._regions: set[int] = set()  # by `id`: compiled modules that are watched
+        self._see_regions()
+
+    def _opened(self, tiers: Sequence[Storage]) -> Hardware:
+        """What there is to move to, measured; all tiers are open then, or none."""
+        opened: list[Storage] = []
+        try:
+            for tier in tiers:
+                tier.open()
+                opened.append(tier)
+            hardware = self._measured()
+            check_separable(self.optimizer)
+            return hardware
+        except BaseException:
+            for tier in opened:
+                tier.close()
+            raise
+
+    def _hooks(self) -> list[Any]:
+        """What stays at model and optimizer until the end."""
+        return [
+            self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self.model.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            self.optimizer.register_state_dict_pre_hook(Hook(self._come_back_outside)),
+            self.optimizer.register_step_post_hook(Hook(self._all_written)),
+        ]
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            self.close()
+        except ForebayError as failed:
+            if error is None:
+                raise
+            error.add_note(f"and what had left could not be brought back: {failed.message}")
+
+    def close(self) -> None:
+        """Bring everything back, remove all hooks, close the tiers. May be called again. If a tier cannot be read it is
+        closed all the same, and the error is raised: what was there is lost."""
+        if self._closed:
+            return
+        if self._inside:
+            raise Invalid("this Offload is in the middle of a step: close it after that")
+        self._end_evaluation()
+        try:
+            self._come_back()
+        finally:
+            self._closed = True
+            self._let_go()
+            for handle in self._handles:
+                handle.remove()
+            for movable in (*self._globals.values(), *self._behind):
+                with suppress(ForebayError):  # the first of them is on its way
+                    movable.die()
+            for tier in self._books.tiers:
+                tier.close()
+
+    # --- telling -----------------------------------------------------------------------------------------------------
+    def report(self) -> Report:
+        """What the steps came to, and what was predicted; print it."""
+        steps = self.steps[self._since :]
+        return report_of(self.trace, self.choice, steps, self.budget_bytes, self._books.failures)
+
+    def explain(self, what: str) -> str:
+        """Why a tensor ("parameter layers.0.weight") or a kind ("optimizer state") moves, or stays."""
+        if self.trace is None or self.choice is None:
+            return "there is no plan yet: the first steps are watched"
+        return explain(self.trace, self.choice, what)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one training step."""
+        if self._closed:
+            raise Closed("this Offload is closed: make another")
+        if self._inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Invalid(
+                "a step within a step, or within other saved-tensor hooks: only the innermost would be called"
+            )
+        self._end_evaluation()
+        self._inside = True
+        began_s = perf_counter()
+        try:
+            if self._runner is not None:
+                with self._following(self._runner):
+                    yield
+                self._told(self._runner, perf_counter() - began_s)
+            elif self.choice is None:
+                with self._watching():
+                    yield
+            else:  # all fits: nothing of ours is on the way
+                yield
+                self.steps.append(StepFacts(step_s=perf_counter() - began_s, lost=self.choice is None))
+        finally:
+            self._inside = False
+            self._demand.stop()
+
+    def _at(self, name: str) -> None:
+        if not self._inside:
+            return
+        runner = self._runner
+        if runner is not None and not runner.facts.lost:
+            self._timer.at(name, waited_s=self._books.waited_s + runner.facts.memory_s)
+            with self._books:
+                runner.at(name)
+        elif self._demand.is_on:
+            self._demand.at(name)
+        elif runner is not None and not in_backward():
+            self._demand.start(self._unknown_bytes(runner.operator))
+
+    def _new_points(self) -> Points:
+        return Points(self.model, self.optimizer, self._at, chunk_bytes=self._chunk_bytes)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A step without a plan."""
+        self._see_regions()
+        self._parameters = dict(self.model.named_parameters())
+        self._points = self._new_points()  # model and optimizer may have others now
+        self._begin_step()
+        self._tickets.moving = None
+        self._guard.put()
+        if self._watched < PLAIN_STEPS:
+            self._points.attach()
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
+                    self._demand.start()
+                    self._points.begin_step()
+                    yield
+                    self._points.end_step()
+            finally:
+                self._points.detach()
+            self._watched += 1
+            return
+        with Profiler(self.model, self.optimizer, chunk_bytes=self._chunk_bytes, company=self._demand) as profiler:
+            yield
+        self._demand.stop()
+        if not profiler.operators:
+            return  # nothing was done in this step: the next one is profiled
+        trace = profiler.trace(type(self.model).__name__)
+        self._here_bytes = profiler.here_bytes
+        self._follow(trace if self._moves_gradients else _unmoved(trace, "gradient"))
+        self._watched += 1
+
+    @contextmanager
+    def _following(self, runner: Runner) -> Iterator[None]:
+        self._begin_step()
+        self._guard.put()
+        self._tickets.moving = self._moving
+        runner.begin_step()
+        with torch.autograd.graph.saved_tensors_hooks(self._tickets.pack, self._tickets.unpack):
+            self._points.begin_step()
+            yield
+            self._points.end_step()
+        runner.end_step()
+
+    def _begin_step(self) -> None:
+        self._books.shown.clear()
+        self._tickets.begin_step()
+        self._bury()
+
+    def _is_larger(self) -> None:
+        if self._runner is not None:
+            self._runner.is_larger = True
+
+    def _lost(self) -> None:
+        """The runner is: the rest of the step goes without a plan. In a backward pass no operator is seen coming before
+        that is over; so what autograd adds to has to be here, and all else is brought by who asks for it."""
+        self._tickets.moving = None
+        if in_backward():
+            for name in self._gradients():
+                if (gradient := self._find(name)) is not None:
+                    gradient.ensure()
+        elif self._runner is not None:
+            self._demand.start(self._unknown_bytes(self._runner.operator))
+
+    def _unknown_bytes(self, operator: int) -> int:
+        """What lives before an operator, by the trace, that cannot be found by a name."""
+        trace = self.trace
+        assert trace is not None, "a plan without a trace"
+        small = (trace.kinds == KINDS.index("activation")) & (trace.sizes_bytes < self._size_bytes_min)
+        nameless = small | (trace.kinds == KINDS.index("temporary"))
+        alive = (trace.births < operator) & (trace.deaths >= operator)
+        return int(trace.sizes_bytes[nameless & alive].sum())
+
+    def _told(self, runner: Runner, step_s: float) -> None:
+        """A step is over that followed a plan."""
+        self._demand.stop()
+        facts = runner.facts
+        facts.step_s = step_s
+        if facts.lost:
+            more = self._demand.facts
+            facts.memory_s += more.memory_s
+            facts.unplanned += more.unplanned
+            facts.over_bytes = max(facts.over_bytes, more.over_bytes)
+            facts.most_bytes = max(facts.most_bytes, more.most_bytes)
+        facts.written_bytes = sum(tier.bytes_written for tier in self._books.tiers) - self._moved[0]
+        facts.read_bytes = sum(tier.bytes_read for tier in self._books.tiers) - self._moved[1]
+        self._moved = (self._moved[0] + facts.written_bytes, self._moved[1] + facts.read_bytes)
+        self.steps.append(facts)
+        self._unlike = self._unlike + 1 if facts.lost else 0
+        if self._unlike >= PATIENCE:
+            self._let_go()
+            self.choice, self._unlike, self._watched, self._input_bytes = None, 0, PLAIN_STEPS, 0
+        elif not facts.lost:
+            self._followed += 1
+            if self._followed >= self._review:
+                self._look_again()
+
+    def _let_go(self) -> None:
+        """No plan is followed any more, and nothing of ours is on the way of a step that has everything."""
+        self._points.detach()
+        self._runner = None
+        if self._closed:
+            self._guard.take_off()
+
+    # --- what is away ------------------------------------------------------------------------------------------------
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All of the model, its gradients and the optimizer's state are here: to evaluate, to save, to change weights.
+        Changes through `.data` count as well."""
+        self._end_evaluation()
+        self._come_back()
+        try:
+            yield
+        finally:
+            for movable in self._globals.values():
+                movable.written()
+
+    def _come_back_outside(self, *_: Any) -> None:
+        if not self._inside:
+            self._come_back()
+
+    def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside:
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            self._compare(sum(tensor.numel() * tensor.element_size() for tensor in given))
+        elif torch.is_grad_enabled():
+            self._end_evaluation()
+            self._come_back()
+        elif self._books.away_bytes and not self._evaluates:
+            self._evaluates = True
+            self._guard.take_off()  # torch takes other ways through some modules where a mode of functions is
+            self._demand.start()
+
+    def _see_regions(self) -> None:
+        show_regions()
+        for module in compiled_modules(self.model):
+            if id(module) not in self._regions:
+                self._regions.add(id(module))
+                self._handles.append(Around(module, self._before_region))
+
+    def _before_region(self, module: Any, _: Any) -> None:
+        """What is compiled reads memory by itself."""
+        if self._books.absent:
+            held = [*module.parameters(), *module.buffers()]
+            if self._demand.is_on:
+                self._demand.bring(held)
+            else:
+                for tensor in held:
+                    self._guard.look(tensor)
+
+    def _all_written(self, *_: Any) -> None:
+        """The optimizer stepped, and no plan or operator says what it wrote."""
+        if not self._inside or (self._runner is not None and self._runner.facts.lost):
+            for movable in self._globals.values():
+                movable.written()
+
+    def _compare(self, input_bytes: int) -> None:
+        """A batch that is larger than that of the profiled step is seen here before it takes more memory."""
+        if self.choice is None:
+            self._input_bytes = max(self._input_bytes, input_bytes)
+        elif input_bytes > self._input_bytes:
+            if self._runner is not None:
+                self._runner.is_larger = True
+            else:  # it all fitted, and this may not: the rest of this step is within the budget, the next is watched
+                self._guard.put()
+                self._demand.start()
+                self.choice, self._watched, self._input_bytes = None, PLAIN_STEPS, 0
+
+    def _after_forward(self, *_: Any) -> None:
+        if not self._inside:
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        """Also where one was interrupted: torch calls no hooks then."""
+        if self._evaluates:
+            self._evaluates = False
+            self._demand.stop()
+            self._guard.put()
+
+    def _come_back(self) -> None:
+        with self._books:
+            self._bury()
+            ours = [*self._globals.values(), *self._behind]
+            for movable in ours:
+                movable.come(0.0)
+            for movable in ours:
+                movable.ensure()
+
+    def _bury(self) -> None:
+        """Forget what was dropped by whoever held it."""
+        behind, self._behind = self._behind, []
+        for name in [name for name, movable in self._globals.items() if movable.is_dropped()]:
+            behind.append(self._globals.pop(name))
+        for movable in behind:
+            self._leave_behind(movable)
+
+    def _leave_behind(self, movable: Lasting) -> None:
+        """The program knows it by that name no more. If somebody has it still, as a list of gradients that outlives
+        `zero_grad`, it stays away until it is touched."""
+        if movable.place is Place.AWAY and not movable.is_at(None):
+            self._behind.append(movable)
+        else:
+            movable.die()
+
+    def _find(self, name: str) -> Movable | None:
+        """The storage that a trace's tensor is now."""
+        if name.startswith("saved "):
+            return self._tickets.find(name)
+        known = self._globals.get(name)
+        tensor = self._tensor(name)
+        if known is not None and not known.is_of(tensor):
+            self._leave_behind(self._globals.pop(name))
+            known = None
+        if known is not None or tensor is None or tensor.layout is not torch.strided:
+            return known
+        storage = tensor.untyped_storage()
+        same = self._books.lasting.get(storage._cdata)
+        if same is not None and same.is_at(storage):
+            return same  # two tensors in one storage go together
+        is_shared = storage.device.type == "cpu" and storage.is_shared()
+        if storage.nbytes() and storage.resizable() and not is_shared:
+            known = self._globals[name] = Lasting(name, tensor, self._books)
+        return known
+
+    def _tensor(self, name: str) -> Any:
+        """The tensor of that name in model or optimizer, None if it is not there."""
+        kind, _, rest = name.partition(" ")
+        if kind == "parameter":
+            return self._parameters.get(rest)
+        if kind == "gradient":
+            parameter = self._parameters.get(rest.partition(" #")[0])
+            return None if parameter is None else parameter.grad
+        key, _, rest = name.partition(" of ")
+        parameter = self._parameters.get(rest)
+        return None if parameter is None else self.optimizer.state.get(parameter, {}).get(key)
+
+    def _gradients(self) -> Iterator[str]:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                yield f"gradient {name}"
+
+    def _names(self, point: str | None) -> Iterable[str]:
+        """What lasts and may have come into being at a point; at None all of it, what is needed last first."""
+        if point is None:
+            for name, parameter in self._parameters.items():
+                yield from self._states(name, parameter)
+            yield from self._gradients() if self._moves_gradients else ()
+            yield from (f"parameter {name}" for name in reversed(self._parameters))
+        elif point.startswith(GRADIENT) and self._moves_gradients:
+            yield f"gradient {point.removeprefix(GRADIENT).partition(' #')[0]}"
+        elif point.startswith((CHUNK, AFTER)):
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+            number = point.removeprefix(CHUNK).partition(" ")[0]
+            chunks = self._points.chunks
+            for parameter in chunks[min(int(number), len(chunks)) - 1] if number.isdecimal() else chunks[-1]:
+                if id(parameter) in names:
+                    yield from self._states(names[id(parameter)], parameter)
+
+    def _states(self, name: str, parameter: Any) -> Iterator[str]:
+        for key, value in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {name}"
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+    def _measured(self) -> Hardware:
+        disk, host = next(iter(self._disks), None), next(iter(self._hosts), None)
+        write_bytes_s = read_bytes_s = 0.0
+        if disk is not None:
+            found = disk.check_speed()
+            write_bytes_s, read_bytes_s = found.write_bytes_s, found.read_bytes_s
+        link_bytes_s = measure_link(self._device) if self._device.type == "cuda" else (math.inf, math.inf)
+        return Hardware(
+            self.budget_bytes,
+            link_out_bytes_s=link_bytes_s[0],
+            link_in_bytes_s=link_bytes_s[1],
+            disk_bytes=disk.room_bytes if disk else 0,
+            disk_write_bytes_s=write_bytes_s,
+            disk_read_bytes_s=read_bytes_s,
+            host_bytes=host.room_bytes if host else 0,
+        )
+
+    def _follow(self, trace: Trace) -> None:
+        """Plan for a trace, and follow the plan from the next step on."""
+        self.trace = trace
+        self.choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min)
+        self._since, self._followed = len(self.steps), 0
+        self._moved = (
+            sum(tier.bytes_written for tier in self._books.tiers),
+            sum(tier.bytes_read for tier in self._books.tiers),
+        )
+        if not self.choice.plan.moves:
+            self._come_back()
+            self._let_go()
+            self._guard.take_off()
+            return
+        self._review = TIMED_STEPS if self._runner is None else max(2 * self._review, REVIEW_STEPS)
+        self._timer = SegmentTimer()
+        kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
+        self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation"}
+        self._points.attach()
+        self._guard.put()
+        tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}
+        tiers |= {Tier.HOST: self._hosts[0]} if self._hosts else {}
+        self._runner = Runner(
+            itinerary(trace, self.choice.plan, self._here_bytes),
+            self._find,
+            self._lost,
+            self._books,
+            tiers,
+            self.budget_bytes,
+        )
+
+    def _look_again(self) -> None:
+        """Whether the plan is still good; if not, another one."""
+        assert self.trace is not None, "a plan without a trace"
+        assert self.choice is not None, "followed without a plan"
+        is_first = self._review == TIMED_STEPS
+        like = [step.step_s for step in self.steps[self._since :] if not step.lost]
+        drift = statistics.median(like[1:] or like) / self.choice.replayed.step_s - 1
+        if not is_first and abs(drift) < DRIFT_SHARE:
+            self._followed = 0
+            return
+        if not is_first:
+            with suppress(Busy):  # no room to try: the bandwidth stays what it was believed to be
+                self.hardware = self._measured()
+        self._follow(self.trace if self._device.type in accelerators else scaled(self.trace, self._timer.seconds()))
+
+
+def _unmoved(trace: Trace, kind: str) -> Trace:
+    """The trace with all of a kind left where it is."""
+    kinds = trace.kinds.copy()
+    kinds[kinds == KINDS.index(kind)] = KINDS.index("temporary")
+    return dataclasses.replace(trace, kinds=kinds)
+
+
+def _check_numbers(budget_bytes: Any, chunk_bytes: Any, size_bytes_min: Any) -> None:
+    for what, value, least in (
+        ("the budget", budget_bytes, 1),
+        ("chunk_bytes", chunk_bytes, 1),
+        ("size_bytes_min", size_bytes_min, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Invalid(f"{what} of {value!r}: give whole bytes, at least {least}, or for the budget as in '24GiB'")
+
+
+def _check_model(model: Any) -> None:
+    if is_compiled(model):
+        raise NotSupported(
+            "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
+            "compile its blocks one by one instead"
+        )
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise NotSupported(
+            f"what torch.jit.script made takes no hooks ({scripted[0] or 'the model'}): give the model as it was before"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or not {device.type for device in devices} <= {"cpu", *accelerators}:
+        told = ", ".join(sorted(map(str, devices))) or "no device: it has no parameters"
+        raise NotSupported(
+            f"tensors are moved from one device's memory, cpu or {', '.join(accelerators)}; the model is on {told}: "
+            "use one process and one Offload for each device"
+        )

@@ -1,0 +1,175 @@
+"""Between whoever touches a tensor and memory that is not there.
+
+Theory. A storage that is away has no memory, and one that is being loaded has memory with anything in it. On a CPU
+touching the one ends the process, and touching the other gives wrong numbers; torch checks neither. A plan makes sure
+of what the profiled step uses, but programs also log a norm every hundred steps, or look at a weight between two steps.
+So every call of torch from Python, functions and methods of tensors alike, passes this guard, which looks for storages
+that are not here and has them brought. It is on the way only while something may be away.
+
+It also tells storages of what writes them: a good copy on a tier is good no more. Torch counts writes, but in each
+tensor by itself, and several may lie over one storage; and some functions write without being counted. Functions say
+by their names that they write, and which argument. Storages that are handed out, for torch to save them for instance,
+stay for the rest of the step; those that somebody else will hold by their address, as other libraries' arrays do, stay
+for good.
+
+The guard is a `TorchFunctionMode` at the *bottom* of this thread's stack of them. Modes are taken off the top by
+whoever put them there, when their `with` ends; whatever ends when, ours is not in between.
+
+Not covered: other threads, and C++ that reaches tensors by itself (autograd's backward, which goes through the tickets
+of saved tensors; collectives, whose tensors are not moved).
+
+Rejected: errors instead of bringing (the program was right before it had less memory); looking at sizes of storages
+only (misses what is being loaded).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import skip_code
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from forebay.offload.movables import Books, Lasting
+from forebay.offload.tracing.storages import storage_of, tensors
+
+# What looks at a tensor and not at its bytes. `__get__` and `__set__` are every attribute: `.grad`, which `zero_grad`
+# sets, and `.data`, but what is done with that alias comes by here again.
+_WITHOUT_BYTES = frozenset(
+    {"__get__", "__set__", "__hash__", "__len__", "register_hook", "requires_grad_"}
+    | {"size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset"}
+    | {"is_contiguous", "is_floating_point", "is_complex"}
+)
+_DATA = torch.Tensor.data  # of which `__get__` gives an alias that counts its writes apart
+_VIEWS = frozenset(
+    {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+)
+_BY_ADDRESS = frozenset({"__dlpack__", "to_dlpack", "_to_dlpack"})
+_ARRAY = torch.Tensor.__cuda_array_interface__
+_HANDED_OUT = frozenset({"untyped_storage", "_typed_storage", "storage", "share_memory_"})
+_IN_PLACE = frozenset(
+    {"__setitem__"}
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
+)
+_WITHOUT_WRITES = frozenset({"requires_grad_"})
+
+
+@functools.cache
+def _writes(name: str) -> int:
+    """How many of its arguments a function of that name writes, from the first on."""
+    if name.startswith(("_fused_", "_amp_")):
+        return 1 << 10
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _WITHOUT_WRITES
+    return int(in_place or name in _IN_PLACE)
+
+
+class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by the type checker
+    """Brings what calls of torch are about to touch. `put` and `take_off` are for one thread."""
+
+    def __init__(self, books: Books) -> None:
+        super().__init__()
+        self._books = books
+        self._is_on = False
+
+    def put(self) -> None:
+        """Guard this thread from now on."""
+        if not self._is_on:
+            self._is_on = True
+            above = _taken_off()
+            _push_mode(self)
+            for mode in reversed(above):
+                _push_mode(mode)
+
+    def take_off(self) -> None:
+        """Guard it no more."""
+        if self._is_on:
+            self._is_on = False
+            modes = _taken_off()
+            for mode in reversed(modes):
+                if mode is not self:
+                    _push_mode(mode)
+
+    def look(self, tensor: Any) -> None:
+        """Bring the storage of a tensor, if it is not here."""
+        absent = self._books.absent
+        if absent and (storage := _storage(tensor)) is not None:
+            movable = absent.get(storage._cdata)
+            if movable is not None:
+                self._bring(movable, storage)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _bring(self, movable: Lasting, storage: Any) -> None:
+        with self._books:
+            if movable.is_at(storage):
+                movable.ensure()
+            else:  # that one is gone, and its address is another's
+                self._books.absent.pop(storage._cdata, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling() or self._books.own_work:  # what is compiled shall not depend on books
+            return func(*args, **(kwargs or {}))
+        name = func.__name__
+        attribute = getattr(func, "__self__", None) if name == "__get__" else None
+        if self._books.absent and (name not in _WITHOUT_BYTES or attribute in _VIEWS):
+            for tensor in tensors((*args, *(kwargs or {}).values())):
+                self.look(tensor)
+        if self._books.lasting:
+            if writes := _writes(name):
+                self._each(args[:writes], _written)
+            if kwargs and "out" in kwargs:
+                self._each((kwargs["out"],), _written)
+            if attribute is _DATA:
+                self._each(args[:1], _written)
+            elif name in _BY_ADDRESS or attribute is _ARRAY:
+                self._each(args[:1], _held)
+            elif name in _HANDED_OUT:
+                self._each(args[:1], self._hand_out)
+        return func(*args, **(kwargs or {}))
+
+    def _hand_out(self, movable: Lasting) -> None:
+        movable.ensure()  # also from a store under way: who has a storage may free its memory
+        self._books.shown.add(movable)
+
+    def _each(self, values: Any, work: Callable[[Lasting], object]) -> None:
+        """Do something with what lasts, of these arguments."""
+        for tensor in tensors(values):
+            storage = _storage(tensor)
+            movable = None if storage is None else self._books.lasting.get(storage._cdata)
+            if movable is not None and movable.is_at(storage):
+                work(movable)
+
+
+def _written(movable: Lasting) -> None:
+    movable.written()
+
+
+def _held(movable: Lasting) -> None:
+    movable.ensure()
+    movable.stays = True
+
+
+def _storage(tensor: Any) -> Any:
+    """The storage of a tensor, or of the one inside; None for tensors that have none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return storage_of(tensor)
+    except NotImplementedError:  # one of those that only look like tensors
+        return None
+
+
+def _taken_off() -> list[Any]:
+    """All modes of this thread, from the top, off the stack."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(_pop_mode())
+    return modes
+
+
+for _function in (Guard.__torch_function__, Guard.look, Guard._each, _storage, tensors):
+    skip_code(_function.__code__)  # what a compiled module does not compile itself calls them: torch would compile them

@@ -1,0 +1,431 @@
+"""One training step under a plan, simulated: how long it takes, and what it waits for.
+
+Theory. Operators run in order, each as long as the trace says. One may start when the tensors that it uses are here and
+there is memory for what it brings forth and for its workspace. At a point the moves bound to it are asked for. Each
+tier has a server in each direction that takes moves by when they are needed, those that an operator waits for first.
+A store gives its memory back when it is complete; a load takes memory when it starts, so it waits until there is some.
+A tensor that is asked for while its store is under way is simply kept.
+
+What no plan foresaw: when an operator waits for memory and nothing is under way that would give any, the tensor that is
+needed last leaves, unplanned. So a step always ends, if each operator's own tensors fit.
+
+The two tiers share the link. A host move that begins while the disk's server is busy gets what that leaves of the link.
+
+A step is replayed until its time repeats, at most LAPS_MAX times: tensors that are away over the end of a step make the
+first one easier or harder than the others. Where a plan lets a tensor stay away over the end, it is away at the start.
+
+Invariants. (1) Memory is never above the budget, but where an operator's own tensors are. (2) No operator runs without
+its tensors. (3) Compute, stalls for tensors and stalls for memory add up to the step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from forebay.core.errors import Invalid
+from forebay.offload.planning.hardware import Tier
+from forebay.offload.planning.plan import Move, Plan
+from forebay.offload.planning.trace import Ints, Trace
+
+LAPS_MAX = 5
+STEADY_SHARE = 0.001  # laps that differ by less are the same
+_NEVER = 1 << 62
+
+
+class Place(IntEnum):
+    """Where a tensor is."""
+
+    ABSENT = 0  # not alive
+    HERE = 1
+    STORING = 2  # here until the store is complete
+    AWAY = 3
+    LOADING = 4
+
+
+class Stall(NamedTuple):
+    """The time that an operator waited: for a tensor, or (tensor -1) for memory."""
+
+    operator: int
+    tensor: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one step came to. `peak_bytes` is the most memory at any time; `memory_bytes` per operator as it ran."""
+
+    step_s: float
+    compute_s: float
+    stalls: tuple[Stall, ...]
+    peak_bytes: int
+    memory_bytes: Ints
+    written_bytes: int
+    read_bytes: int
+    unplanned: int
+    laps: int
+    missing_s: float
+    memory_s: float
+
+    @property
+    def share_of_ideal(self) -> float:
+        """Compute over step time: 1 when nothing is ever waited for."""
+        return min(1.0, self.compute_s / self.step_s) if self.step_s else 1.0
+
+
+class _Transfer:
+    """A move that is asked for, under way or over."""
+
+    __slots__ = ("need", "number", "out", "over", "size_bytes", "tensor", "tier", "urgent")
+
+    def __init__(self, tensor: int, tier: Tier, size_bytes: int, need: int, number: int, *, out: bool) -> None:
+        self.tensor, self.tier, self.size_bytes, self.out = tensor, tier, size_bytes, out
+        self.need, self.number = need, number
+        self.urgent = False
+        self.over = False  # waiting: it was begun or called off
+
+    def order(self) -> tuple[bool, int, int]:
+        return (not self.urgent, self.need, self.number)
+
+
+class _Server:
+    """One direction of one tier: one transfer at a time."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self.bytes_s = bytes_s
+        self.busy: _Transfer | None = None
+        self._waiting: list[tuple[tuple[bool, int, int], _Transfer]] = []  # with entries that are out of date
+
+    def add(self, transfer: _Transfer) -> None:
+        """Queue it, or queue it again now that it is urgent."""
+        heapq.heappush(self._waiting, (transfer.order(), transfer))
+
+    def first(self) -> _Transfer | None:
+        """Who is next."""
+        while self._waiting:
+            order, transfer = self._waiting[0]
+            if not transfer.over and order == transfer.order():
+                return transfer
+            heapq.heappop(self._waiting)
+        return None
+
+    def take(self) -> None:
+        """Begin with the first."""
+        _, self.busy = heapq.heappop(self._waiting)
+        self.busy.over = True
+
+
+class _Machine:
+    """The state of a replay. Moves in time by `run_lap`."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.hardware = trace, plan.hardware
+        self.now_s = 0.0
+        self.count = trace.operator_count
+        self._sizes = trace.sizes_bytes.tolist()
+        self._used_by, self._born_at, self._dying_at = _by_operator(trace)
+        self._uses = [trace.uses(tensor).tolist() for tensor in range(trace.tensor_count)]
+        self.places = [Place.HERE if stays else Place.ABSENT for stays in trace.persistent.tolist()]
+        self.memory = int(trace.sizes_bytes[trace.persistent].sum())
+        self.servers = {
+            (tier, out): _Server(self.hardware.out_bytes_s(tier) if out else self.hardware.in_bytes_s(tier))
+            for tier in self.hardware.tiers
+            for out in (True, False)
+        }
+        self.transfers: dict[int, _Transfer] = {}  # by tensor, those not over
+        self.copies: dict[int, Tier] = {}  # tensors of which a tier has a good copy
+        self._events: list[tuple[float, int, _Transfer]] = []
+        self._number = 0
+        self._leaving: dict[int, list[Move]] = defaultdict(list)
+        self._loading: dict[int, list[Move]] = defaultdict(list)
+        for move in plan.moves:
+            self._leaving[move.leave % self.count].append(move)
+            self._loading[move.load % self.count].append(move)
+            if move.leave < self.count <= move.load:  # away over the end of the step: so it is at the start
+                self._away_at_start(move)
+        self._persistent = trace.persistent.tolist()
+        self._needs = [uses[0] for uses in self._uses]  # when each is used next
+        self._resident: list[tuple[int, int]] = []  # what may be sent away: (-needed, tensor), with some out of date
+        for tensor, place in enumerate(self.places):
+            if place is Place.HERE:
+                self._is_here(tensor)
+        self._clear()
+
+    def _away_at_start(self, move: Move) -> None:
+        self.places[move.tensor] = Place.AWAY
+        self.copies[move.tensor] = move.tier
+        self.memory -= self._sizes[move.tensor]
+
+    def _clear(self) -> None:
+        self.stalls: list[Stall] = []
+        self.peak = self.memory
+        self.curve = [0] * self.count
+        self.written = self.read = self.unplanned = 0
+
+    # --- a lap -------------------------------------------------------------------------------------------------------
+    def run_lap(self, lap: int) -> float:
+        """Run the step once; how long it took."""
+        self._clear()
+        began_s = self.now_s
+        times, workspaces = self.trace.times_s.tolist(), self.trace.workspace_bytes.tolist()
+        writes = self._writes_by_operator()
+        for operator in range(self.count):
+            at = lap * self.count + operator
+            for move in self._leaving.get(operator, ()):
+                self._leave(move, at)
+            for move in self._loading.get(operator, ()):
+                self._ask_load(move.tensor, at + move.need - move.load, urgent=False)
+            self._start()
+            self._await_tensors(operator, at)
+            self._await_memory(operator, at, workspaces[operator])
+            for tensor in self._born_at.get(operator, ()):
+                self._needs[tensor] = at
+                self._is_here(tensor)
+                self.memory += self._sizes[tensor]
+            self.memory += workspaces[operator]
+            self.peak = max(self.peak, self.memory)
+            self.curve[operator] = self.memory
+            self._was_used(operator, at)
+            self._pass(self.now_s + times[operator])
+            self.memory -= workspaces[operator]
+            for tensor in writes.get(operator, ()):
+                self.copies.pop(tensor, None)
+            for tensor in self._dying_at.get(operator, ()):
+                self._die(tensor)
+        return self.now_s - began_s
+
+    def _writes_by_operator(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        trace = self.trace
+        users = trace.users()
+        for tensor, operator in zip(users[trace.use_writes].tolist(), trace.use_operators[trace.use_writes].tolist()):
+            found[operator].append(tensor)
+        return found
+
+    def _await_tensors(self, operator: int, at: int) -> None:
+        """Until every tensor that the operator uses is here."""
+        born = self._born_at.get(operator, ())
+        missing = []
+        for tensor in self._used_by[operator]:
+            place = self.places[tensor]
+            if place is Place.STORING:
+                self._keep(tensor)
+            elif place in (Place.AWAY, Place.LOADING):
+                missing.append(tensor)
+            assert place is not Place.ABSENT or tensor in born, "a tensor is used before it is born"
+        for tensor in missing:
+            self._ask_load(tensor, at, urgent=True)
+        for tensor in missing:
+            since_s = self.now_s
+            while self.places[tensor] is not Place.HERE:
+                self._start()
+                if not self._next_event():
+                    self._make_room(operator, at)
+            if self.now_s > since_s:
+                self.stalls.append(Stall(operator, tensor, self.now_s - since_s))
+
+    def _await_memory(self, operator: int, at: int, workspace: int) -> None:
+        """Until what the operator brings forth fits."""
+        wanted = workspace + sum(self._sizes[tensor] for tensor in self._born_at.get(operator, ()))
+        since_s = self.now_s
+        while self.memory + wanted > self.hardware.budget_bytes:
+            if not self._any_out() and not self._make_room(operator, at):
+                break  # the operator's own: nothing can leave
+            if not self._next_event():
+                self._make_room(operator, at)
+        if self.now_s > since_s:
+            self.stalls.append(Stall(operator, -1, self.now_s - since_s))
+
+    # --- moves -------------------------------------------------------------------------------------------------------
+    def _leave(self, move: Move, at: int) -> None:
+        """A planned departure."""
+        if self.places[move.tensor] is Place.HERE:
+            self._send(move.tensor, move.tier, at + move.need - move.leave)
+
+    def _send(self, tensor: int, tier: Tier, need: int) -> None:
+        """A tensor leaves: at once if its copy in the tier is good, else when it is stored."""
+        if self.copies.get(tensor) == tier:
+            self.places[tensor] = Place.AWAY
+            self.memory -= self._sizes[tensor]
+            return
+        self.places[tensor] = Place.STORING
+        self._enqueue(_Transfer(tensor, tier, self._sizes[tensor], need, self._next_number(), out=True))
+
+    def _keep(self, tensor: int) -> None:
+        """A tensor that is being stored is wanted again: it stays, and its store is forgotten or useless."""
+        self.transfers.pop(tensor).over = True
+        self._is_here(tensor)
+
+    def _ask_load(self, tensor: int, need: int, *, urgent: bool) -> None:
+        place = self.places[tensor]
+        if place is Place.STORING:
+            self._keep(tensor)
+        elif place is Place.AWAY:
+            transfer = _Transfer(tensor, self.copies[tensor], self._sizes[tensor], need, self._next_number(), out=False)
+            transfer.urgent = urgent
+            self.places[tensor] = Place.LOADING
+            self._enqueue(transfer)
+        elif place is Place.LOADING and urgent and not self.transfers[tensor].urgent:
+            transfer = self.transfers[tensor]
+            transfer.urgent = True
+            if not transfer.over:
+                self.servers[transfer.tier, False].add(transfer)
+
+    def _enqueue(self, transfer: _Transfer) -> None:
+        self.transfers[transfer.tensor] = transfer
+        self.servers[transfer.tier, transfer.out].add(transfer)
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _start(self) -> None:
+        """Begin what can begin now."""
+        for (tier, out), server in self.servers.items():
+            first = None if server.busy is not None else server.first()
+            if first is None:
+                continue
+            if not out:
+                if self.memory + first.size_bytes > self.hardware.budget_bytes and self.memory:
+                    continue  # no memory for it yet
+                self.memory += first.size_bytes
+                self.peak = max(self.peak, self.memory)
+            server.take()
+            takes_s = self.hardware.latency_s + first.size_bytes / self._speed(tier, out, server.bytes_s)
+            heapq.heappush(self._events, (self.now_s + takes_s, first.number, first))
+
+    def _speed(self, tier: Tier, out: bool, bytes_s: float) -> float:
+        disk = self.servers.get((Tier.DISK, out))
+        if tier is Tier.HOST and disk is not None and disk.busy is not None and math.isfinite(bytes_s):
+            return max(bytes_s - disk.bytes_s, bytes_s / 8)
+        return bytes_s
+
+    def _pass(self, until_s: float) -> None:
+        """Let time go on to `until_s`, with what becomes complete meanwhile."""
+        while self._events and self._events[0][0] <= until_s:
+            self._next_event()
+            self._start()
+        self.now_s = max(self.now_s, until_s)
+
+    def _next_event(self) -> bool:
+        """The next transfer becomes complete; False if none is under way."""
+        if not self._events:
+            return False
+        at_s, _, transfer = heapq.heappop(self._events)
+        self.now_s = max(self.now_s, at_s)
+        self.servers[transfer.tier, transfer.out].busy = None
+        tensor = transfer.tensor
+        if transfer.out:
+            self.written += transfer.size_bytes
+            if self.transfers.get(tensor) is transfer:  # else it was kept, or died
+                self.copies[tensor] = transfer.tier
+                self.places[tensor] = Place.AWAY
+                self.memory -= transfer.size_bytes
+                del self.transfers[tensor]
+        else:
+            self.read += transfer.size_bytes
+            if self.transfers.get(tensor) is transfer:
+                self._is_here(tensor)
+                del self.transfers[tensor]
+            else:
+                self.memory -= transfer.size_bytes
+        self._start()
+        return True
+
+    def _any_out(self) -> bool:
+        return any(server.busy or server.first() for (_, out), server in self.servers.items() if out)
+
+    def _make_room(self, operator: int, at: int) -> bool:
+        """Send away, unplanned, the tensor that is needed last; False if there is none."""
+        used = set(self._used_by[operator])
+        passed, best = [], None
+        while self._resident and best is None:
+            entry = heapq.heappop(self._resident)
+            need, tensor = -entry[0], entry[1]
+            if self.places[tensor] is Place.HERE and need == self._needs[tensor]:
+                if tensor in used:
+                    passed.append(entry)
+                else:
+                    best = tensor
+        for entry in passed:
+            heapq.heappush(self._resident, entry)
+        if best is None:
+            return False
+        self.unplanned += 1
+        self._send(best, self.hardware.tiers[0], self._needs[best])
+        self._start()
+        return True
+
+    def _is_here(self, tensor: int) -> None:
+        """A tensor can be used, and can be sent away."""
+        self.places[tensor] = Place.HERE
+        heapq.heappush(self._resident, (-self._needs[tensor], tensor))
+
+    def _was_used(self, operator: int, at: int) -> None:
+        """When the tensors of an operator that ran are needed next."""
+        for tensor in self._used_by[operator]:
+            self._needs[tensor] = self._next_use(tensor, operator, at)
+            if self.places[tensor] is Place.HERE:
+                heapq.heappush(self._resident, (-self._needs[tensor], tensor))
+
+    def _next_use(self, tensor: int, operator: int, at: int) -> int:
+        uses = self._uses[tensor]
+        following = bisect_right(uses, operator)
+        if following < len(uses):
+            return at - operator + int(uses[following])
+        return at - operator + self.count + int(uses[0]) if self._persistent[tensor] else _NEVER
+
+    def _die(self, tensor: int) -> None:
+        """The end of a tensor that is not persistent."""
+        if self.places[tensor] in (Place.HERE, Place.STORING):
+            self.memory -= self._sizes[tensor]
+        transfer = self.transfers.pop(tensor, None)
+        if transfer is not None:
+            transfer.over = True
+        self.copies.pop(tensor, None)
+        self.places[tensor] = Place.ABSENT
+
+
+def _by_operator(trace: Trace) -> tuple[list[list[int]], dict[int, list[int]], dict[int, list[int]]]:
+    """The tensors that each operator uses; those that are born and that die there, but for persistent ones."""
+    used: list[list[int]] = [[] for _ in range(trace.operator_count)]
+    for tensor, operator in zip(trace.users().tolist(), trace.use_operators.tolist(), strict=True):
+        used[operator].append(tensor)
+    born: dict[int, list[int]] = defaultdict(list)
+    dying: dict[int, list[int]] = defaultdict(list)
+    for tensor in np.flatnonzero(~trace.persistent).tolist():
+        born[int(trace.births[tensor])].append(tensor)
+        dying[int(trace.deaths[tensor])].append(tensor)
+    return used, born, dying
+
+
+def replay(trace: Trace, plan: Plan) -> Replayed:
+    """The step under `plan`, once it repeats. `Invalid` if the plan is of another trace."""
+    if any(move.tensor >= trace.tensor_count or move.leave >= 2 * trace.operator_count for move in plan.moves):
+        raise Invalid("the plan names tensors or operators that the trace does not have: plan this trace anew")
+    machine = _Machine(trace, plan)
+    before_s, taken_s, laps = math.inf, machine.run_lap(0), 1
+    while laps < LAPS_MAX and abs(taken_s - before_s) > STEADY_SHARE * taken_s:
+        before_s, taken_s = taken_s, machine.run_lap(laps)
+        laps += 1
+    missing_s = sum(stall.seconds for stall in machine.stalls if stall.tensor >= 0)
+    return Replayed(
+        step_s=taken_s,
+        compute_s=trace.compute_s,
+        stalls=tuple(machine.stalls),
+        peak_bytes=machine.peak,
+        memory_bytes=np.array(machine.curve, np.int64),
+        written_bytes=machine.written,
+        read_bytes=machine.read,
+        unplanned=machine.unplanned,
+        laps=laps,
+        missing_s=missing_s,
+        memory_s=sum(stall.seconds for stall in machine.stalls if stall.tensor < 0),
+    )

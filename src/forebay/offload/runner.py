@@ -1,0 +1,207 @@
+"""Following an itinerary through one step after the other.
+
+Theory. At each point: what finished is seen; what the plan sends away begins to go; what is used until the next point
+is made sure of, waited for if it must be; if what lives until the next point does not fit, stores under way are waited
+for, and then what is needed last goes, unplanned; and what the plan fetches begins to come, if there is memory, else at
+a later point.
+
+A point whose name is not the one expected means that the step is not the one that was profiled: an evaluation in
+between, one more accumulation; and so does a saved tensor that is larger than it was (`is_larger`): another batch. Then
+the runner is *lost* for the rest of the step: it moves nothing more, and says so to who goes on without a plan.
+
+A tier that fails to store is done without for the rest of the step: what was to go there goes to another tier, or
+stays. If the step does not fit then it fails, but never once the optimizer has begun to update: half a step would be
+worse than memory above the budget.
+
+Invariant. Whatever a stretch uses, as far as the trace knew it, is here before the stretch begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from forebay.core.errors import ForebayError, Unavailable
+from forebay.offload.movables import Books, Movable, Place
+from forebay.offload.planning.itinerary import Itinerary, Stop
+from forebay.offload.tiers.tiers import Storage
+from forebay.offload.tracing.points import CHUNK
+
+Find = Callable[[str], Movable | None]  # by name; None for what is not there in this step
+
+
+@dataclass
+class StepFacts:
+    """What one step came to. `missing_s`: waiting for what was not here; `memory_s`: for memory."""
+
+    step_s: float = 0.0
+    missing_s: float = 0.0
+    memory_s: float = 0.0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    unplanned: int = 0
+    postponed: int = 0
+    most_bytes: int = 0  # as the trace has it, with what was away taken off
+    lost: bool = False
+    over_bytes: int = 0  # above the budget, where that could not be helped
+
+
+class Runner:
+    """Follows `itinerary` with what `find` gives. `tiers` are those that the plan's numbers mean; `lost()` is called
+    once in a step that turns out to be another one."""
+
+    def __init__(
+        self,
+        itinerary: Itinerary,
+        find: Find,
+        lost: Callable[[], None],
+        books: Books,
+        tiers: dict[int, Storage],
+        budget_bytes: int,
+    ) -> None:
+        self._itinerary, self._find, self._lost = itinerary, find, lost
+        self._books, self._tiers, self._budget = books, tiers, budget_bytes
+        self._at = 0
+        self._lap = 0
+        self._going: list[Movable] = []  # asked to leave, in order
+        self._later: list[tuple[str, float]] = []  # planned fetches without memory
+        self._updating = False
+        self.is_larger = False
+        self.facts = StepFacts()
+
+    @property
+    def operator(self) -> int:
+        """The one that is next, as far as the plan was followed."""
+        stops = self._itinerary.stops
+        return stops[min(self._at, len(stops) - 1)].operator
+
+    def begin_step(self) -> None:
+        """The first point is next."""
+        self._at = 0
+        self._lap += 1
+        self._later.clear()
+        self._updating = self.is_larger = False
+        self._books.failed.clear()  # whoever failed in the last step may try again
+        self.facts = StepFacts()
+        self._waited_s = self._books.waited_s
+
+    def end_step(self) -> None:
+        """No more points come."""
+        self.facts.missing_s = self._books.waited_s - self._waited_s
+        if self._at != len(self._itinerary.stops):
+            self.facts.lost = True
+
+    def at(self, name: str) -> None:
+        """A point is reached."""
+        if self.facts.lost:
+            return
+        stops = self._itinerary.stops
+        if self.is_larger or self._at >= len(stops) or stops[self._at].name != name:
+            self._lose()
+            return
+        stop = stops[self._at]
+        self._at += 1
+        self._updating = self._updating or name.startswith(CHUNK)  # from here on a step is finished, whatever it takes
+        for written in stop.written:
+            if (movable := self._find(written)) is not None:
+                movable.written()
+        self._settle()
+        due = self._lap * self._itinerary.operators + stop.operator
+        for leaving in stop.leaving:
+            self._send(self._find(leaving.name), self._tiers[leaving.tier], due + leaving.in_operators)
+        used = [found for name in stop.used if (found := self._find(name)) is not None]
+        self._fit(stop, used)
+        for movable in used:
+            movable.ensure()
+        self._fetch(stop, due)
+
+    # --- the parts of a point ----------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        for movable in self._going:
+            movable.settle()
+        self._going = [movable for movable in self._going if movable.place is Place.STORING]
+
+    def _send(self, movable: Movable | None, tier: Storage, due: float) -> bool:
+        """Have it leave for the tier, or for another one if that has failed or is full; whether it goes."""
+        if movable is None:
+            return False
+        for each in (tier, *(other for other in self._books.tiers if other is not tier)):
+            if each not in self._books.failed and movable.leave(each, due):
+                if movable.place is Place.STORING:
+                    self._going.append(movable)
+                return True
+        return False
+
+    def _living(self, stop: Stop, used: list[Movable]) -> int:
+        """What lives until the next point at the most, once all that is used is here."""
+        coming = sum(movable.size_bytes for movable in used if movable.place is Place.AWAY)
+        return stop.need_bytes - self._books.away_bytes + coming
+
+    def _fit(self, stop: Stop, used: list[Movable]) -> None:
+        """See to it that the stretch fits into the budget."""
+        if not stop.need_bytes:
+            return
+        living = self._living(stop, used)
+        if living > self._budget:
+            began_s = perf_counter()
+            wanted = {id(movable) for movable in used}
+            while living > self._budget and (self._wait_one(wanted) or self._evict(stop, wanted)):
+                living = self._living(stop, used)
+            self.facts.memory_s += perf_counter() - began_s
+            self.facts.over_bytes = max(self.facts.over_bytes, living - self._budget)
+        self.facts.most_bytes = max(self.facts.most_bytes, living)
+
+    def _wait_one(self, wanted: set[int]) -> bool:
+        """Wait for a store under way; False if there is none."""
+        for movable in self._going:
+            if movable.place is Place.STORING and id(movable) not in wanted:
+                movable.wait()
+                self._settle()
+                return True
+        return False
+
+    def _evict(self, stop: Stop, wanted: set[int]) -> bool:
+        """Send away what is needed last; False if nothing is left that could go."""
+        here = []
+        for name in self._itinerary.uses:
+            movable = self._find(name)
+            if movable is not None and movable.place is Place.HERE and id(movable) not in wanted:
+                here.append((self._itinerary.next_use(name, stop.operator), movable))
+        for ahead, movable in sorted(here, key=lambda each: each[0], reverse=True):
+            if ahead > 0 and self._send(movable, self._books.tiers[0], math.inf):
+                self.facts.unplanned += 1
+                movable.wait()
+                self._settle()
+                return True
+        if here and self._books.failed and not self._updating:
+            raise self._cannot(self._books.failures[-1])
+        return False
+
+    def _cannot(self, error: ForebayError) -> ForebayError:
+        told = Unavailable(
+            f"the step does not fit into {self._budget:,} bytes, since a tier failed ({error.message}): mend the tier "
+            "or give a larger budget, and take the step again; weights and optimizer state are as before it"
+        )
+        told.__cause__ = error
+        return told
+
+    def _fetch(self, stop: Stop, due: float) -> None:
+        """Begin to load what the plan fetches here, and what had no memory earlier."""
+        wanted = [*self._later, *((coming.name, due + coming.in_operators) for coming in stop.coming)]
+        self._later = []
+        for name, needed in wanted:
+            movable = self._find(name)
+            if movable is None or movable.place is not Place.AWAY:
+                continue
+            if max(stop.need_bytes, stop.here_bytes) - self._books.away_bytes + movable.size_bytes > self._budget:
+                self._later.append((name, needed))
+                self.facts.postponed += 1
+            else:
+                movable.come(needed)
+
+    def _lose(self) -> None:
+        self.facts.lost = True
+        self._later.clear()
+        self._lost()

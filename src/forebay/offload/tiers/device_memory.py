@@ -1,0 +1,229 @@
+"""Bytes in an accelerator's memory, as tiers move them: when they may be copied, by whom, and when that is over.
+
+Theory. A device runs what it is given later, in the order of a *stream*. So when a tensor is handed to a tier its
+bytes may still have to be computed (a store), or its memory, just allocated, may still be used by what was queued
+before it was free (a load). Both are over when the device gets past what the caller's current stream holds now. That
+place is marked with an *event* as the transfer is asked for, on the caller's thread, and no byte is copied before it.
+
+Copies are made on the tier's workers. Each has a stream of its own on each device, which waits for the event, then
+copies; and the worker sleeps until that is over. So tickets stay what they are in host memory: done means that the
+bytes are there, for every stream and for whoever has no idea of streams. And nobody else has to be told who uses the
+memory: it is held here until the ticket is done, and from then on no copy touches it.
+
+A worker that waits for the device holds up the pieces behind it. Where one stream computes that costs nothing: what was
+asked for later waits for a later place of the same stream.
+
+The event is of one stream, the caller's current one on that device. Who wrote the tensor on another has the current
+one wait for that first, as before any other use.
+
+`accelerators` says by the type of its device which memory is handled so. It is all of CUDA that tiers know, and where
+tests put a stand-in.
+
+Rejected: copies on the caller's stream (they would stand in line with the computing that is to hide them); tickets
+that are done when a copy is queued, with an event for the next user (the disk cannot write what is not there yet, and
+all who use a ticket would have to know of streams); `record_stream` (memory is then free at a time that nobody knows);
+a blocking `copy_`, or synchronizing the stream (both turn round on a core until the copy is over, and cores are what
+the step needs).
+
+Invariants. (1) No byte is copied before the device got past what the caller's stream held when the transfer was asked
+for. (2) Of a call of `copy_out` or `copy_in` nothing is under way once it has returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Protocol
+
+from forebay.core.errors import Unavailable
+from forebay.offload.tiers.queues import Array
+
+_ODD = 0x1E3779B97F4A7C15  # spreads neighbours' factors over all bits (the golden ratio's, but the sign)
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+_BEFORE_OTHERS = -1  # priority of streams: torch has 32 of each, and the others may be in use by the program
+
+
+class DeviceSum(int):
+    """A checksum as a device makes it: the sum over all words of 64 bit, each times an odd number of its own, modulo
+    2^64. An odd factor maps words one to one, so no change of one word is overlooked; of all other changes one in some
+    2^64 is, as far as they do not aim at it."""
+
+
+def weighted(source: Any) -> Any:
+    """The sum of a tensor of uint8, as a tensor of one number; it is aligned to words, and whole words long."""
+    import torch
+
+    words = source.view(torch.int64)
+    return (words * _weights(len(words), words.device)).sum()
+
+
+@functools.lru_cache(maxsize=8)  # a piece's length, mostly, on each device
+def _weights(words: int, device: Any) -> Any:
+    import torch
+
+    return torch.arange(words, dtype=torch.int64, device=device) * _ODD | 1
+
+
+class Accelerator(Protocol):
+    """What tiers need of a kind of device. Any thread may call."""
+
+    def event(self, device: Any) -> Any:
+        """The place that this thread's current stream on the device has been filled to."""
+        ...
+
+    def copy(self, into: Any, source: Any, device: Any, after: Any) -> None:
+        """Copy a tensor to one of the same size, one of the two in host memory, once the device is past the event
+        `after`; returns when that is over. `RuntimeError` if the device fails."""
+        ...
+
+    def wait(self, device: Any, after: Any) -> None:
+        """Until the device is past the event `after`. `RuntimeError` if it fails."""
+        ...
+
+    def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
+        """Of a tensor's bytes, made by the device once it is past the event `after`. `RuntimeError` if it fails."""
+        ...
+
+    def pin(self, address: int, size_bytes: int) -> int:
+        """Tell the device of pages in host memory, so that it copies to and from them by itself; 0, or its error."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """The pages are about to go."""
+        ...
+
+
+class _Sides(threading.local):
+    """Of each thread, by device: a stream for its copies, and an event that is after the last of them."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, tuple[Any, Any]] = {}
+
+
+class Cuda:
+    """CUDA, by torch."""
+
+    def __init__(self) -> None:
+        self._sides = _Sides()
+
+    def event(self, device: Any) -> Any:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def copy(self, into: Any, source: Any, device: Any, after: Any) -> None:
+        import torch
+
+        with torch.cuda.device(device):  # first: a worker's own device is number 0, which another process may have
+            stream, over = self._side(device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(after)
+                into.copy_(source, non_blocking=True)
+                over.record(stream)
+            over.synchronize()
+
+    def wait(self, device: Any, after: Any) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            stream, over = self._side(device)
+            stream.wait_event(after)
+            over.record(stream)
+            over.synchronize()
+
+    def checksum(self, source: Any, device: Any, after: Any) -> DeviceSum:
+        import torch
+
+        with torch.cuda.device(device):
+            stream, over = self._side(device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(after)
+                total = weighted(source)
+                over.record(stream)
+            over.synchronize()
+            return DeviceSum(total.item())
+
+    def _side(self, device: Any) -> tuple[Any, Any]:
+        import torch
+
+        sides = self._sides.of
+        if device not in sides:
+            stream = torch.cuda.Stream(device, priority=_BEFORE_OTHERS)
+            sides[device] = stream, torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        return sides[device]
+
+    def pin(self, address: int, size_bytes: int) -> int:
+        import torch
+
+        return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+accelerators: dict[str, Accelerator] = {"cuda": Cuda()}  # by type of device
+
+
+class DeviceBytes:
+    """The bytes of a contiguous tensor of uint8 on an accelerator, as they will be when the device gets past what the
+    current stream of the calling thread holds now."""
+
+    def __init__(self, tensor: Any, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._tensor = tensor
+        self._event = accelerator.event(tensor.device)
+
+    def __len__(self) -> int:
+        return int(self._tensor.numel())
+
+    def piece(self, begin: int, end: int) -> Any:
+        """Bytes begin..end as they lie on the device."""
+        return self._tensor[begin:end]
+
+    def wait(self) -> None:
+        """Until the device is past the place that was marked: from then on nobody else uses the memory."""
+        device = self._tensor.device
+        try:
+            self.accelerator.wait(device, self._event)
+        except RuntimeError as error:
+            raise _failed(f"waiting for {device}", error) from error
+
+    def checksum(self, begin: int, end: int) -> DeviceSum:
+        """Of bytes begin..end, once the device is past the place that was marked."""
+        device = self._tensor.device
+        try:
+            return self.accelerator.checksum(self._tensor[begin:end], device, self._event)
+        except RuntimeError as error:
+            raise _failed(f"summing {end - begin} bytes on {device}", error) from error
+
+    def copy_out(self, begin: int, end: int, into: Array) -> None:
+        """Bytes begin..end to host memory of that size; returns when they are there. `Unavailable` if the device
+        fails."""
+        import torch
+
+        self._copy(torch.from_numpy(into), self._tensor[begin:end])
+
+    def copy_in(self, begin: int, end: int, source: Array) -> None:
+        """The same from host memory."""
+        import torch
+
+        self._copy(self._tensor[begin:end], torch.from_numpy(source))
+
+    def _copy(self, into: Any, source: Any) -> None:
+        assert len(into) == len(source), "a piece and its place differ in size"
+        device = self._tensor.device
+        try:
+            self.accelerator.copy(into, source, device, self._event)
+        except RuntimeError as error:
+            raise _failed(f"copying {len(into)} bytes to or from {device}", error) from error
+
+
+def _failed(doing: str, error: RuntimeError) -> Unavailable:
+    return Unavailable(
+        f"{doing} failed ({error}): a device that failed once mostly fails until the process ends, so go on from a "
+        "checkpoint in a new one"
+    )

@@ -1,0 +1,93 @@
+"""How long the parts of a step take when nobody looks: times between points, and traces scaled to them.
+
+Theory. A profiler that sees every operator makes each slower, small ones most. Points are few, and a look at the clock
+there costs next to nothing. So a few ordinary steps are timed from point to point, the median is taken, and the
+operators of the trace are scaled so that each stretch between two points takes what it was measured to take. Within a
+stretch the operators keep their shares.
+
+Invariant. A scaled trace takes as long as its measured stretches together: what was measured where the trace has no
+operator goes to the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from forebay.core.errors import Invalid
+from forebay.offload.planning.trace import Floats, Ints, Trace
+from forebay.offload.tracing.points import BEGINS, ENDS
+
+STEPS_MAX = 64  # of which times are kept: the median does not need more
+
+
+class SegmentTimer:
+    """Times stretches between points: give it each point, run steps, ask for `seconds`."""
+
+    def __init__(self) -> None:
+        self._steps: list[list[tuple[str, float, float]]] = []
+        self._step: list[tuple[str, float, float]] | None = None
+
+    def at(self, name: str, *, waited_s: float = 0.0) -> None:
+        """A point is reached. `waited_s`: what was waited until now in all, which is not of the stretches."""
+        if name == BEGINS:
+            self._step = []
+        if self._step is None:
+            return  # outside a step
+        self._step.append((name, perf_counter(), waited_s))
+        if name == ENDS:
+            self._steps.append(self._step)
+            self._step = None
+            del self._steps[:-STEPS_MAX]
+
+    @property
+    def steps(self) -> int:
+        """How many whole steps were timed."""
+        return len(self._steps)
+
+    def seconds(self) -> dict[str, float]:
+        """For each point the median seconds to the next one. `Invalid` if no step was timed."""
+        if not self._steps:
+            raise Invalid("no step was timed: run some with the timer attached, from begin_step to end_step")
+        found: dict[str, list[float]] = {}
+        for step in self._steps:
+            for (name, began_s, before_s), (_, ended_s, after_s) in itertools.pairwise(step):
+                found.setdefault(name, []).append(max(0.0, ended_s - began_s - (after_s - before_s)))
+        return {name: statistics.median(times) for name, times in found.items()}
+
+
+def scaled(trace: Trace, segment_seconds: Mapping[str, float] | Sequence[float]) -> Trace:
+    """The trace, with times such that each stretch from a point to the next takes `segment_seconds`: by the point's
+    name (stretches without a name keep their time), or one number for each stretch in order."""
+    begins: Ints = trace.points
+    ends: Ints = np.append(trace.points[1:], trace.operator_count)
+    if isinstance(segment_seconds, Mapping):
+        wanted = [segment_seconds.get(name) for name in trace.point_names]
+    else:
+        wanted = list(segment_seconds)
+        if len(wanted) == len(begins) - 1:  # nothing is behind the last point
+            wanted.append(None)
+        if len(wanted) != len(begins):
+            raise Invalid(f"{len(wanted)} times for the stretches between {len(begins)} points: give one for each")
+    times: Floats = trace.times_s.copy()
+    over_s, last = 0.0, -1
+    for begin, end, seconds in zip(begins.tolist(), ends.tolist(), wanted):
+        if seconds is not None and seconds < 0:
+            raise Invalid("a stretch between two points that takes less than no time: time the steps again")
+        if begin == end:
+            over_s += seconds or 0.0
+            continue
+        if seconds is not None:
+            stretch = times[begin:end]
+            total_s = float(stretch.sum())
+            times[begin:end] = stretch * (seconds / total_s) if total_s else seconds / (end - begin)
+        times[begin] += over_s
+        over_s, last = 0.0, end - 1
+    if last >= 0:
+        times[last] += over_s
+    return dataclasses.replace(trace, times_s=times)
