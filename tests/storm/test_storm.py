@@ -2,7 +2,7 @@
 
 `FOREBAY_STORM_ROUNDS=500 pytest tests/storm/test_storm.py` runs five hundred rounds; in the suite they are few.
 `FOREBAY_STORM_SEED` repeats one, as far as chance in the machine allows; `FOREBAY_STORM_FAULTS=kill,lost` names what
-may strike (default: all that can, except `WHEN_NAMED`). A round: up to three faults strike while clients work, and pass
+may strike (default: all that can). A round: up to three faults strike while clients work, and pass
 in any order; the clients rest; each key's history is judged, listings are compared with reads; now and then everything
 is flushed, and the bucket service has to hold exactly what the node shows.
 """
@@ -24,7 +24,7 @@ from bench import servers
 from tests.node.conftest import alive
 from tests.patience import until
 from tests.storm.judging import Crew
-from tests.storm.weather import DISTURBING, FAULTS, FRONTS, WHEN_NAMED, Sea, pause_s
+from tests.storm.weather import DISTURBING, FAULTS, FRONTS, Sea, pause_s
 
 ROUNDS = int(os.environ.get("FOREBAY_STORM_ROUNDS", "5"))
 SEED = int(os.environ.get("FOREBAY_STORM_SEED", str(random.randrange(1 << 30))))
@@ -40,7 +40,7 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
     print(f"FOREBAY_STORM_SEED={SEED}")
     chance = random.Random(SEED)
     with Sea(tmp_path, f"storm-{SEED}", seaweed) as sea:
-        faults = NAMED.split(",") if NAMED else [name for name in FAULTS if name not in WHEN_NAMED]
+        faults = NAMED.split(",") if NAMED else list(FAULTS)
         for name, why in sea.cannot.items():
             print(f"no {name}: {why}")
         faults = [name for name in faults if name not in sea.cannot]

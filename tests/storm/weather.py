@@ -380,6 +380,3 @@ FAULTS = {
 }
 NEEDS_MOUNTS = {"full", "absent", "frozen"}
 DISTURBING = {"kill", "pause", "absent"}
-# Its judge reads and overwrites the same healthy objects at once, and then a read is told 412 now and then ("changed
-# under an open read") though nothing was sent of it.
-WHEN_NAMED = {"frozen"}

@@ -95,7 +95,7 @@ class Suspect(_Message):
 
 
 class Call(_Message):
-    """`verb` names an engine call (`node/calls.py` lists them); `body` is msgpack of its arguments."""
+    """`verb` names an engine call (`calls.py` lists them); `body` is msgpack of its arguments."""
 
     call: int
     verb: str

@@ -8,7 +8,7 @@ files, and the space is reclaimed in a worker thread. A file that a front still 
 Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block.
 When much must leave at once (a quota was cut), it leaves BATCH_UNITS a turn, and reads go on in between.
 
-A filesystem that others fill too gets some distance (`store/usage.py`), since how much is free is looked at only now
+A filesystem that others fill too gets some distance (`disk/usage.py`), since how much is free is looked at only now
 and then. Units are weighed by what they take: a small object by its pages of the index.
 
 Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's

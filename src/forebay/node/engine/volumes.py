@@ -1,7 +1,7 @@
 """The node's volumes as operators see and order them: those in use, and those that should be.
 
-Theory. What is in use is the store's to say, what is not is remembered (`store/known.py`). Here the two become one
-list, for `status`, metrics and the verbs. An order to take a volume in holds from the next start, since placement
+Theory. What is in use is the store's to say, what is not is remembered (`remembered_volumes.py`). Here the two become
+one list, for `status`, metrics and the verbs. An order to take a volume in holds from the next start, since placement
 changes only there; giving one up holds at once, since it only ends refusals.
 
 Invariant. A volume that owes something is in the list until it is given up.

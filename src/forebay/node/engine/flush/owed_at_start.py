@@ -1,6 +1,6 @@
 """After a start: what the node owes comes into view, and to the flusher, while reads and writes are served.
 
-Theory. The store brings it into view in steps (`store/catching.py`), a million entries in some ten seconds of them. The
+Theory. The store brings it into view in steps (`index_repair.py`), a million entries in some ten seconds of them. The
 first AT_ONCE are made before anything is served, the rest in turns of TURN_S, with everybody else's in between. So that
 nobody notices, whoever names a key (`key`) has that key put into view first, and its debt taken up; whoever asks about
 many (`NEEDS_ALL`) waits until all is there. What fronts serve from the index by themselves is right meanwhile: after a

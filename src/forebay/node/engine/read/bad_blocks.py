@@ -1,6 +1,6 @@
 """Bytes that may be wrong, and what is done once they are known to be.
 
-Theory. Bytes are compared with their checksums before their first use in a process (`store/compared.py`). The engine
+Theory. Bytes are compared with their checksums before their first use in a process (`compared_blocks.py`). The engine
 does so for what it gives out itself: inline bytes here, when they are looked up; blocks of files as a flight's doubted
 blocks. Whoever else finds something wrong says so: a front that compared, or met a file that is short or gone
 (`suspect`), the scrubber, the flusher. From then on nobody is given those bytes: they are mended from the durable

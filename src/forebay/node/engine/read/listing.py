@@ -8,7 +8,7 @@ page may need, so memory and time depend on the page, not on the bucket or on wh
 A common prefix of which the backend has keys but the node has deleted some is shown only if something below it is left:
 then we look for one key there. That costs a request for each such prefix, and only while deletes wait.
 
-A local bucket is listed from the index: what is there is all there is. What is lost (`store/owned.py`) is listed too:
+A local bucket is listed from the index: what is there is all there is. What is lost (`writer/owned.py`) is listed too:
 who compares a listing with what he wrote must not conclude that it was deleted.
 
 Rejected: asking for more than a page to make up for deleted keys (a short page is a page; only an empty one that is not

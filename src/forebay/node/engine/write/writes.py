@@ -19,7 +19,7 @@ A section runs in a task of its own and ends by itself: the front that asked may
 held until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while
 no write is half-way (`quiet`).
 
-What replaces an owned object is based on what that was based on (`store/notes.py`); what replaces a clean one, on its
+What replaces an owned object is based on what that was based on (`disk/notes.py`); what replaces a clean one, on its
 version; what replaces nothing that is known here, on anything ("last writer wins", as S3 does it).
 
 Rejected: judging conditions in the front (another front's write may come between); taking the lock while the body
