@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forebay.core import limits
 from forebay.core.access import Grant, Identity, encode_identities
 from forebay.core.derived import Kept
 from forebay.core.errors import Denied, NotFound
@@ -20,6 +22,7 @@ from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall, Item
 from forebay.core.messages.calls import CachedPage
+from forebay.core.messages.native import ChosenPart, Completion
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.front.native.routes import ROUTES, find
@@ -27,6 +30,9 @@ from tests.front.fake_engine import Cold, Node
 
 AN_EMPTY_TAR = bytes(1024)
 JOB = calls.JobState("j1", "evict", "b")
+UPLOAD = calls.UploadState("b", "k", "u1", 1.0)
+PART = calls.PartState(1, 3, "e", 1.0)
+COMPLETED = calls.UploadCompleted(calls.Written("e-1", "v", 3, 1.0))
 HINTS = HintsState("j1", "b", "", "of all", 0, 1, 0)
 ANSWERS: dict[str, Any] = {
     "bucket_put": lambda bucket: bucket,
@@ -41,6 +47,12 @@ ANSWERS: dict[str, Any] = {
     "hints_at": HINTS,
     "hints_state": HINTS,
     "hints_close": calls.Nothing(),
+    "upload_create": UPLOAD,
+    "uploads": calls.Uploads([UPLOAD], False),
+    "upload_parts": calls.UploadParts(UPLOAD, [PART], False),
+    "upload_part": PART,
+    "upload_complete": COMPLETED,
+    "upload_abort": calls.Nothing(),
     "job": JOB,
     "jobs": [JOB],
     "job_cancel": JOB,
@@ -73,6 +85,8 @@ def body_for(route: Any) -> Any:
         return calls.VolumeNamed("v1")
     if route.body is calls.CopyCall:
         return calls.CopyCall("b", "k", "b", "k")
+    if route.body is Completion:
+        return Completion([ChosenPart(1, "e")])
     if route.body is BatchCall:
         return BatchCall([Item("b", "k")])
     if route.body is HintsCall:
@@ -82,7 +96,12 @@ def body_for(route: Any) -> Any:
 
 def target_for(route: Any) -> str:
     bucket = "strict" if route.body is Bucket else "b"  # the other's name is too short to be made anew
-    queries = {"member_append": "?name=member", "hints_at": "?position=3"}
+    queries = {
+        "member_append": "?name=member",
+        "hints_at": "?position=3",
+        "upload_part": "?upload_id=u1&number=1",
+        **dict.fromkeys(("upload_parts", "upload_complete", "upload_abort"), "?upload_id=u1"),
+    }
     path: str = route.path + queries.get(route.name, "")
     return path.replace("{bucket}", bucket).replace("{key}", "k").replace("{job}", "j1")
 
@@ -101,6 +120,101 @@ def test_every_route_answers_as_described(node: Node, route: Any) -> None:
     assert answer.status == (202 if route.body is calls.JobCall else 200)
     if route.media == "application/json" and isinstance(route.answer, type):
         msgspec.json.decode(answer.body, type=route.answer)
+
+
+def test_an_upload_says_to_the_engine_what_the_client_asked(node: Node) -> None:
+    node.engine.answers.update(ANSWERS)
+    meta = {"Content-Type": "text/x", "x-amz-meta-a": "b", "x-amz-tagging": "c=d"}
+    status, said = ask(node, "/-/v1/uploads/b/a/k%20%2B", "POST", **meta)
+    assert (status, said["upload_id"]) == (200, "u1")
+    ask(node, "/-/v1/uploads/b?prefix=a%2F&after_key=a/k&after_id=u0&limit=7")
+    ask(node, "/-/v1/uploads/b/a/k?upload_id=u1&after=3&limit=1")
+    with node.connect() as client:
+        body = b"part"
+        sha = base64.b64encode(hashlib.sha256(body).digest()).decode()
+        answer = client.ask("/-/v1/parts/b/a/k?upload_id=u1&number=4", "PUT", body, **{"x-amz-checksum-sha256": sha})
+        assert (answer.status, json.loads(answer.body)["etag"]) == (200, "e")
+        assert client.ask("/-/v1/parts/b/a/k?upload_id=u1&number=5", "PUT", **{"Content-Length": "0"}).status == 200
+    parts = [[1], [2, '"e2"'], [4, "e4", {"SHA256": "x"}]]
+    answered = ask(
+        node, "/-/v1/complete/b/a/k?upload_id=u1", "POST", {"parts": parts, "size_bytes": 9}, **{"If-None-Match": "*"}
+    )
+    assert answered == (200, msgspec.to_builtins(COMPLETED))
+    assert ask(node, "/-/v1/uploads/b/a/k?upload_id=u1", "DELETE") == (200, {})
+    at, md5 = ("b", "a/k", "u1"), hashlib.md5(body).hexdigest()
+    stored = (("content-type", "text/x"), ("x-amz-meta-a", "b"))
+    assert node.engine.calls == [
+        ("upload_create", calls.UploadCreateCall("b", "a/k +", stored, tags="c=d")),
+        ("uploads", calls.UploadsCall("b", "a/", "a/k", "u0", 7)),
+        ("upload_parts", calls.UploadPartsCall(*at, 3, 1)),
+        ("upload_part", calls.UploadPartCall(*at, 4, 4, md5, "", body, {"SHA256": sha})),
+        ("upload_part", calls.UploadPartCall(*at, 5, 0, hashlib.md5().hexdigest(), "", b"")),
+        (
+            "upload_complete",
+            calls.UploadCompleteCall(
+                *at, [(1, "", {}), (2, '"e2"', {}), (4, "e4", {"SHA256": "x"})], if_none_match="*", size_bytes=9
+            ),
+        ),
+        ("upload_abort", calls.UploadNamed(*at)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "method", "body", "code"),
+    [
+        ("parts/b/k?upload_id=u1", "PUT", None, "InvalidArgument"),
+        ("parts/b/k?upload_id=u1&number=0", "PUT", None, "InvalidArgument"),
+        ("parts/b/k?upload_id=u1&number=10001", "PUT", None, "InvalidArgument"),
+        ("parts/b/k?number=1", "PUT", None, "NoSuchUpload"),
+        ("uploads/b/k?upload_id=u1&limit=0", "GET", None, ""),
+        ("uploads/b/k?upload_id=u1&after=x", "GET", None, ""),
+        ("uploads/b?limit=0000000001", "GET", None, ""),
+        ("complete/b/k?upload_id=u1", "POST", {"parts": [[0, "e"]]}, ""),
+        ("complete/b/k?upload_id=u1", "POST", {"parts": [[1 << 70]]}, ""),
+        ("complete/b/k?upload_id=u1", "POST", {"parts": [[]]}, ""),
+        ("complete/b/k?upload_id=u1", "POST", {"parts": [[1]], "size_bytes": -1}, ""),
+        ("complete/b/k?upload_id=u1", "POST", {}, ""),
+        ("complete/b/k?upload_id=u1", "POST", None, ""),
+        ("uploads/b/k", "POST", {"a": 1}, "EntityTooLarge"),
+    ],
+)
+def test_an_upload_that_makes_no_sense(node: Node, target: str, method: str, body: Any, code: str) -> None:
+    status, said = ask(node, f"/-/v1/{target}", method, body)
+    kind = "NotFound" if code == "NoSuchUpload" else "Invalid"
+    assert (400 <= status < 500, said["error"]["kind"], said["error"]["code"]) == (True, kind, code)
+    assert not node.engine.calls
+
+
+def test_a_completion_that_takes_long_is_asked_for_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.node.front.native.uploads.COMPLETE_WAIT_S", 0.01)
+    node.engine.mute.add("upload_complete")
+    target, body = "/-/v1/complete/b/k?upload_id=u1", {"parts": [[1, "e"]]}
+    assert ask(node, target, "POST", body) == (202, {})
+    monkeypatch.setattr("forebay.node.front.native.uploads.COMPLETE_WAIT_S", 60.0)
+    node.engine.mute.clear()
+    node.engine.answers["upload_complete"] = COMPLETED
+    assert ask(node, target, "POST", body) == (200, msgspec.to_builtins(COMPLETED))
+
+
+def test_a_completion_of_as_many_parts_as_there_may_be(node: Node) -> None:
+    node.engine.answers["upload_complete"] = COMPLETED
+    parts = [[number, "0" * 32, {"SHA512": "x" * 88}] for number in range(1, limits.PARTS_MAX + 1)]
+    assert ask(node, "/-/v1/complete/b/k?upload_id=u1", "POST", {"parts": parts})[0] == 200
+    assert ask(node, "/-/v1/complete/b/k?upload_id=u1", "POST", {"parts": parts * 2})[0] == 413
+
+
+def test_a_part_that_is_not_what_was_promised_is_not_taken(node: Node) -> None:
+    def status(body: bytes, **headers: str) -> int:
+        with node.connect() as client:
+            return client.ask("/-/v1/parts/b/k?upload_id=u1&number=1", "PUT", body, **headers).status
+
+    node.engine.answers["upload_part"] = NotFound("gone", code="NoSuchUpload")
+    long = bytes(limits.INLINE_BYTES_MAX + 1)
+    for body in (b"part", long):
+        assert status(body, **{"x-amz-checksum-crc32": "AAAAAA=="}) == 400
+    assert not node.engine.calls
+    assert status(long) == 404
+    assert not list((node.dir / "volumes" / "v0" / "tmp").iterdir()), "no file of a refused part stays"
 
 
 def test_paths_and_methods_that_are_none(node: Node) -> None:

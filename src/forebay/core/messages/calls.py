@@ -283,15 +283,14 @@ class UploadState(msgspec.Struct, frozen=True, omit_defaults=True):
     created_s: float
     checksum_algorithm: str = ""
     checksum_type: str = ""
+    headers: Headers = ()  # of the object to be, its tags as `x-amz-tagging`; told with the parts alone
 
 
 class UploadPartsCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parts with a number above `after`, at most `limit`."""
-
     bucket: str
     key: str
     upload_id: str
-    after: int = 0
+    after: int = 0  # only parts with a higher number
     limit: int = limits.LIST_KEYS_MAX
 
 

@@ -217,9 +217,10 @@ class UploadBook:
         upload = self.find(call.bucket, call.key, call.upload_id)
         numbers = sorted(number for number in upload.parts if number > call.after)
         shown = numbers[: max(0, min(call.limit, limits.LIST_KEYS_MAX))]
-        return UploadParts(
-            upload.kept.state, [_state(upload.parts[number]) for number in shown], len(numbers) > len(shown)
-        )
+        kept = upload.kept
+        headers = (*kept.headers, ("x-amz-tagging", kept.tags)) if kept.tags else kept.headers
+        state = msgspec.structs.replace(kept.state, headers=headers)
+        return UploadParts(state, [_state(upload.parts[number]) for number in shown], len(numbers) > len(shown))
 
     async def complete(self, call: UploadCompleteCall) -> UploadCompleted:
         """Make the object of the parts named. Asked again after its answer was lost, it says the same again."""

@@ -25,6 +25,7 @@ from forebay.core.machines.hints import HintsCall
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall
 from forebay.core.messages.calls import CachedEntry, CachedPage
+from forebay.core.messages.native import Completion
 from forebay.core.metrics import render
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_bucket_name, check_key
@@ -43,9 +44,11 @@ from forebay.node.front.http.requests import (
     status_of,
 )
 from forebay.node.front.native import openapi
+from forebay.node.front.native.arguments import JSON, decode_body, encode, number_of
 from forebay.node.front.native.hints import BODY_BYTES_MAX as HINTS_BYTES_MAX
 from forebay.node.front.native.hints import HintAnswers
 from forebay.node.front.native.routes import Route, find
+from forebay.node.front.native.uploads import UploadAnswers
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.manifests import ManifestAnswers
 from forebay.node.front.objects.members import Members
@@ -55,14 +58,12 @@ from forebay.node.front.objects.reads import Reads
 from forebay.node.outcomes import Call
 from forebay.node.store.reader import StoreReader
 
-JSON = b"Content-Type: application/json\r\n"
 TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 NDJSON = b"Content-Type: application/x-ndjson\r\n"
 MASK = "***"
 _SECRET = re.compile(r"secret|password|token|credential|private|account_key|access_key(?!_id)|sas", re.IGNORECASE)
 _OBJECTS = b"/-/v1/objects/"
 
-_encode = msgspec.json.Encoder().encode
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -104,6 +105,7 @@ class Native:
         self._host_door = door
         self._description: bytes | None = None
         self._hinting = HintAnswers(call, auth)
+        self._multipart = UploadAnswers(call, puts, reads)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
@@ -119,7 +121,7 @@ class Native:
                 self._auth.require(identity, route.may, taken["bucket"])
             elif route.may == "admin" and route.body is None:
                 self._auth.require(identity, "admin")
-        answer = getattr(self, f"_{route.name}", None)
+        answer = getattr(self, f"_{route.name}", None) or getattr(self._multipart, route.name, None)
         if answer is None:
             exchange.spawn(self._forward(request, exchange, route, taken))
         else:
@@ -135,6 +137,8 @@ class Native:
             key = check_key(taken["key"])
             if route.name == "member_append":
                 return self._members_of_shards.take(request, bucket, key)
+            if route.name == "upload_part":
+                return self._multipart.take_body(request, bucket, key)
             return self._puts.take(request, None, bucket, key)
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
@@ -144,6 +148,9 @@ class Native:
         if route.body is BatchCall:
             self._auth.bearer(request)  # before it sends as much
             return BoundedBody(limits.BATCH_BODY_BYTES_MAX)
+        if route.body is Completion:
+            self._auth.bearer(request)
+            return BoundedBody(limits.COMPLETION_BODY_BYTES_MAX)
         return BoundedBody(limits.JSON_BODY_BYTES_MAX)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
@@ -154,7 +161,7 @@ class Native:
             head += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
         if error.code == "InvalidRange" and error.size_bytes is not None:
             head += b"Content-Range: bytes */%d\r\n" % error.size_bytes
-        return Response(status_of(error), head, _encode(openapi.ErrorBody(said)))
+        return Response(status_of(error), head, encode(openapi.ErrorBody(said)))
 
     # --- objects -----------------------------------------------------------------------------------------------------
     def _object(self, request: Request, exchange: Exchange) -> None:
@@ -182,7 +189,7 @@ class Native:
         putting = self._puts.put(taken["bucket"], taken["key"], request.sink)
 
         async def answer() -> None:
-            exchange.respond(200, JSON, _encode(await putting))
+            exchange.respond(200, JSON, encode(await putting))
 
         exchange.spawn(answer())
 
@@ -191,12 +198,12 @@ class Native:
         call = calls.DeleteCall(self._reads.bucket(taken["bucket"]).name, check_key(taken["key"]), if_match)
 
         async def answer() -> None:
-            exchange.respond(200, JSON, _encode(await self._call("delete", call)))
+            exchange.respond(200, JSON, encode(await self._call("delete", call)))
 
         exchange.spawn(answer())
 
     def _object_copy(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
-        call: calls.CopyCall = _decode_body(request, calls.CopyCall)
+        call: calls.CopyCall = decode_body(request, calls.CopyCall)
         if (call.bucket, call.key) != (taken["bucket"], taken["key"]):
             raise Invalid("the path names another object than the body: make them the same")
         for bucket, key in ((call.source_bucket, call.source_key), (call.bucket, call.key)):
@@ -205,7 +212,7 @@ class Native:
         self._auth.require_read(self._auth.bearer(request), self._reads.bucket(call.source_bucket))
 
         async def answer() -> None:
-            exchange.respond(200, JSON, _encode(await self._call("copy", call)))
+            exchange.respond(200, JSON, encode(await self._call("copy", call)))
 
         exchange.spawn(answer())
 
@@ -249,7 +256,7 @@ class Native:
 
     def _ready(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         missing = self._missing()
-        exchange.respond(503 if missing else 200, JSON, _encode({"ready": not missing, "missing": missing}))
+        exchange.respond(503 if missing else 200, JSON, encode({"ready": not missing, "missing": missing}))
 
     def _describe(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         if self._description is None:
@@ -260,7 +267,7 @@ class Native:
         at = None if self._host_door is None else self._host_door.at
         if at is None:
             raise NotFound("this front has no door for clients on its host: read over HTTP", code="NoDoor")
-        exchange.respond(200, JSON, _encode(at))
+        exchange.respond(200, JSON, encode(at))
 
     def _metrics(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
@@ -285,19 +292,19 @@ class Native:
             after, prefix = query.get("start_after", ""), query.get("prefix", "")
             arguments = calls.LostCall(taken["bucket"], prefix, start_after=after)
         elif route.body is calls.LostCall:
-            arguments = _decode_body(request, calls.LostCall)
+            arguments = decode_body(request, calls.LostCall)
             self._auth.require(self._auth.bearer(request), "admin", arguments.bucket)
         elif route.body is calls.VolumeNamed:
             self._auth.require(self._auth.bearer(request), "admin")
-            arguments = _decode_body(request, calls.VolumeNamed)
+            arguments = decode_body(request, calls.VolumeNamed)
         elif route.body is calls.JobCall:
             arguments = self._job_call(request, route)
             status = 202
         answer = await self._call(route.name, arguments)
-        exchange.respond(status, JSON, _encode(answer))
+        exchange.respond(status, JSON, encode(answer))
 
     def _job_call(self, request: Request, route: Route) -> calls.JobCall:
-        call: calls.JobCall = _decode_body(request, calls.JobCall)
+        call: calls.JobCall = decode_body(request, calls.JobCall)
         assert route.may is not None
         self._auth.require(self._auth.bearer(request), route.may, call.bucket)
         if call.keys and call.prefix:
@@ -312,13 +319,13 @@ class Native:
             identity = self._auth.bearer(request)
             found = await self._call("buckets", calls.Nothing())
             shown = [_masked(bucket) for bucket in found if self._auth.open or identity.may("read", bucket.name)]
-            exchange.respond(200, JSON, _encode(shown))
+            exchange.respond(200, JSON, encode(shown))
 
         exchange.spawn(answer())
 
     def _bucket(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
-            exchange.respond(200, JSON, _encode(_masked(await self._known(taken["bucket"]))))
+            exchange.respond(200, JSON, encode(_masked(await self._known(taken["bucket"]))))
 
         exchange.spawn(answer())
 
@@ -331,7 +338,7 @@ class Native:
 
     def _bucket_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
-            wanted: Bucket = _decode_body(request, Bucket)
+            wanted: Bucket = decode_body(request, Bucket)
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
             try:
@@ -348,7 +355,7 @@ class Native:
                     else:
                         await self._call("bucket_put", before)
                     raise
-            exchange.respond(200, JSON, _encode(_masked(kept)))
+            exchange.respond(200, JSON, encode(_masked(kept)))
 
         exchange.spawn(answer())
 
@@ -358,9 +365,7 @@ class Native:
         name = self._reads.bucket(taken["bucket"]).name
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         start_after = query.get("start_after", "")
-        text = query.get("limit", str(limits.LIST_KEYS_MAX))
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= limits.LIST_KEYS_MAX:
-            raise Invalid(f"limit is not a number from 1 to {limits.LIST_KEYS_MAX}: ask for pages of at most that")
+        limit = number_of(query, "limit", limits.LIST_KEYS_MAX, least=1, most=limits.LIST_KEYS_MAX)
         form = query.get("format", "json")
         if form not in ("json", "ndjson"):
             raise Invalid(f"format {form!r} is not known: use json or ndjson")
@@ -369,14 +374,14 @@ class Native:
                 raise Invalid("an NDJSON listing is flat: leave the delimiter out")
             exchange.spawn(self._stream_cached(exchange, name, prefix, start_after))
         elif query.get("cached", "") in ("1", "true"):
-            page = cached_page(self._store, name, prefix, delimiter, start_after, int(text))
-            exchange.respond(200, JSON, _encode(page))
+            page = cached_page(self._store, name, prefix, delimiter, start_after, limit)
+            exchange.respond(200, JSON, encode(page))
         else:
-            call = calls.ListCall(name, prefix, delimiter, start_after, int(text))
+            call = calls.ListCall(name, prefix, delimiter, start_after, limit)
             exchange.spawn(self._list_merged(exchange, call))
 
     async def _list_merged(self, exchange: Exchange, call: calls.ListCall) -> None:
-        exchange.respond(200, JSON, _encode(await self._call("list", call)))
+        exchange.respond(200, JSON, encode(await self._call("list", call)))
 
     async def _stream_cached(self, exchange: Exchange, name: str, prefix: str, start_after: str) -> None:
         exchange.start(200, NDJSON)
@@ -434,13 +439,6 @@ def _cached_entry(key: str, record: Record) -> CachedEntry:
         bool(state & State.PINNED),
         bool(state & State.DIRTY),
     )
-
-
-def _decode_body(request: Request, type_: Any) -> Any:
-    try:
-        return msgspec.json.decode(request.body, type=type_)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(f"the body is not the JSON that is expected here: {error}; see /-/openapi.json") from None
 
 
 def _masked(bucket: Bucket) -> Bucket:

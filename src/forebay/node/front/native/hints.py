@@ -18,11 +18,10 @@ from forebay.core.errors import Invalid, NotFound
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Exchange, Request, decode_query
+from forebay.node.front.native.arguments import JSON, encode
 from forebay.node.outcomes import Call
 
 BODY_BYTES_MAX = 4 * limits.MIB  # 349,000 accesses
-_JSON = b"Content-Type: application/json\r\n"
-_encode = msgspec.json.Encoder().encode
 
 
 class HintAnswers:
@@ -68,4 +67,4 @@ class HintAnswers:
         await self._answer(exchange, verb, arguments)
 
     async def _answer(self, exchange: Exchange, verb: str, arguments: Any) -> None:
-        exchange.respond(200, _JSON, _encode(await self._call(verb, arguments)))
+        exchange.respond(200, JSON, encode(await self._call(verb, arguments)))

@@ -18,6 +18,7 @@ from forebay.core.formats.manifest import MEDIA_TYPE as MANIFEST
 from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import batch, calls
 from forebay.core.messages.doorwire import DoorAt
+from forebay.core.messages.native import Completion
 from forebay.core.types import Bucket, ListPage
 from forebay.core.volumes import LostObject, VolumeState
 from forebay.node.front.http.requests import decode_component
@@ -75,6 +76,19 @@ _LOST = (
     Parameter("prefix", "Only keys that start with it."),
     Parameter("start_after", "Only keys after it; the last key of the page before."),
 )
+_UPLOAD = Parameter("upload_id", "The upload.")
+_PART = (_UPLOAD, Parameter("number", "The part's number, from 1 to 10,000.", "integer"))
+_PARTS = (
+    _UPLOAD,
+    Parameter("after", "Only parts with a higher number.", "integer"),
+    Parameter("limit", "At most so many parts, up to 1,000.", "integer"),
+)
+_UPLOADS = (
+    Parameter("prefix", "Only keys that start with it."),
+    Parameter("after_key", "Only uploads after it: the last key of the page before, with `after_id`."),
+    Parameter("after_id", "The last upload of the page before."),
+    Parameter("limit", "At most so many uploads, up to 1,000.", "integer"),
+)
 _CHECK = (Parameter("check", "1: keep it only if its backend answers.", "boolean"),)
 _BYTES = "application/octet-stream"
 
@@ -109,6 +123,32 @@ ROUTES: tuple[Route, ...] = (
         "object_copy", "POST", "/-/v1/copy/{bucket}/{key}",
         "Make the object a copy of the one that the body names; conditions hold.", "write",
         body=calls.CopyCall, answer=calls.Written,
+    ),
+    Route(
+        "upload_begin", "POST", "/-/v1/uploads/{bucket}/{key}", "Begin an upload in parts.", "write",
+        answer=calls.UploadState,
+    ),
+    Route(
+        "uploads", "GET", "/-/v1/uploads/{bucket}", "A page of the uploads that are open, by key, then time.", "write",
+        _UPLOADS, answer=calls.Uploads,
+    ),
+    Route(
+        "upload_parts", "GET", "/-/v1/uploads/{bucket}/{key}", "A page of the parts that the node has of an upload.",
+        "write", _PARTS, answer=calls.UploadParts,
+    ),
+    Route(
+        "upload_abort", "DELETE", "/-/v1/uploads/{bucket}/{key}", "Forget an upload and its parts.", "write",
+        (_UPLOAD,), answer=calls.Nothing,
+    ),
+    Route(
+        "upload_part", "PUT", "/-/v1/parts/{bucket}/{key}",
+        "Make the body a part of an upload, in place of the one with its number; checksums hold.", "write",
+        _PART, body=bytes, answer=calls.PartState,
+    ),
+    Route(
+        "upload_complete", "POST", "/-/v1/complete/{bucket}/{key}",
+        "Make the object of an upload's parts; If-Match and If-None-Match: * hold. 202 and nothing while it is made: "
+        "ask again.", "write", (_UPLOAD,), body=Completion, answer=calls.UploadCompleted,
     ),
     Route(
         "members", "GET", "/-/v1/members/{bucket}/{key}", "The members of a shard; If-* hold.", "read", _MEMBERS,

@@ -12,8 +12,7 @@ Listings: the engine shows uploads by key and time; common prefixes are rolled u
 Rejected: sending blanks while Complete works, as S3 does (a status that is said before it is known): joining takes
 seconds at worst, and SDKs wait a minute.
 
-Invariants. (1) No operation is answered before the caller was found to be allowed to write to the bucket. (2) A temp
-file whose part the engine did not take is removed.
+Invariant. No operation is answered before the caller was found to be allowed to write to the bucket.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Invalid
 from forebay.core.listing import after_prefix, start_of_marker
-from forebay.core.machines.uploads import AskedPart, no_such_upload
+from forebay.core.machines.uploads import AskedPart
 from forebay.core.messages.calls import (
     PartState,
     UploadCompleteCall,
     UploadCompleted,
     UploadCreateCall,
     UploadNamed,
-    UploadPartCall,
     UploadPartCopyCall,
     UploadParts,
     UploadPartsCall,
@@ -48,14 +46,9 @@ from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.checksums import ALGORITHMS, HEADERS
 from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request
-from forebay.node.front.objects.object_headers import (
-    check_acl,
-    refuse_unserved,
-    stored_headers,
-    tags_of,
-    write_conditions,
-)
+from forebay.node.front.objects.object_headers import refuse_unserved, write_conditions
 from forebay.node.front.objects.puts import Puts
+from forebay.node.front.objects.upload_calls import create_call, part_number, send_part
 from forebay.node.front.s3.listing import OWNER
 from forebay.node.front.s3.write import copy_source, source_conditions
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, escape, malformed, parse, timestamp
@@ -103,7 +96,7 @@ class UploadsApi:
             return True
         check_key(key)
         if method == b"POST" and "uploads" in query:
-            exchange.spawn(self._create(request, exchange, self._create_call(request, bucket, key)))
+            exchange.spawn(self._create(request, exchange, create_call(request, bucket, key)))
         elif "uploadId" not in query:
             return False
         elif method == b"PUT":
@@ -128,24 +121,13 @@ class UploadsApi:
         self._auth.require_write(caller.identity, bucket)
         if request.method == b"PUT" and "uploadId" in query and key:
             check_key(key)
-            _part_number(query)
+            part_number(query.get("partNumber", ""), query["uploadId"])
             refuse_unserved(request)
             if _SOURCE not in request.headers:
                 return self._intake.open(request, caller, bucket, key, md5=True)
         return self._intake.document(_without_checksums(request), caller)
 
     # --- create, abort -----------------------------------------------------------------------------------------------
-    def _create_call(self, request: Request, bucket: Bucket, key: str) -> UploadCreateCall:
-        refuse_unserved(request)
-        check_acl(request, bucket.acl)
-        algorithm = request.header(b"x-amz-checksum-algorithm").upper()
-        kind: Any = request.header(b"x-amz-checksum-type").upper()
-        if kind not in ("", "COMPOSITE", "FULL_OBJECT"):
-            raise Invalid(
-                "Value for x-amz-checksum-type header is invalid: COMPOSITE or FULL_OBJECT", code="InvalidRequest"
-            )
-        return UploadCreateCall(bucket.name, key, stored_headers(request), algorithm, kind, tags_of(request))
-
     async def _create(self, request: Request, exchange: Exchange, call: UploadCreateCall) -> None:
         made: UploadState = await self._puts.finish(self._call("upload_create", call))
         head = b""
@@ -172,37 +154,16 @@ class UploadsApi:
         key: str,
         query: dict[str, str],
     ) -> None:
-        number, upload_id = _part_number(query), query["uploadId"]
+        upload_id = query["uploadId"]
+        number = part_number(query.get("partNumber", ""), upload_id)
         if _SOURCE in request.headers:
             exchange.spawn(
                 self._part_copy(request, exchange, self._copy_call(request, identity, bucket, key, upload_id, number))
             )
             return
         assert isinstance(request.sink, Incoming)
-        taking = self._puts.finish(self._take(bucket, key, upload_id, number, request.sink))
+        taking = self._puts.finish(send_part(self._call, bucket, key, upload_id, number, request.sink))
         exchange.spawn(self._part_taken(request, exchange, taking))
-
-    async def _take(self, bucket: str, key: str, upload_id: str, number: int, incoming: Incoming) -> PartState:
-        received = incoming.result
-        try:
-            state: PartState = await self._call(
-                "upload_part",
-                UploadPartCall(
-                    bucket,
-                    key,
-                    upload_id,
-                    number,
-                    received.size_bytes,
-                    received.md5,
-                    received.path,
-                    received.body,
-                    received.checksums,
-                ),
-            )
-        except BaseException:
-            received.discard()
-            raise
-        return state
 
     async def _part_taken(self, request: Request, exchange: Exchange, taking: asyncio.Future[PartState]) -> None:
         state = await taking
@@ -412,17 +373,6 @@ def parse_parts(body: bytes) -> list[AskedPart]:
     if not 1 <= len(asked) <= limits.PARTS_MAX:
         raise malformed(f"it names {len(asked)} parts, where 1 to {limits.PARTS_MAX} are allowed")
     return asked
-
-
-def _part_number(query: dict[str, str]) -> int:
-    text = query.get("partNumber", "")
-    if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= limits.PARTS_MAX:
-        raise Invalid(
-            f"Part number must be an integer between 1 and {limits.PARTS_MAX}, inclusive", code="InvalidArgument"
-        )
-    if not query.get("uploadId"):
-        raise no_such_upload("")
-    return int(text)
 
 
 def _parts_call(bucket: str, key: str, query: dict[str, str]) -> UploadPartsCall:
