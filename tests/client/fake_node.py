@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -21,11 +22,22 @@ import msgspec
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
 from forebay.core.messages import calls
 from forebay.core.messages.doorwire import DoorAt
+from forebay.core.messages.native import Completion
 from forebay.core.metrics import Snapshot, render
 from forebay.core.types import Bucket, ListEntry, ListPage
 
 STARTED_S = 1_760_000_000.0
 MODIFIED_S = 1_750_000_000.0
+
+
+@dataclass
+class Upload:
+    """An open upload."""
+
+    bucket: str
+    key: str
+    headers: dict[str, str]
+    parts: dict[int, bytes] = field(default_factory=dict)
 
 
 class FakeNode:
@@ -52,10 +64,13 @@ class FakeNode:
         self.no_etag = False
         self.modified: dict[tuple[str, str], float] = {}  # of what was written here
         self.headers: dict[tuple[str, str], dict[str, str]] = {}
-        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.uploads: dict[str, Upload] = {}
+        self.completed: dict[str, calls.UploadCompleted] = {}
         self.refuse_body: ForebayError | None = None  # said instead of `100 Continue`
         self.on_delete: Callable[[str], ForebayError | None] = lambda _key: None
         self.on_part: Callable[[int], None] = lambda _number: None
+        self.lose_answers = 0  # of the next completions: they take effect, and the connection ends
+        self.slow_answers = 0  # the next completions say 202 first
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.connections = 0
 
@@ -178,8 +193,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, query: dict[str, str], body: bytes) -> None:
         node = self.node
-        if not path.startswith("/-/"):
-            return self._s3(path, query, body)
         if path in ("/-/readyz", "/-/healthz"):
             return self._answer(200, b"ok\n", {"Content-Type": "text/plain"})
         if path == "/-/metrics":
@@ -206,6 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if data is None:
                     raise NotFound(f"{call.source_bucket}/{call.source_key} does not exist", code="NoSuchKey")
                 return self._json(self._write(name, key, data))
+            case "uploads" | "parts" | "complete":
+                return self._upload(parts[0], name, key, query, body)
             case "stat":
                 return self._json(self._stat(name, key))
             case "list":
@@ -246,35 +261,67 @@ class _Handler(BaseHTTPRequestHandler):
         node.headers[bucket, key] = {name.lower(): value for name, value in self.headers.items()}
         return calls.Written(node.etag(bucket, key), f"v-{node.etag(bucket, key)}", len(body), time.time())
 
-    def _s3(self, path: str, query: dict[str, str], body: bytes) -> None:
-        """As much of S3 as an upload in parts takes."""
+    def _upload(self, what: str, bucket: str, key: str, query: dict[str, str], body: bytes) -> None:
         node = self.node
-        bucket, _, key = unquote(path[1:]).partition("/")
-        xml = {"Content-Type": "application/xml"}
         self._bucket(bucket)
-        if "uploads" in query:
+        name = query.get("upload_id", "")
+        if what == "uploads" and not key:
+            found = [self._state(each) for each, at in node.uploads.items() if at.key.startswith(query["prefix"])]
+            return self._json(calls.Uploads(sorted(found, key=lambda state: (state.key, state.upload_id)), False))
+        if what == "uploads" and self.command == "POST":
             name = f"u&{len(node.uploads) + 1}"
-            node.uploads[name] = {}
-            return self._answer(
-                200, f"<Result><UploadId>{name.replace('&', '&amp;')}</UploadId></Result>".encode(), xml
-            )
-        parts = node.uploads.get(query.get("uploadId", ""))
-        if parts is None:
-            return self._answer(404, b"<Error><Code>NoSuchUpload</Code><Message>gone</Message></Error>", xml)
-        if self.command == "PUT":
-            parts[int(query["partNumber"])] = body
-            node.on_part(len(parts))
-            return self._answer(200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-        del node.uploads[query["uploadId"]]
-        if self.command == "DELETE":
-            return self._answer(204, b"", {})
-        etags = "".join(f"<ETag>&quot;{hashlib.md5(parts[n]).hexdigest()}&quot;</ETag>" for n in sorted(parts))
-        wanted = body.decode().replace('"', "&quot;")
-        assert [part.split("<")[0] for part in wanted.split("<ETag>")[1:]] == [
-            part.split("<")[0] for part in etags.split("<ETag>")[1:]
+            said = {name.lower(): value for name, value in self.headers.items()}
+            stored = {name: said[name] for name in said if name == "content-type" or name.startswith("x-amz-meta-")}
+            node.uploads[name] = Upload(bucket, key, stored)
+            return self._json(self._state(name))
+        if what == "complete" and name in node.completed:
+            return self._json(node.completed[name])
+        upload = node.uploads.get(name)
+        if upload is None or (upload.bucket, upload.key) != (bucket, key):
+            raise NotFound("the upload is gone", code="NoSuchUpload")
+        if what == "parts":
+            number = int(query["number"])
+            upload.parts[number] = body
+            node.on_part(len(upload.parts))
+            return self._json(self._part(upload, number))
+        if what == "uploads" and self.command == "GET":
+            numbers = sorted(number for number in upload.parts if number > int(query["after"]))
+            shown = numbers[: int(query["limit"])]
+            state = msgspec.structs.replace(self._state(name), headers=tuple(upload.headers.items()))
+            found_parts = [self._part(upload, number) for number in shown]
+            return self._json(calls.UploadParts(state, found_parts, len(numbers) > len(shown)))
+        if what == "complete":
+            return self._complete(name, upload, msgspec.json.decode(body, type=Completion))
+        del node.uploads[name]
+        return self._json({})
+
+    def _complete(self, name: str, upload: Upload, asked: Completion) -> None:
+        node = self.node
+        if node.slow_answers:
+            node.slow_answers -= 1
+            return self._answer(202, b"{}")
+        numbers = sorted(upload.parts)
+        assert [(part.number, part.etag) for part in asked.parts] == [
+            (number, self._part(upload, number).etag) for number in numbers
         ]
-        self._write(bucket, key, b"".join(parts[n] for n in sorted(parts)))
-        return self._answer(200, f"<Result><ETag>&quot;{node.etag(bucket, key)}&quot;</ETag></Result>".encode(), xml)
+        written = self._write(upload.bucket, upload.key, b"".join(upload.parts[number] for number in numbers))
+        assert asked.size_bytes == written.size_bytes
+        del node.uploads[name]
+        node.completed[name] = calls.UploadCompleted(written)
+        if node.lose_answers:
+            node.lose_answers -= 1
+            self.close_connection = True
+            return None
+        return self._json(node.completed[name])
+
+    def _state(self, name: str) -> calls.UploadState:
+        upload = self.node.uploads[name]
+        return calls.UploadState(upload.bucket, upload.key, name, STARTED_S)
+
+    @staticmethod
+    def _part(upload: Upload, number: int) -> calls.PartState:
+        body = upload.parts[number]
+        return calls.PartState(number, len(body), hashlib.md5(body).hexdigest(), STARTED_S)
 
     def _object(self, bucket: str, key: str) -> None:
         node = self.node

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay.client import flows, upload
+from forebay.client import aio, flows, upload
 from forebay.client.http1 import EXPECT_BYTES_MIN, Request, Response, Source
-from forebay.client.signing import Keys, sign
 from forebay.client.sync import Client
-from forebay.core.errors import Busy, Denied, Invalid, NotFound, Precondition, Unavailable
-from forebay.core.messages.calls import Written
-from forebay.core.s3rules.sigv4 import Verifier
+from forebay.core.errors import Busy, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.messages.calls import PartState, UploadCompleted, Uploads, UploadState, Written
 from tests.client.fake_node import FakeNode
 from tests.client.test_flows import play, said
 
 MIB = 1 << 20
 WRITTEN = Written("e", "v", 3, 0.0)
+PLAN = upload.Plan()
 
 
 def test_bytes_of_every_kind_become_the_object(node: FakeNode) -> None:
@@ -102,7 +103,7 @@ def test_a_file_too_large_for_one_request_goes_in_parts(node: FakeNode, tmp_path
         )
         assert client.run(flow).size_bytes == len(data)
     assert node.objects["corpus"]["a/ü b"] == data
-    assert len(node.requests("PUT", "partNumber")) == 4
+    assert len(node.requests("PUT", "/-/v1/parts/")) == 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -125,6 +126,141 @@ def test_parts_are_given_up_when_it_fails(node: FakeNode, error: type[BaseExcept
         node.on_part = disappear
         with pytest.raises(NotFound, match="gone"):
             client.put("corpus", "a", io.BytesIO(data))
+
+
+def send(client: Client, path: Path, plan: upload.Plan = PLAN, progress: Any = None) -> Written:
+    """The file in parts of 1 MiB."""
+    with open(path, "rb") as file:
+        size_bytes = path.stat().st_size
+        flow = upload.put_file(
+            "corpus", "a", file.fileno(), size_bytes, plan, progress, part_bytes=MIB, whole_bytes_max=MIB
+        )
+        return client.run(flow)
+
+
+def parts_sent(node: FakeNode) -> list[int]:
+    return [int(target.rpartition("number=")[2]) for target in node.requests("PUT", "/-/v1/parts/")]
+
+
+@pytest.fixture
+def cut_off(node: FakeNode, tmp_path: Path) -> Path:
+    """A file of 3 MiB and a bit, of which an attempt sent two parts before the node went away."""
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(3 * MIB + 1))
+
+    def go(count: int) -> None:
+        if count == 2:
+            node.fail_next = [Unavailable("the node stops")]
+
+    node.on_part = go
+    with Client(node.url) as client, pytest.raises(Unavailable, match="put the same file again"):
+        send(client, path)
+    node.on_part = lambda _: None
+    assert sorted(next(iter(node.uploads.values())).parts) == [1, 2]
+    node.seen.clear()
+    return path
+
+
+def test_a_file_that_was_cut_off_goes_on_where_it_was(node: FakeNode, cut_off: Path) -> None:
+    moved: list[int] = []
+    with Client(node.url) as client:
+        written = send(client, cut_off, progress=moved.append)
+    assert parts_sent(node) == [3, 4]
+    assert node.objects["corpus"]["a"] == cut_off.read_bytes()
+    assert (written.size_bytes, sum(moved)) == (3 * MIB + 1, 3 * MIB + 1)
+    assert not node.uploads
+
+
+def test_asyncio_goes_on_too(node: FakeNode, cut_off: Path) -> None:
+    async def story() -> None:
+        async with aio.connect(node.url) as client:
+            with open(cut_off, "rb") as file:
+                size_bytes = cut_off.stat().st_size
+                await client.run(
+                    upload.put_file("corpus", "a", file.fileno(), size_bytes, PLAN, None, MIB, whole_bytes_max=MIB)
+                )
+
+    asyncio.run(story())
+    assert parts_sent(node) == [3, 4]
+    assert node.objects["corpus"]["a"] == cut_off.read_bytes()
+
+
+@pytest.mark.parametrize("change", ["bytes", "size", "headers", "key", "sizes of parts"])
+def test_an_upload_of_anything_else_is_left_alone(node: FakeNode, cut_off: Path, change: str) -> None:
+    theirs = next(iter(node.uploads.values()))
+    plan = PLAN
+    if change == "bytes":
+        with open(cut_off, "r+b") as file:
+            file.seek(MIB + 7)
+            file.write(b"new")
+    elif change == "size":
+        os.truncate(cut_off, 2 * MIB - 1)
+    elif change == "headers":
+        plan = upload.Plan((("Content-Type", "text/x"),))
+    elif change == "key":
+        theirs.key = "ab"
+    else:
+        theirs.parts[2] = theirs.parts[2][:-1]
+    parts = dict(theirs.parts)
+    with Client(node.url) as client:
+        send(client, cut_off, plan)
+    assert parts_sent(node)[0] == 1
+    assert node.objects["corpus"]["a"] == cut_off.read_bytes()
+    assert list(node.uploads.values()) == [theirs]
+    assert theirs.parts == parts
+
+
+def test_headers_are_compared_as_the_node_keeps_them(node: FakeNode, cut_off: Path) -> None:
+    plan = upload.Plan.of("text/x", {"Colour": " blue "}, "", False)
+    next(iter(node.uploads.values())).headers = {"x-amz-meta-colour": "blue", "content-type": "text/x"}
+    with Client(node.url) as client:
+        send(client, cut_off, plan)
+    assert parts_sent(node) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (Unavailable("no room", code="InsufficientStorage"), False),
+        (Invalid("no such part"), False),
+        (Busy("too much that is not written yet"), True),
+    ],
+)
+def test_what_cannot_succeed_later_is_aborted(node: FakeNode, tmp_path: Path, error: Any, kept: bool) -> None:
+    (tmp_path / "file").write_bytes(bytes(2 * MIB + 1))
+
+    def go(count: int) -> None:
+        if count == 3:
+            node.fail_next = [error]
+
+    node.on_part = go
+    with Client(node.url) as client, pytest.raises(type(error)) as caught:
+        send(client, tmp_path / "file")
+    assert caught.value.code == error.code
+    assert bool(node.uploads) is kept
+    assert ("put the same file again" in caught.value.message) is kept
+
+
+@pytest.mark.parametrize("only_new", [False, True])
+def test_a_lost_answer_to_the_last_request_is_told_apart(node: FakeNode, only_new: bool) -> None:
+    node.lose_answers, node.slow_answers = 1, 2
+    data = os.urandom(upload.STREAM_PART_BYTES + 1)
+    with Client(node.url) as client:
+        written = client.put("corpus", "a", io.BytesIO(data), only_new=only_new)
+    assert (written.etag, written.size_bytes) == (node.etag("corpus", "a"), len(data))
+    assert len(node.requests("POST", "/-/v1/complete/")) == 4, "202 twice, lost, and the same again"
+    assert not node.requests("DELETE")
+
+
+def test_answers_that_are_lost_again_and_again_end_it(node: FakeNode) -> None:
+    def lose(_: int) -> None:
+        node.answer_raw = b"\r"  # never a whole head
+
+    node.on_part = lambda count: lose(count) if count == 2 else None
+    with Client(node.url) as client, pytest.raises(Unavailable) as caught:
+        client.put("corpus", "a", io.BytesIO(bytes(upload.STREAM_PART_BYTES + 1)))
+    assert caught.value.code == "Cut"
+    assert len(node.requests("POST", "/-/v1/complete/")) == 2
 
 
 def test_conditions_hold_and_are_not_repeated(node: FakeNode) -> None:
@@ -190,41 +326,43 @@ def test_what_a_put_asks() -> None:
     assert asked.body_bytes == 9
 
 
-def test_errors_of_the_s3_side_are_told_apart() -> None:
-    def after(status: int, body: bytes) -> Any:
-        stream = io.BytesIO(b"x" * 10)
-        return play(upload.put_stream("b", "k", stream, upload.Plan(), part_bytes=5), Response(status, {}, body))
-
-    with pytest.raises(Denied, match=r"sign it.*AWS_ACCESS_KEY_ID"):
-        after(403, b"<Error><Code>AccessDenied</Code><Message>sign it</Message></Error>")
-    with pytest.raises(NotFound, match="no such"):
-        after(404, b"<Error><Code>NoSuchBucket</Code><Message>no such</Message></Error>")
-    with pytest.raises(Busy):
-        after(503, b"<Error><Code>SlowDown</Code></Error>")
-    with pytest.raises(Unavailable):
-        after(503, b"a proxy's page")
+def drive(flow: Any, answer: Callable[[Request], Response]) -> Any:
+    """The flow's result, where `answer` is the node."""
+    asked = next(flow)
+    while True:
+        try:
+            asked = flow.send(answer(asked))
+        except StopIteration as end:
+            return end.value
 
 
-def test_a_late_failure_is_not_taken_for_success() -> None:
-    started = Response(200, {}, b"<UploadId>u</UploadId>")
-    part = Response(200, {"etag": '"e"'})
-    late = Response(200, {}, b"<Error><Code>InternalError</Code><Message>broke</Message></Error>")
-    flow = upload.put_stream("b", "k", io.BytesIO(b"x" * 5), upload.Plan(), part_bytes=5)
-    with pytest.raises(Exception, match="broke"):
-        play(flow, started, part, late)
+def test_six_gibibytes_are_parts_of_the_file(tmp_path: Path) -> None:
+    size_bytes = 6 << 30
+    parts: list[Source] = []
 
+    def answer(asked: Request) -> Response:
+        what = (asked.method, asked.target.split("/")[3])
+        if what == ("GET", "uploads"):
+            return said(Uploads([], False))
+        if what == ("POST", "uploads"):
+            return said(UploadState("b", "k", "u", 0.0))
+        assert asked.safe_to_repeat, "a part replaces itself, and a completion is known again"
+        if what == ("PUT", "parts"):
+            assert asked.source is not None
+            parts.append(asked.source)
+            assert asked.target == f"/-/v1/parts/b/k?upload_id=u&number={len(parts)}"
+            return said(PartState(len(parts), asked.body_bytes, "e", 0.0))
+        assert what == ("POST", "complete")
+        assert asked.headers[-1] == ("If-Match", '"e"')
+        return said(UploadCompleted(WRITTEN))
 
-def test_what_is_signed_verifies() -> None:
-    keys = Keys("AKID", "secret")
-    assert "secret" not in repr(keys)
-    for target in ("/b/a%20b?uploads=", "/b/k?partNumber=1&uploadId=u%261", "/b/k"):
-        request = sign(
-            Request("PUT", target, (("x-amz-meta-a", "b  c"), ("Content-Type", "t/p"))), "127.0.0.1:9400", keys, 1.7e9
-        )
-        headers = {name.lower().encode(): value.encode() for name, value in request.headers}
-        headers |= {b"host": b"127.0.0.1:9400"}
-        path, _, query = target.encode().partition(b"?")
-        verified = Verifier({"AKID": "secret"}).verify(1.7e9, b"PUT", path, query, headers, None)
-        assert verified is not None
-        with pytest.raises(Denied):
-            Verifier({"AKID": "other"}).verify(1.7e9, b"PUT", path, query, headers, None)
+    with open(tmp_path / "file", "wb+") as file:
+        file.truncate(size_bytes)
+        flow = upload.put_file("b", "k", file.fileno(), size_bytes, upload.Plan(if_match="e"))
+        assert drive(flow, answer) == WRITTEN
+    assert len(parts) == 96
+    at = 0
+    for part in parts:
+        assert part.offset == at
+        at += part.size_bytes
+    assert at == size_bytes

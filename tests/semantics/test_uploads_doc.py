@@ -1,4 +1,4 @@
-"""docs/semantics-uploads.md, executed: its stories are told by boto3 to a real node."""
+"""docs/semantics-uploads.md, executed: its stories are told by boto3 and our own client to a real node."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import botocore.config
 import pytest
 from botocore.exceptions import ClientError
 
+from forebay.client.sync import Client
 from tests.s3.real_node import RealNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics-uploads.md"
@@ -20,12 +21,13 @@ STORY = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
-def s3(tmp_path: Path) -> Iterator[Any]:
+def names(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What the stories speak of."""
     with RealNode(tmp_path / "node", "--fronts", "1") as node:
         for name, write in (("kept", "back"), ("straight", "through")):
             (tmp_path / name).mkdir()
             node.add_bucket(name, (tmp_path / name).as_uri(), write=write)
-        client = boto3.client(
+        s3 = boto3.client(
             "s3",
             endpoint_url=node.endpoint,
             aws_access_key_id="any",
@@ -33,8 +35,9 @@ def s3(tmp_path: Path) -> Iterator[Any]:
             region_name="us-east-1",
             config=botocore.config.Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}),
         )
-        yield client
-        client.close()
+        with Client(node.endpoint) as client:
+            yield {"s3": s3, "client": client, "code": code}
+        s3.close()
 
 
 def code(call: Any, **arguments: Any) -> str:
@@ -45,14 +48,14 @@ def code(call: Any, **arguments: Any) -> str:
 
 
 @pytest.mark.real
-def test_the_stories_of_uploads_hold(s3: Any) -> None:
+def test_the_stories_of_uploads_hold(names: dict[str, Any]) -> None:
     text = PAGE.read_text("utf-8")
     stories = STORY.findall(text)
-    assert len(stories) >= 5
+    assert len(stories) >= 6
     whole = "\n".join(stories)  # one after the other: a later one may go on with what an earlier one made
     said: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
-    story = doctest.DocTestParser().get_doctest(whole, {"s3": s3, "code": code}, PAGE.name, str(PAGE), 0)
+    story = doctest.DocTestParser().get_doctest(whole, names, PAGE.name, str(PAGE), 0)
     runner.run(story, out=said.append)
     assert runner.tries > 25
     assert runner.failures == 0, "".join(said)

@@ -1,9 +1,7 @@
 """What every request to one node has in common, whoever sends it: where, with whose rights, trusting whom.
 
-Theory. The blocking client and the asyncio client differ in how bytes move and in nothing else; so the URL, the token,
-the keys and the certificates are read here, once, from arguments and then from the environment.
-
-Invariant. A bearer token goes to the native API alone, a signature to the S3 side alone.
+Theory. The blocking client and the asyncio client differ in how bytes move and in nothing else. So the URL, the token
+and the certificates are read here, once, from arguments and then from the environment.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from forebay.client.connection import default_trust, parse_url, trust_file
 from forebay.client.http1 import Request
-from forebay.client.signing import keys_of_environment, sign
 from forebay.core import limits
 
 if TYPE_CHECKING:
@@ -34,21 +31,17 @@ class Calling:
         self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
         self.patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
         self.token = token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
-        self._always: Fields = (("User-Agent", "forebay"), ("Accept", "*/*"))
-        self._native: Fields = (*self._always, ("Authorization", f"Bearer {token}")) if token else self._always
-        self._keys = keys_of_environment()
+        proof = (("Authorization", f"Bearer {token}"),) if token else ()
+        self._fields: Fields = (("User-Agent", "forebay"), ("Accept", "*/*"), *proof)
         authorities = os.environ.get("FOREBAY_CA", "") if ca is None else ca
         self._trust = trust or ((lambda: trust_file(authorities)) if authorities else default_trust)
         self._context: ssl.SSLContext | None = None
 
     def dress(self, request: Request) -> tuple[Request, Fields]:
         """The request as it is sent, and the fields that go in front of its own."""
-        native = request.target.startswith("/-/")
-        if not native and self._keys is not None:
-            request = sign(request, self.place.authority, self._keys)
         if self.place.base:
             request = request._replace(target=self.place.base + request.target)
-        return request, self._native if native else self._always
+        return request, self._fields
 
     def context(self) -> ssl.SSLContext:
         """For https. Made once: reading the certificates that this machine trusts takes 20 ms."""

@@ -7,7 +7,7 @@ meaning, and a flow is tested with a list of responses.
 Errors. An answer that is not a success carries an error of `core.errors` as JSON and is raised as that kind, by one
 function (`raised`); an answer without one (a proxy's page) becomes the kind its status stands for.
 
-Invariants. (1) A flow does not repeat a request: retrying at the backend is the node's, and nobody else's. (2) A
+Invariants. (1) A flow does not repeat what a backend failed at: retrying there is the node's, and nobody else's. (2) A
 download that resumes asks for exactly the version its first bytes came from.
 """
 
@@ -87,18 +87,13 @@ def raised(response: Response, what: str) -> ForebayError:
     try:
         body = msgspec.json.decode(response.body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        kind = kind_of(response.status) or Bug
+        kind = _BY_STATUS.get(response.status, Bug)
         return kind(
             f"{what}: the node answered status {response.status} without saying why: see its log",
             retry_after_s=retry_after_s,
         )
     error = body.error
     return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)
-
-
-def kind_of(status: int) -> type[ForebayError] | None:
-    """The kind of error that an HTTP status alone stands for, if it stands for one."""
-    return _BY_STATUS.get(status)
 
 
 class _ErrorSaid(msgspec.Struct):
@@ -125,7 +120,14 @@ def _ask(request: Request, what: str) -> Flow[Response]:
 
 def ask_json(request: Request, what: str, type_: Any) -> Flow[Any]:
     """The JSON of the answer as a `type_`; raised what it says instead. `what` is the thing asked for."""
-    response = yield from _ask(request, what)
+    response = yield request
+    return decoded(response, what, type_)
+
+
+def decoded(response: Response, what: str, type_: Any) -> Any:
+    """The JSON of an answer as a `type_`; raises what it says instead."""
+    if not response.ok:
+        raise raised(response, what)
     try:
         return msgspec.json.decode(response.body, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

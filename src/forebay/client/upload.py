@@ -1,59 +1,59 @@
-"""Bytes to an object: in one request where they fit, else as a multipart upload of the node's S3 side.
+"""Bytes to an object: in one request where they fit, else in parts.
 
-Theory. What is in memory or in a file has a size, and up to PUT_BYTES_MAX it is one PUT of the native API: the file's
-bytes go from the page cache to the socket. What comes from a pipe has none, and HTTP wants one: it is gathered a part
-at a time, and if the first part was all, that is one PUT too. Everything else is an upload in parts, made visible whole
-by its last request; if anything fails, or Ctrl-C comes, it is aborted, so that nothing is left at the node.
+Theory. What is in memory or in a file has a size, and up to PUT_BYTES_MAX it is one PUT: the file's bytes go from the
+page cache to the socket. A pipe has no size, and HTTP wants one. So a stream is gathered a part at a time; if the first
+part was all, it is one PUT too. Everything else is an upload in parts, which its last request makes visible as a whole.
 
 Parts grow as an upload goes on, since there may be only PARTS_MAX of them and nobody knows how many it takes.
 
-Invariants. (1) After an error the object is what it was. (2) At most one part of a stream is in memory.
+A file's upload can be resumed. The node keeps the parts of an upload that was cut off. The next attempt looks for an
+open upload of the same key and headers in which every part has the size and MD5 of the file's bytes in that place. It
+sends what is missing and completes. Nothing is remembered here, so this works after a crash, and on another machine.
+
+Completing may outlast a request, and its answer may be lost. The node says 202 while it is at work and repeats its
+answer for an hour; so the client asks again, and a lost answer is told from an upload that never was completed.
+
+Rejected: resuming an upload of which only some parts match (it may be another writer's); resuming a stream (it cannot
+be read twice).
+
+Invariants. (1) After an error the object is what it was, unless no answer to the last request came. (2) At most one
+part of a stream is in memory. (3) After an error no upload is left at the node, unless it can be resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
-import re
 import stat
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import IO, Any, NamedTuple
-from urllib.parse import quote
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, NamedTuple
+
+import msgspec
 
 from forebay.client import flows
-from forebay.client.http1 import Request, Response, Source, encode_path
+from forebay.client.connection import CUT
+from forebay.client.http1 import Request, Response, Source, encode_path, with_query
 from forebay.core import limits
-from forebay.core.errors import KINDS, Bug, Busy, Corrupt, Denied, ForebayError, Invalid, NotFound
-from forebay.core.messages.calls import Written
+from forebay.core.errors import Busy, ForebayError, Invalid, NotFound, Unavailable
+from forebay.core.messages.calls import PartState, UploadCompleted, UploadParts, Uploads, UploadState, Written
+from forebay.core.messages.native import ChosenPart, Completion
 
 STREAM_PART_BYTES = 16 * limits.MIB  # of a stream, in memory; doubles every PARTS_PER_SIZE parts
 FILE_PART_BYTES = 64 * limits.MIB
 PARTS_PER_SIZE = 1000
-_UPLOAD_ID = re.compile(r"<UploadId>([^<]+)</UploadId>").search
-_ETAG = re.compile(r"<ETag>([^<]+)</ETag>").search
-_CODE = re.compile(r"<Code>([^<]+)</Code>").search
-_MESSAGE = re.compile(r"<Message>([^<]*)</Message>").search
-_KINDS = {"NoSuchKey": NotFound, "NoSuchBucket": NotFound, "AccessDenied": Denied, "SlowDown": Busy}
+_PIECE_BYTES = 256 * limits.KIB
 
 Data = bytes | bytearray | memoryview | str | os.PathLike[str] | IO[bytes]
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _unescape(text: str) -> str:
-    for name, sign in (("lt", "<"), ("gt", ">"), ("quot", '"'), ("#34", '"'), ("apos", "'"), ("amp", "&")):
-        text = text.replace(f"&{name};", sign)
-    return text
+Fields = tuple[tuple[str, str], ...]
 
 
 class Plan(NamedTuple):
     """What an object is to be but for its bytes. Conditions: an ETag that must be the object's now, or that there must
     be none (`only_new`)."""
 
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Fields = ()
     if_match: str = ""
     only_new: bool = False
 
@@ -64,10 +64,14 @@ class Plan(NamedTuple):
         headers += [(f"x-amz-meta-{name}", value) for name, value in (metadata or {}).items()]
         return cls(tuple(headers), etag, only_new)
 
-    def all_headers(self) -> tuple[tuple[str, str], ...]:
+    @property
+    def conditions(self) -> Fields:
         conditions = [("If-Match", f'"{self.if_match}"')] if self.if_match else []
         conditions += [("If-None-Match", "*")] if self.only_new else []
-        return (*self.headers, *conditions)
+        return tuple(conditions)
+
+    def all_headers(self) -> Fields:
+        return (*self.headers, *self.conditions)
 
 
 def put_file(
@@ -80,7 +84,7 @@ def put_file(
     part_bytes: int = FILE_PART_BYTES,
     whole_bytes_max: int = limits.PUT_BYTES_MAX,
 ) -> flows.Flow[Written]:
-    """The first `size_bytes` of `fd` to the object."""
+    """The first `size_bytes` of `fd` to the object. Of parts that an earlier attempt sent, `progress` hears too."""
     if size_bytes <= whole_bytes_max:
         source = Source(fd, 0, size_bytes, progress)
         return (yield from flows.put(bucket, key, plan.all_headers(), source=source))
@@ -90,11 +94,17 @@ def put_file(
         )
     part_bytes = max(part_bytes, -(-size_bytes // limits.PARTS_MAX))
 
-    def parts() -> Iterator[tuple[bytes, Source | None]]:
-        for offset in range(0, size_bytes, part_bytes):
-            yield b"", Source(fd, offset, min(part_bytes, size_bytes - offset), progress)
+    sent = yield from _sent_before(bucket, key, plan, fd, size_bytes, part_bytes)
+    there = frozenset(sent.etags) if sent is not None else frozenset()
 
-    return (yield from _in_parts(bucket, key, plan, parts()))
+    def pieces() -> Iterator[_Piece]:
+        for number, offset in enumerate(range(0, size_bytes, part_bytes), 1):
+            source = Source(fd, offset, min(part_bytes, size_bytes - offset), progress)
+            if number in there and progress is not None:
+                progress(source.size_bytes)
+            yield _Piece(number, source=source)
+
+    return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=True))
 
 
 def put_stream(
@@ -113,16 +123,16 @@ def put_stream(
             progress(len(first))
         return written
 
-    def parts() -> Iterator[tuple[bytes, Source | None]]:
-        data, number = first, 0
+    def pieces() -> Iterator[_Piece]:
+        data, number = first, 1
         while data:
-            yield data, None
+            yield _Piece(number, data)
             if progress is not None:
                 progress(len(data))
-            number += 1
             data = _fill(stream, part_bytes << number // PARTS_PER_SIZE)
+            number += 1
 
-    return (yield from _in_parts(bucket, key, plan, parts()))
+    return (yield from _in_parts(bucket, key, plan, pieces()))
 
 
 def put_data(
@@ -163,58 +173,145 @@ def _fill(stream: IO[bytes], size_bytes: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+class _Piece(NamedTuple):
+    """A part that is to be sent: `body`, or `source` instead."""
+
+    number: int
+    body: bytes = b""
+    source: Source | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) if self.source is None else self.source.size_bytes
+
+
+class _Sent(NamedTuple):
+    """An upload at the node, and the ETags of the parts that it has, by number."""
+
+    upload_id: str
+    etags: dict[int, str]
+
+
 def _in_parts(
-    bucket: str, key: str, plan: Plan, parts: Iterator[tuple[bytes, Source | None]]
-) -> Generator[Request, Response, Written]:
-    """A multipart upload, aborted if anything fails on the way."""
-    target = encode_path(bucket, key)
-    answer = yield from _ask(Request("POST", f"{target}?uploads=", plan.headers), bucket, key)
-    found = _UPLOAD_ID(answer)
-    if found is None:
-        raise Corrupt("the answer names no upload: check that a Forebay node answers at this URL")
-    upload = f"uploadId={quote(_unescape(found[1]), safe='')}"
+    bucket: str,
+    key: str,
+    plan: Plan,
+    pieces: Iterator[_Piece],
+    resumed: _Sent | None = None,
+    *,
+    resumable: bool = False,
+) -> flows.Flow[Written]:
+    """Send the pieces that an earlier attempt has not sent, and make the object. What fails is aborted, unless it is
+    `resumable` and another attempt may succeed."""
+    if resumed is None:
+        begin = Request("POST", encode_path("-/v1/uploads", bucket, key), plan.headers)
+        state: UploadState = yield from flows.ask_json(begin, f"{bucket}/{key}", UploadState)
+        resumed = _Sent(state.upload_id, {})
+    upload_id, etags = resumed
+    size_bytes = 0
     try:
-        done, size_bytes = [], 0
-        for number, (body, source) in enumerate(parts, 1):
-            if number > limits.PARTS_MAX:
+        for piece in pieces:
+            if piece.number > limits.PARTS_MAX:
                 raise Invalid(f"the stream is longer than {limits.PARTS_MAX} parts hold: write it to a file first")
-            request = Request("PUT", f"{target}?partNumber={number}&{upload}", (), body, None, source)
-            response = yield request
-            if not response.ok:
-                raise _raised(response, f"part {number} of {bucket}/{key}")
-            done.append((number, response.headers.get("etag", "")))
-            size_bytes += request.body_bytes
-        rows = "".join(f"<Part><PartNumber>{n}</PartNumber><ETag>{_escape(etag)}</ETag></Part>" for n, etag in done)
-        body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
-        conditions = tuple(pair for pair in plan.all_headers() if pair not in plan.headers)
-        answer = yield from _ask(Request("POST", f"{target}?{upload}", conditions, body), bucket, key)
+            if piece.number not in etags:
+                etags[piece.number] = yield from _put_part(bucket, key, upload_id, piece)
+            size_bytes += piece.size_bytes
+        chosen = [ChosenPart(number, etags[number]) for number in sorted(etags)]
+        return (yield from _complete(bucket, key, upload_id, plan, Completion(chosen, size_bytes)))
     except GeneratorExit:
         raise
-    except BaseException:
+    except BaseException as error:
+        if resumable and etags and isinstance(error, Unavailable | Busy) and error.code != "InsufficientStorage":
+            raise type(error)(
+                f"{error.message}; the node keeps the parts that it has: put the same file again to send the rest",
+                code=error.code,
+                retry_after_s=error.retry_after_s,
+            ) from error
         with contextlib.suppress(ForebayError):  # uploads that are left end by themselves, after days
-            yield Request("DELETE", f"{target}?{upload}")
+            yield Request("DELETE", _of_upload("-/v1/uploads", bucket, key, upload_id))
         raise
-    etag = _ETAG(answer)
-    if etag is None:  # a completion that fails late says 200 and an error
-        raise _raised(Response(500, {}, answer.encode()), f"{bucket}/{key}")
-    return Written(_unescape(etag[1]).strip('"'), "", size_bytes, 0.0)  # who may write may not be one who may ask
 
 
-def _ask(request: Request, bucket: str, key: str) -> flows.Flow[str]:
-    response = yield request
-    if not response.ok:
-        raise _raised(response, f"{bucket}/{key}")
-    return response.body.decode("utf-8", "replace")
+def _of_upload(path: str, bucket: str, key: str, upload_id: str, **query: int) -> str:
+    more = ((name, str(value)) for name, value in query.items())
+    return with_query(encode_path(path, bucket, key), (("upload_id", upload_id), *more))
 
 
-def _raised(response: Response, what: str) -> ForebayError:
-    """The error that S3's side of the node answered."""
-    text = response.body.decode("utf-8", "replace")
-    code, message = _CODE(text), _MESSAGE(text)
-    if code is None:
-        return flows.raised(response, what)
-    kind: Any = _KINDS.get(code[1]) or flows.kind_of(response.status) or KINDS.get(code[1], Bug)
-    said = _unescape(message[1]) if message else code[1]
-    hint = "; an upload in parts is signed with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if kind is Denied else ""
-    error: ForebayError = kind(f"{what}: {said}{hint}", code=code[1])
-    return error
+def _put_part(bucket: str, key: str, upload_id: str, piece: _Piece) -> flows.Flow[str]:
+    target = _of_upload("-/v1/parts", bucket, key, upload_id, number=piece.number)
+    request = Request("PUT", target, (), piece.body, source=piece.source)
+    state: PartState = yield from flows.ask_json(request, f"part {piece.number} of {bucket}/{key}", PartState)
+    return state.etag
+
+
+def _complete(bucket: str, key: str, upload_id: str, plan: Plan, completion: Completion) -> flows.Flow[Written]:
+    """Make the object. Asks again while the node is at it, and once if the answer was lost: of an upload that was
+    completed the node says the same again."""
+    target = _of_upload("-/v1/complete", bucket, key, upload_id)
+    headers = (("Content-Type", "application/json"), *plan.conditions)
+    request = Request("POST", target, headers, msgspec.json.encode(completion), repeatable=True)
+    lost = False
+    while True:
+        try:
+            response: Response = yield request
+        except Unavailable as error:
+            if error.code != CUT or lost:
+                raise
+            lost = True
+            continue
+        if response.status != 202:
+            done: UploadCompleted = flows.decoded(response, f"{bucket}/{key}", UploadCompleted)
+            return done.written
+
+
+# --- what an earlier attempt sent ------------------------------------------------------------------------------------
+def _sent_before(
+    bucket: str, key: str, plan: Plan, fd: int, size_bytes: int, part_bytes: int
+) -> flows.Flow[_Sent | None]:
+    """The latest open upload that holds parts of exactly this file and nothing else, if there is one."""
+    target = with_query(encode_path("-/v1/uploads", bucket), (("prefix", key),))
+    page: Uploads = yield from flows.ask_json(Request("GET", target), f"uploads of {bucket}/{key}", Uploads)
+    headers = {name.lower(): value.strip() for name, value in plan.headers}
+    for state in reversed(page.uploads):  # the key itself comes first of those that begin with it
+        if state.key == key and not state.checksum_algorithm:
+            etags = yield from _same_parts(state, headers, fd, size_bytes, part_bytes)
+            if etags:
+                return _Sent(state.upload_id, etags)
+    return None
+
+
+def _same_parts(
+    state: UploadState, headers: dict[str, str], fd: int, size_bytes: int, part_bytes: int
+) -> flows.Flow[dict[int, str]]:
+    """The ETags of an upload's parts, if it has these headers and each part is the file's of that number; else none."""
+    etags: dict[int, str] = {}
+    more, after = True, 0
+    while more:
+        # One part a page: an asyncio driver has its loop back between two digests.
+        target = _of_upload("-/v1/uploads", state.bucket, state.key, state.upload_id, after=after, limit=1)
+        try:
+            page: UploadParts = yield from flows.ask_json(Request("GET", target), "an upload", UploadParts)
+        except NotFound:  # it ended meanwhile
+            return {}
+        if dict(page.upload.headers) != headers:
+            return {}
+        for part in page.parts:
+            offset, after = (part.number - 1) * part_bytes, part.number
+            same_size = part.size_bytes == min(part_bytes, size_bytes - offset)
+            if not same_size or part.etag != _md5(fd, offset, part.size_bytes):
+                return {}
+            etags[part.number] = part.etag
+        more = page.more
+    return etags
+
+
+def _md5(fd: int, offset: int, size_bytes: int) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    end = offset + size_bytes
+    while offset < end:
+        piece = os.pread(fd, min(_PIECE_BYTES, end - offset), offset)
+        if not piece:
+            break
+        digest.update(piece)
+        offset += len(piece)
+    return digest.hexdigest()
