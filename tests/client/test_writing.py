@@ -210,6 +210,19 @@ def test_an_upload_of_anything_else_is_left_alone(node: FakeNode, cut_off: Path,
     assert theirs.parts == parts
 
 
+def test_an_upload_that_somebody_ends_meanwhile_is_begun_anew(node: FakeNode, cut_off: Path) -> None:
+    def end(count: int) -> None:
+        if count == 3:
+            node.uploads.clear()
+            node.on_part = lambda _: None
+
+    node.on_part = end
+    with Client(node.url) as client:
+        send(client, cut_off)
+    assert parts_sent(node) == [3, 4, 1, 2, 3, 4]
+    assert node.objects["corpus"]["a"] == cut_off.read_bytes()
+
+
 def test_headers_are_compared_as_the_node_keeps_them(node: FakeNode, cut_off: Path) -> None:
     plan = upload.Plan.of("text/x", {"Colour": " blue "}, "", False)
     next(iter(node.uploads.values())).headers = {"x-amz-meta-colour": "blue", "content-type": "text/x"}
@@ -222,6 +235,7 @@ def test_headers_are_compared_as_the_node_keeps_them(node: FakeNode, cut_off: Pa
     ("error", "kept"),
     [
         (Unavailable("no room", code="InsufficientStorage"), False),
+        (Unavailable("its disk is out", code="UploadNotHere"), False),
         (Invalid("no such part"), False),
         (Busy("too much that is not written yet"), True),
     ],

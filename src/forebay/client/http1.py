@@ -53,8 +53,8 @@ class Source(NamedTuple):
 
 class Request(NamedTuple):
     """One request. `target` is the path and query, already percent-encoded. With `sink`, the body of a 2xx answer goes
-    there; any other body is collected into the response. What is sent is `body`, or `source` instead. `repeatable`: it
-    changes nothing, whatever its method."""
+    there; any other body is collected into the response. What is sent is `body`, or `source` instead. `repeatable`: to
+    send it twice is as to send it once, whatever its method."""
 
     method: str
     target: str

@@ -28,7 +28,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -36,7 +36,7 @@ from forebay.client import flows
 from forebay.client.connection import CUT
 from forebay.client.http1 import Request, Response, Source, encode_path, with_query
 from forebay.core import limits
-from forebay.core.errors import Busy, ForebayError, Invalid, NotFound, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.messages.calls import PartState, UploadCompleted, UploadParts, Uploads, UploadState, Written
 from forebay.core.messages.native import ChosenPart, Completion
 
@@ -104,7 +104,14 @@ def put_file(
                 progress(source.size_bytes)
             yield _Piece(number, source=source)
 
-    return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=True))
+    if sent is not None:
+        try:
+            return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=True))
+        except NotFound as error:
+            if error.code != "NoSuchUpload":
+                raise
+            there = frozenset()  # somebody ended it: perhaps its own client, which is alive after all
+    return (yield from _in_parts(bucket, key, plan, pieces(), resumable=True))
 
 
 def put_stream(
@@ -221,7 +228,7 @@ def _in_parts(
     except GeneratorExit:
         raise
     except BaseException as error:
-        if resumable and etags and isinstance(error, Unavailable | Busy) and error.code != "InsufficientStorage":
+        if resumable and etags and _may_pass(error):
             raise type(error)(
                 f"{error.message}; the node keeps the parts that it has: put the same file again to send the rest",
                 code=error.code,
@@ -230,6 +237,15 @@ def _in_parts(
         with contextlib.suppress(ForebayError):  # uploads that are left end by themselves, after days
             yield Request("DELETE", _of_upload("-/v1/uploads", bucket, key, upload_id))
         raise
+
+
+def _may_pass(error: BaseException) -> TypeGuard[ForebayError]:
+    """Whether the rest may be sent later. A full disk is better off without the parts, and a lost one has none."""
+    return (
+        isinstance(error, ForebayError)
+        and error.retry != "never"
+        and error.code not in ("InsufficientStorage", "UploadNotHere")
+    )
 
 
 def _of_upload(path: str, bucket: str, key: str, upload_id: str, **query: int) -> str:
