@@ -381,6 +381,35 @@ def test_of_two_completes_at_once_one_wins_and_a_part_comes_too_late(play: Any) 
     play(story, write="local")
 
 
+def test_a_complete_that_is_asked_again_meanwhile_is_done_once(play: Any) -> None:
+    async def story(place: Place) -> None:
+        upload = await place.create()
+        one = await place.send(upload, 1, b"1")
+        writing, tries = place.writing, 0
+        put_file = writing.put_file
+
+        async def counted(*arguments: Any, **more: Any) -> Written:
+            nonlocal tries
+            tries += 1
+            return await put_file(*arguments, **more)
+
+        writing.put_file = counted  # type: ignore[method-assign]
+        writing.fails = Unavailable("the backend does not answer")
+        writing.gate.clear()
+        asking = [asyncio.create_task(place.complete(upload, (1, one))) for _ in range(3)]
+        await until(lambda: tries > 0)
+        asking[0].cancel()
+        writing.gate.set()
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(each) for each in outcomes[1:]] == [Unavailable] * 2
+        assert tries == 1, "who asks again waits, and does not try again"
+        writing.fails = None
+        await place.complete(upload, (1, one))
+        assert (tries, place.content()) == (2, b"1")
+
+    play(story, write="local")
+
+
 # --- ending without an object ----------------------------------------------------------------------------------------
 def test_an_aborted_upload_leaves_nothing(play: Any) -> None:
     async def story(place: Place) -> None:
@@ -534,6 +563,21 @@ def test_a_stop_after_committing_ends_the_upload(play: Any) -> None:
         assert place.content() == PART + b"end"
         assert (await place.complete(upload, (1, one), (2, two))).written.etag == expected[0].etag
         assert (await place.book.uploads(UploadsCall("b"))).uploads == []
+
+    play(story, write="local")
+
+
+def test_an_upload_on_a_disk_that_is_out_says_so(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(place: Place) -> None:
+        upload = await place.create()
+        await place.send(upload, 1, b"1")
+        monkeypatch.setattr(place, "volumes", list)
+        with pytest.raises(Unavailable, match="begin another") as caught:
+            await place.send(upload, 2, b"2")
+        assert code(caught) == "UploadNotHere"
+        await place.abort(upload)
+        monkeypatch.undo()
+        await place.book.sweep()
 
     play(story, write="local")
 

@@ -200,6 +200,7 @@ class UploadBook:
         self._done: dict[str, Kept] = {}
         self._aborting: dict[str, Kept] = {}
         self._names: dict[str, list[tuple[str, str]]] = {}  # by bucket: (key, id) of open uploads, sorted
+        self._completing: dict[str, tuple[UploadCompleteCall, asyncio.Task[UploadCompleted]]] = {}
         self._clearing: set[str] = set()  # done, and not noted so yet: the parts are the proof
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -223,8 +224,17 @@ class UploadBook:
         return UploadParts(state, [_state(upload.parts[number]) for number in shown], len(numbers) > len(shown))
 
     async def complete(self, call: UploadCompleteCall) -> UploadCompleted:
-        """Make the object of the parts named. Asked again after its answer was lost, it says the same again."""
-        return await self._whole(self._complete(call))
+        """Make the object of the parts named. Asked again meanwhile, or after its answer was lost, it says the same."""
+        asked, work = self._completing.get(call.upload_id, (None, None))
+        if work is None or asked != call:
+            work = self._spawn(self._complete(call))
+            self._completing[call.upload_id] = call, work
+            work.add_done_callback(functools.partial(self._completed, call))
+        return await asyncio.shield(work)
+
+    def _completed(self, call: UploadCompleteCall, work: asyncio.Task[UploadCompleted]) -> None:
+        if self._completing.get(call.upload_id) == (call, work):
+            del self._completing[call.upload_id]
 
     async def abort(self, call: UploadNamed) -> Nothing:
         """Forget the upload and its parts."""
@@ -330,7 +340,8 @@ class UploadBook:
             if at.volume_id == kept.volume_id:
                 return os.path.join(at.path, "parts", kept.upload_id)
         raise Unavailable(
-            f"the disk that holds upload {kept.upload_id} is out (`forebay status`): abort the upload and begin another"
+            f"the disk that holds upload {kept.upload_id} is out (`forebay status`): abort it and begin another",
+            code="UploadNotHere",
         )
 
     async def _take_all(self, call: UploadPartCall) -> PartState:

@@ -125,32 +125,6 @@ ROUTES: tuple[Route, ...] = (
         body=calls.CopyCall, answer=calls.Written,
     ),
     Route(
-        "upload_begin", "POST", "/-/v1/uploads/{bucket}/{key}", "Begin an upload in parts.", "write",
-        answer=calls.UploadState,
-    ),
-    Route(
-        "uploads", "GET", "/-/v1/uploads/{bucket}", "A page of the uploads that are open, by key, then time.", "write",
-        _UPLOADS, answer=calls.Uploads,
-    ),
-    Route(
-        "upload_parts", "GET", "/-/v1/uploads/{bucket}/{key}", "A page of the parts that the node has of an upload.",
-        "write", _PARTS, answer=calls.UploadParts,
-    ),
-    Route(
-        "upload_abort", "DELETE", "/-/v1/uploads/{bucket}/{key}", "Forget an upload and its parts.", "write",
-        (_UPLOAD,), answer=calls.Nothing,
-    ),
-    Route(
-        "upload_part", "PUT", "/-/v1/parts/{bucket}/{key}",
-        "Make the body a part of an upload, in place of the one with its number; checksums hold.", "write",
-        _PART, body=bytes, answer=calls.PartState,
-    ),
-    Route(
-        "upload_complete", "POST", "/-/v1/complete/{bucket}/{key}",
-        "Make the object of an upload's parts; If-Match and If-None-Match: * hold. 202 and nothing while it is made: "
-        "ask again.", "write", (_UPLOAD,), body=Completion, answer=calls.UploadCompleted,
-    ),
-    Route(
         "members", "GET", "/-/v1/members/{bucket}/{key}", "The members of a shard; If-* hold.", "read", _MEMBERS,
         media="application/msgpack",
     ),
@@ -175,6 +149,32 @@ ROUTES: tuple[Route, ...] = (
         "manifest", "GET", "/-/v1/manifest/{bucket}",
         "All objects under a prefix as one manifest; 202 and a ManifestState while it is being listed.",
         "read", _MANIFEST, media=MANIFEST,
+    ),
+    Route(
+        "upload_begin", "POST", "/-/v1/uploads/{bucket}/{key}", "Begin an upload in parts.", "write",
+        answer=calls.UploadState,
+    ),
+    Route(
+        "uploads", "GET", "/-/v1/uploads/{bucket}", "A page of the uploads that are open, by key, then time.", "write",
+        _UPLOADS, answer=calls.Uploads,
+    ),
+    Route(
+        "upload_parts", "GET", "/-/v1/uploads/{bucket}/{key}", "A page of the parts that the node has of an upload.",
+        "write", _PARTS, answer=calls.UploadParts,
+    ),
+    Route(
+        "upload_abort", "DELETE", "/-/v1/uploads/{bucket}/{key}", "Forget an upload and its parts.", "write",
+        (_UPLOAD,), answer=calls.Nothing,
+    ),
+    Route(
+        "upload_part", "PUT", "/-/v1/parts/{bucket}/{key}",
+        "Make the body a part of an upload, in place of the one with its number; checksums hold.", "write",
+        _PART, body=bytes, answer=calls.PartState,
+    ),
+    Route(
+        "upload_complete", "POST", "/-/v1/complete/{bucket}/{key}",
+        "Make the object of an upload's parts; If-Match and If-None-Match: * hold. 202 and nothing while it is made: "
+        "ask again.", "write", (_UPLOAD,), body=Completion, answer=calls.UploadCompleted,
     ),
     Route("buckets", "GET", "/-/v1/buckets", "All buckets that the caller may read.", answer=list[Bucket]),
     Route("bucket", "GET", "/-/v1/buckets/{bucket}", "One bucket's settings; secrets are masked.", answer=Bucket),
