@@ -128,12 +128,12 @@ def test_parts_are_given_up_when_it_fails(node: FakeNode, error: type[BaseExcept
             client.put("corpus", "a", io.BytesIO(data))
 
 
-def send(client: Client, path: Path, plan: upload.Plan = PLAN, progress: Any = None) -> Written:
+def send(client: Client, path: Path, plan: upload.Plan = PLAN, progress: Any = None, **more: bool) -> Written:
     """The file in parts of 1 MiB."""
     with open(path, "rb") as file:
         size_bytes = path.stat().st_size
         flow = upload.put_file(
-            "corpus", "a", file.fileno(), size_bytes, plan, progress, part_bytes=MIB, whole_bytes_max=MIB
+            "corpus", "a", file.fileno(), size_bytes, plan, progress, part_bytes=MIB, whole_bytes_max=MIB, **more
         )
         return client.run(flow)
 
@@ -253,6 +253,20 @@ def test_what_cannot_succeed_later_is_aborted(node: FakeNode, tmp_path: Path, er
     assert caught.value.code == error.code
     assert bool(node.uploads) is kept
     assert ("put the same file again" in caught.value.message) is kept
+
+
+def test_a_file_that_nobody_has_afterwards_leaves_no_parts(node: FakeNode, cut_off: Path) -> None:
+    theirs = list(node.uploads.values())
+
+    def go(count: int) -> None:
+        if count == 2:
+            node.fail_next = [Unavailable("the node stops")]
+
+    node.on_part = go
+    with Client(node.url) as client, pytest.raises(Unavailable) as caught:
+        send(client, cut_off, resumable=False)
+    assert caught.value.message == "the node stops"
+    assert list(node.uploads.values()) == theirs
 
 
 @pytest.mark.parametrize("only_new", [False, True])

@@ -352,9 +352,9 @@ class ObjectWriter(io.RawIOBase):
                         flows.put(self.bucket, self.key, self._plan.all_headers(), body=data)
                     )
             else:
-                self.written = self._client.run(
-                    put_file(self.bucket, self.key, self._file.fileno(), self._size_bytes, self._plan)
-                )
+                fd, size_bytes = self._file.fileno(), self._size_bytes
+                flow = put_file(self.bucket, self.key, fd, size_bytes, self._plan, resumable=False)
+                self.written = self._client.run(flow)
         finally:
             self._client.changed(self.bucket, self.key)
             self.abort()

@@ -361,7 +361,8 @@ class Client:
 
         Whole or not at all: after an error the object is what it was. With `etag` only if the object is that version
         now, with `only_new` only if there is none; else `Precondition`. `progress` is called with the size of each
-        piece sent. `Busy` when the bucket has as many unwritten bytes as it may: try again later.
+        piece sent. `Busy` when the bucket has as many unwritten bytes as it may: try again later. A file above 5 GiB
+        goes in parts: if that was cut off, put the file again, and what the node lacks is sent.
         """
         try:
             return self.run(put_data(bucket, key, data, Plan.of(content_type, metadata, etag, only_new), progress))

@@ -83,8 +83,11 @@ def put_file(
     progress: Callable[[int], None] | None = None,
     part_bytes: int = FILE_PART_BYTES,
     whole_bytes_max: int = limits.PUT_BYTES_MAX,
+    *,
+    resumable: bool = True,
 ) -> flows.Flow[Written]:
-    """The first `size_bytes` of `fd` to the object. Of parts that an earlier attempt sent, `progress` hears too."""
+    """The first `size_bytes` of `fd` to the object. Of parts that an earlier attempt sent, `progress` hears too. Not
+    `resumable`: nobody will put this file again."""
     if size_bytes <= whole_bytes_max:
         source = Source(fd, 0, size_bytes, progress)
         return (yield from flows.put(bucket, key, plan.all_headers(), source=source))
@@ -94,7 +97,7 @@ def put_file(
         )
     part_bytes = max(part_bytes, -(-size_bytes // limits.PARTS_MAX))
 
-    sent = yield from _sent_before(bucket, key, plan, fd, size_bytes, part_bytes)
+    sent = (yield from _sent_before(bucket, key, plan, fd, size_bytes, part_bytes)) if resumable else None
     there = frozenset(sent.etags) if sent is not None else frozenset()
 
     def pieces() -> Iterator[_Piece]:
@@ -106,12 +109,12 @@ def put_file(
 
     if sent is not None:
         try:
-            return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=True))
+            return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=resumable))
         except NotFound as error:
             if error.code != "NoSuchUpload":
                 raise
             there = frozenset()  # somebody ended it: perhaps its own client, which is alive after all
-    return (yield from _in_parts(bucket, key, plan, pieces(), resumable=True))
+    return (yield from _in_parts(bucket, key, plan, pieces(), resumable=resumable))
 
 
 def put_stream(
