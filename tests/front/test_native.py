@@ -169,6 +169,7 @@ def test_an_upload_says_to_the_engine_what_the_client_asked(node: Node) -> None:
         ("uploads/b/k?upload_id=u1&limit=0", "GET", None, ""),
         ("uploads/b/k?upload_id=u1&after=x", "GET", None, ""),
         ("uploads/b?limit=0000000001", "GET", None, ""),
+        ("list/b?limit=0000000001001", "GET", None, ""),
         ("complete/b/k?upload_id=u1", "POST", {"parts": [[0, "e"]]}, ""),
         ("complete/b/k?upload_id=u1", "POST", {"parts": [[1 << 70]]}, ""),
         ("complete/b/k?upload_id=u1", "POST", {"parts": [[]]}, ""),
@@ -178,7 +179,7 @@ def test_an_upload_says_to_the_engine_what_the_client_asked(node: Node) -> None:
         ("uploads/b/k", "POST", {"a": 1}, "EntityTooLarge"),
     ],
 )
-def test_an_upload_that_makes_no_sense(node: Node, target: str, method: str, body: Any, code: str) -> None:
+def test_a_request_that_makes_no_sense(node: Node, target: str, method: str, body: Any, code: str) -> None:
     status, said = ask(node, f"/-/v1/{target}", method, body)
     kind = "NotFound" if code == "NoSuchUpload" else "Invalid"
     assert (400 <= status < 500, said["error"]["kind"], said["error"]["code"]) == (True, kind, code)
