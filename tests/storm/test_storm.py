@@ -72,15 +72,17 @@ def test_every_answer_in_a_storm_has_an_explanation(seaweed: servers.SeaweedFS, 
 def one_round(sea: Sea, crew: Crew, names: list[str], chance: random.Random) -> None:
     crew.board.may_be_full = "full" in names
     sea.is_disturbed = bool(DISTURBING & set(names))
-    lasting = [contextlib.ExitStack() for _ in names]
+    # A frozen disk can be neither filled nor emptied: it freezes last, and is full for longer.
+    lasting = {name: contextlib.ExitStack() for name in sorted(names, key=lambda name: name == "frozen")}
     with contextlib.ExitStack() as all_of_them:
-        for name, each in zip(names, lasting, strict=True):
+        for name, each in lasting.items():
             pause_s(chance, 0.0, 0.5)
             all_of_them.enter_context(each)
             each.enter_context(FAULTS[name](sea, chance))
         pause_s(chance, 0.1, 1.0)
-        for each in chance.sample(lasting, len(lasting)):
-            each.close()
+        ending = chance.sample(list(lasting), len(lasting))
+        for name in sorted(ending, key=lambda name: name == "full" and "frozen" in lasting):
+            lasting[name].close()
     answered = crew.board.answered
     try:
         until(lambda: crew.board.wrong or crew.board.answered >= answered + ANSWERS, "answers after the faults")
