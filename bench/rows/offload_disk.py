@@ -144,7 +144,7 @@ class Course:
     """The tier, fio's file and all sides of one run. A context manager."""
 
     def __init__(self, folder: Path, total_bytes: int) -> None:
-        disk_tier, tiers = _offload("disk_tier"), _offload("tiers")
+        disk_tier, tiers = _offload("tiers.disk_tier"), _offload("tiers.tiers")
         np = importlib.import_module("numpy")
         self.total_bytes, self.piece_bytes = total_bytes, tiers.PIECE_BYTES
         self.threads = disk_tier.THREADS
@@ -236,7 +236,7 @@ def _both(rates: Rates, at: int) -> str:
 def _notes(course: Course, folder: Path) -> tuple[str, ...]:
     """How the tier went, what fio's other sides did, threads beside io_uring, and the price of a checksum."""
     path = getattr(course.tier, "path", course.tier.mode)
-    file = _offload("swapfile").SwapFile(str(folder), course.piece_bytes, direct=True)
+    file = _offload("tiers.swapfile").SwapFile(str(folder), course.piece_bytes, direct=True)
     align = file.align_bytes
     file.close()
     way = "as it lies" if align <= TORCH_ALIGN_BYTES else "through bounce buffers"
@@ -267,7 +267,7 @@ def _threads_or_uring(course: Course, direction: str) -> str:
 def checksum_s(size_bytes: int) -> float:
     """Seconds for a checksum over so many bytes of memory that is not in the processor's caches: median of ten."""
     xxhash = importlib.import_module("xxhash")
-    memory = _offload("tiers").page_aligned(10 * size_bytes)
+    memory = _offload("tiers.tiers").page_aligned(10 * size_bytes)
     memory[:] = 1
     times = []
     for begin in range(0, len(memory), size_bytes):

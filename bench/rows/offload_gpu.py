@@ -162,7 +162,7 @@ class Training:
 
     def __init__(self, torch: Any, work: Work) -> None:
         self.torch, self.device, self._shape = torch, torch.device(work["device"]), work["shape"]
-        self._shapes = _offload("shapes")
+        self._shapes = _offload("tracing.shapes")
         width, sequence = self._shape["width"], self._shape["sequence"]
         heads = max(1, width // HEAD_WIDTH)
         dimensions = {"vocabulary": self._shape["words"], "layers": self._shape["layers"], "width": width}
@@ -205,7 +205,7 @@ class Training:
 def _none(training: Training, work: Work, told: Told) -> None:
     training.run(work["steps"], told)
     if work["device"] == "cpu":  # nobody counts memory there: what the profiler makes of one more step
-        with _offload("profile").Profiler(training.model, training.optimizer) as profiler:
+        with _offload("tracing.profile").Profiler(training.model, training.optimizer) as profiler:
             training.take(work["steps"])
         told["peak_bytes"] = int(profiler.trace().need_bytes().max())
 
@@ -236,8 +236,8 @@ def _ours(training: Training, work: Work, told: Told) -> None:
     """The engine with both tiers. It is closed only when all went well: to close it brings everything back, for which
     there may be no memory; the process ends anyway."""
     host, disk = (
-        _offload("host_tier").HostTier(work["host_bytes"]),
-        _offload("disk_tier").DiskTier([work["folder"]], work["disk_bytes"]),
+        _offload("tiers.host_tier").HostTier(work["host_bytes"]),
+        _offload("tiers.disk_tier").DiskTier([work["folder"]], work["disk_bytes"]),
     )
     off = _offload("engine").Offload(
         training.model,

@@ -44,7 +44,7 @@ def _offload(name: str) -> Any:
 # --- planning --------------------------------------------------------------------------------------------------------
 def made_up(layers: int) -> Any:
     """A step of so many layers, each with 150 operators and 50 tensors, as training with Adam has them."""
-    trace = _offload("trace")
+    trace = _offload("planning.trace")
     said, chance, times = trace.TensorSaid, random.Random(3), random.Random(4)
     forward, backward, update = 50, 90, 10
     operators: list[tuple[str, float, int]] = []
@@ -74,7 +74,7 @@ def made_up(layers: int) -> Any:
 
 def planning(lab: Lab, row: Row) -> Result:
     """Seconds of the processor for a plan by each rank, and for the whole portfolio with its replays."""
-    hardware, plan, choose = _offload("hardware"), _offload("plan"), _offload("choose")
+    hardware, plan, choose = _offload("planning.hardware"), _offload("planning.plan"), _offload("planning.choose")
     trace = made_up(20 if lab.quick else 400)
     machine = hardware.Hardware(
         int(trace.need_bytes().max() * 0.8),
@@ -103,7 +103,7 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
 # --- simulation ------------------------------------------------------------------------------------------------------
 def shapes(lab: Lab, row: Row) -> Result:
     """The chosen plan's step beside the paper's rank and G10's, for every model, budget and bandwidth."""
-    hardware, choose, made = _offload("hardware"), _offload("choose"), _offload("shapes")
+    hardware, choose, made = _offload("planning.hardware"), _offload("planning.choose"), _offload("tracing.shapes")
     steps: dict[str, list[float]] = {"chosen": [], "ratio": [], "area": [], "whole_layer": []}
     notes = []
     for name, (batch, sequence) in list(SHAPES.items())[: 1 if lab.quick else None]:
@@ -161,7 +161,7 @@ def _need_bytes() -> int:
     """What a step of the network needs, from its profile."""
     model, optimizer = _network()
     _take(model, optimizer, 0)
-    with _offload("profile").Profiler(model, optimizer) as profiler:
+    with _offload("tracing.profile").Profiler(model, optimizer) as profiler:
         _take(model, optimizer, 1)
     return int(profiler.trace().need_bytes().max())
 
@@ -169,7 +169,7 @@ def _need_bytes() -> int:
 def _trained(folder: Path, budget: int, limit_bytes_s: float | None, steps: int) -> tuple[list[float], Any, Any]:
     """The losses of so many steps, the engine's report, and the weights."""
     limits = None if limit_bytes_s is None else (limit_bytes_s, limit_bytes_s)
-    disk = _offload("disk_tier").DiskTier([folder], "512MiB", limit_bytes_s=limits)
+    disk = _offload("tiers.disk_tier").DiskTier([folder], "512MiB", limit_bytes_s=limits)
     model, optimizer = _network()
     engine = _offload("engine").Offload(
         model, optimizer, budget=budget, tiers=[disk], size_bytes_min=64 << 10, chunk_bytes=8 * MIB
@@ -227,7 +227,7 @@ def idle(lab: Lab, row: Row) -> Result:
     torch.set_num_threads(1)
     rates: tuple[list[float], list[float]] = ([], [])
     with tempfile.TemporaryDirectory(dir=lab.dir) as folder:
-        disk = _offload("disk_tier").DiskTier([folder], "64MiB")
+        disk = _offload("tiers.disk_tier").DiskTier([folder], "64MiB")
         model, optimizer = _network()
         plain, its_optimizer = _network()
         with _offload("engine").Offload(model, optimizer, budget=1 << 40, tiers=[disk]) as off:

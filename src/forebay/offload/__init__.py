@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forebay.offload.tiers.host_tier import HostTier
 
 __all__ = ["DiskTier", "HostTier", "Offload"]
-_HOMES = {"DiskTier": "disk_tier", "HostTier": "host_tier", "Offload": "engine"}
+_HOMES = {"DiskTier": "tiers.disk_tier", "HostTier": "tiers.host_tier", "Offload": "engine"}
 
 
 def __getattr__(name: str) -> Any:
