@@ -1,1 +1,1 @@
-"""Decisions: machines that events step, and rules. Pure; shells in `node/` perform their effects."""
+"""Decisions: machines that step on events, and rules. Pure; shells in `node/` perform their effects."""

@@ -1,10 +1,9 @@
-"""The order in which a volume changes, so that a cut anywhere leaves each object whole-old, whole-new or absent.
+"""The order of a volume's changes. A cut at any point leaves each object whole-old, whole-new or absent.
 
-Theory. The index decides what is served: a file without a record is rubbish, a block that its record does not list is
-not read. So every change is a list of effects, performed in order, around one point where it becomes true: the commit
-of an index record. What must be there for the record to be right comes before it; what the record no longer needs goes
-after it. Records of several plans may share one transaction (group commit); what follows a record in its plan then
-waits until that transaction has committed.
+Theory. The index decides what is served. A file without a record is rubbish; a block that its record does not list is
+never read. So every change is a list of effects, performed in order, around the commit of one index record. What the
+record relies on comes before it. What the record no longer needs goes after it. Records of several plans may share one
+transaction (group commit); the effects after a record then wait until that transaction has committed.
 
     new version     create temp, header, rename into place | write, sums, RECORD, … | retire the old
     evict blocks    RECORD without them, announce, then punch under an exclusive lease
@@ -15,24 +14,25 @@ waits until that transaction has committed.
     delete          TOMBSTONE or REMOVE RECORD (synced) | REMOVE RECORD (visible), acknowledge | retire the old
     flushed         RECORD (visible, clean), header | REMOVE RECORD (synced, whenever there is another)
 
-A write has two records. The visible one is what readers see; it is not synced. The durable one says what no stop may
-lose, and what it says is put into view again at the start. Where the durable index names a key, a change of that key
-goes through it first, whether or not it asks to be durable: else what was replaced would come back. A write that asks
-for no more than memory (and replaces nothing durable) skips the middle part of its line. Since the durable record
-alone gives a written file its meaning, the file may have its name before it is synced: one journal commit carries both.
+A write has two records. Readers see the visible one, which is not synced. The durable one survives every stop, and the
+start restores the visible record from it. If the durable index names a key, a change of that key goes through the
+durable index first, whether or not the change asks to be durable; otherwise the replaced version would come back after
+a stop. A write that asks only for memory, and replaces nothing durable, skips the middle part of its line. A written
+file may get its name before it is synced, because only the durable record gives it meaning: one journal commit carries
+both.
 
-A clean file is in place before it is full, because readers send from it while it lands; its header (bucket, key,
-version, size) is set while it is still a temp file, so a file in `data/` always says what it is. Nothing of clean data
-is synced: after an unclean machine stop its records are not trusted, and each block is verified against the sums kept
-in the file before it is used. Sums are written after the bytes and dropped after the record; a sum that outlives its
-bytes, or bytes that a cut lost, fail the comparison and the block is fetched again.
+A clean file is in place before it is full, because readers send from it while blocks land. Its header (bucket, key,
+version, size) is set while it is still a temp file, so every file in `data/` says what it is. Clean data is never
+synced. After an unclean machine stop its records are not trusted: each block is compared with the sum kept in the file
+before its first use. Sums are written after the bytes and dropped after the record. If bytes were lost, or a sum
+outlived its bytes, the comparison fails and the block is fetched again.
 
-Rejected: a journal of intents (a second thing to recover); syncing clean files (a hundred times slower than the
-bucket, and what is lost can be fetched).
+Rejected: a journal of intents (a second thing to recover); syncing clean files (a hundred times slower than the bucket,
+and lost clean data can be fetched).
 
-Invariants (`check_plan` holds a plan to them). (1) A file is renamed into place only with its header. (2) A record that
-lists a block comes after the block's bytes and sum. (3) Punch and unlink come after the record that gives the bytes
-up, and after readers were told. (4) Acknowledge comes after a durable record, which comes after fsync of the file
+Invariants (`check_plan` asserts them). (1) A file is renamed into place only with its header. (2) A record lists a
+block only after the block's bytes and sum are written. (3) Punch and unlink come after the record that gives up the
+bytes, and after readers were told. (4) Acknowledge comes after a durable record, which comes after fsync of the file
 (after its last write) and of the directory (after the rename).
 """
 
@@ -60,7 +60,7 @@ class SetHeader:
 
 @dataclass(frozen=True, slots=True)
 class WriteBytes:
-    """Put `length` bytes at `offset`; the shell holds the bytes."""
+    """Write `length` bytes at `offset`. The shell holds the bytes."""
 
     path: str
     offset: int
@@ -69,7 +69,7 @@ class WriteBytes:
 
 @dataclass(frozen=True, slots=True)
 class KeepSums:
-    """Store the checksums of these blocks where a rebuild finds them; of blocks no longer named, drop them."""
+    """Store the checksums of these blocks where a rebuild finds them. Drop the sums of all other blocks."""
 
     path: str
     blocks: tuple[int, ...]
@@ -95,9 +95,10 @@ class SyncDir:
 
 @dataclass(frozen=True, slots=True)
 class PutRecord:
-    """Make the record of (bucket, key) name this object with exactly these blocks. The point where a change is true.
+    """Make the record of (bucket, key) name this object with exactly these blocks. The change becomes true here.
 
-    `durable`: into the synced index, returning only when it is on the disk. `path` is empty for an inline object.
+    `durable`: write to the synced index, and return only when the record is on disk. `path` is empty for an inline
+    object.
     """
 
     bucket: str
@@ -120,7 +121,8 @@ class RemoveRecord:
 
 @dataclass(frozen=True, slots=True)
 class PutTombstone:
-    """Note that the delete of (bucket, key) is owed to the backend; nothing durable names an object of the key then."""
+    """Note that the backend has yet to delete (bucket, key). From then on nothing durable names an object of the
+    key."""
 
     bucket: str
     key: str
@@ -136,7 +138,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Punch:
-    """Give back the bytes [start, end) of the file, under an exclusive lease; if it is refused, come back later."""
+    """Free the bytes [start, end) of the file, under an exclusive lease. If the lease is refused, try again later."""
 
     path: str
     start: int
@@ -145,7 +147,7 @@ class Punch:
 
 @dataclass(frozen=True, slots=True)
 class Unlink:
-    """Remove the file; who has it open keeps its bytes. Missing already is fine."""
+    """Remove the file. Whoever has it open keeps its bytes. It is no error if the file is missing."""
 
     path: str
 
@@ -178,7 +180,7 @@ Effect = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One version of one object on a volume: who it is and where its file is (`path` empty: inline, no file)."""
+    """One version of one object on a volume, and the path of its file (`path` empty: inline, no file)."""
 
     bucket: str
     key: str
@@ -188,7 +190,8 @@ class Place:
 
 
 def plan_begin(new: Place, temp: str, size_bytes: int, header: bytes) -> list[Effect]:
-    """Bring a clean object's empty file into place, so that blocks can land in it. No record yet: it is not served."""
+    """Bring a clean object's empty file into place, so that blocks can land in it. It has no record yet, so nobody
+    reads it."""
     return [CreateTemp(temp, size_bytes), SetHeader(temp, header), Rename(temp, new.path)]
 
 
@@ -199,9 +202,9 @@ def plan_land(
     present: Iterable[int],
     replaces: Place | None = None,
 ) -> list[Effect]:
-    """Blocks `landed` are whole after `writes` (offset, length); `present` were listed before.
+    """Record that blocks `landed` are whole after `writes` (offset, length). The record listed `present` before.
 
-    `replaces` is the version that the record names until now, if it is another; it goes once the new record is true.
+    `replaces` is the other version that the record names until now, if any; it is retired after the new record is true.
     """
     blocks = tuple(sorted({*present, *landed}))
     return [
@@ -213,26 +216,26 @@ def plan_land(
 
 
 def plan_inline(new: Place, replaces: Place | None = None) -> list[Effect]:
-    """A small object, whole inside its record."""
+    """Put a small object, whole, into its record."""
     return [PutRecord(new.bucket, new.key, new.object_id, "", (), new.durable), *plan_retire(replaces)]
 
 
 def plan_retire(old: Place | None) -> list[Effect]:
-    """What to do with a version that no record names any more."""
+    """Drop a version that no record names any more."""
     if old is None:
         return []
     return [Announce(old.object_id), *([Unlink(old.path)] if old.path else [])]
 
 
 def plan_forget(old: Place) -> list[Effect]:
-    """Drop an object whole: eviction, deletion, a bad file."""
+    """Drop a whole object: evicted, deleted, or its file is bad."""
     return [RemoveRecord(old.bucket, old.key, old.object_id, old.durable), *plan_retire(old)]
 
 
 def plan_evict_blocks(
     old: Place, present: Iterable[int], victims: Iterable[int], block_bytes: int, size_bytes: int
 ) -> list[Effect]:
-    """Drop some blocks of a clean file; the whole object when none would be left."""
+    """Drop some blocks of a clean file, or the whole object when no block would be left."""
     gone = sorted(set(victims))
     left = tuple(sorted(set(present) - set(gone)))
     if not left:
@@ -253,7 +256,7 @@ def plan_durable(
     header: bytes,
     replaces: Place | None = None,
 ) -> list[Effect]:
-    """An acknowledged write: whole and on the disk, name and all, before its writer hears of it."""
+    """Write an object; sync its bytes and its name before its writer is told."""
     size_bytes = sum(length for _, length in writes)
     every = tuple(range(blocks))
     return [
@@ -283,9 +286,9 @@ def plan_put(
     header: bytes,
     replaces: Place | None = None,
 ) -> list[Effect]:
-    """A whole object from a writer, shown as well as kept. `new.durable`: it must outlive the machine's next stop.
+    """Take a whole object from a writer, and make it visible. `new.durable`: it must survive the machine's next stop.
 
-    Nothing is in a file where `new.path` is empty: the bytes are in the records.
+    If `new.path` is empty there is no file: the bytes are in the records.
     """
     every = tuple(range(blocks)) if new.path else ()
     effects: list[Effect] = []
@@ -312,7 +315,7 @@ def plan_put(
 
 
 def plan_delete(old: Place, *, tombstone: bool, durable: bool) -> list[Effect]:
-    """A writer's delete of what is here. `tombstone`: the backend is still to hear of it."""
+    """Delete an object for a writer. `tombstone`: the backend has yet to delete it."""
     first: list[Effect] = []
     if tombstone:
         first = [PutTombstone(old.bucket, old.key, durable or old.durable)]
@@ -327,9 +330,9 @@ def plan_delete(old: Place, *, tombstone: bool, durable: bool) -> list[Effect]:
 
 
 def plan_flushed(old: Place, blocks: int, header: bytes) -> list[Effect]:
-    """The backend has the object: a clean one from here on, whose file says so too.
+    """Mark the object clean, in its record and its file: the backend has it now.
 
-    The durable record goes last: until then a machine stop makes the flush begin again, and nothing worse.
+    The durable record goes last. A machine stop before that only makes the flush begin again.
     """
     every = tuple(range(blocks)) if old.path else ()
     effects: list[Effect] = [PutRecord(old.bucket, old.key, old.object_id, old.path, every)]
@@ -341,7 +344,7 @@ def plan_flushed(old: Place, blocks: int, header: bytes) -> list[Effect]:
 
 
 def check_plan(effects: Sequence[Effect]) -> None:
-    """Assert the module's invariants over one plan that starts from nothing pending."""
+    """Assert the module's invariants over one plan that starts with nothing pending."""
     dirty: set[str] = set()  # written or renamed since the last sync
     unsynced_names: set[str] = set()
     headed: set[str] = set()

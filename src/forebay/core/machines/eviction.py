@@ -1,33 +1,33 @@
-"""Which units leave the node's volumes, and when.
+"""Which units leave a volume, and when.
 
-Theory. A *unit* is a block of a data file or a whole inline object, `object_id << 24 | block`. Every byte that misses
-lands first and competes afterwards; what to keep is decided when room is needed. Training reads everything once per
-epoch in random order: all units are equally good, so the best answer without hints is to keep what is in (a cache of C
-over data D then hits C/D; whatever replaces a resident before its turn loses a certain hit). So a newcomer takes a
-resident's place only with *clearly better evidence*, of two kinds:
+Theory. A *unit* is a block of a data file or a whole inline object: `object_id << 24 | block`. Every missed byte lands
+first; the policy decides what to keep when it needs room. Training reads everything once per epoch in random order, so
+all units are equally good. The best answer without hints is then to keep what is in: a cache of size C over data of
+size D hits C/D, and replacing a resident before its turn loses a certain hit. So a newcomer replaces a resident only
+with *clearly better evidence*, of two kinds:
 
-* It comes back faster. T is a unit's mean interval between uses, in bytes used meanwhile. A newcomer whose T, measured
-  over two intervals or more, is MARGIN times shorter than the resident's (or than the time the resident has been idle)
-  wins. In random epochs two intervals in a row average at least D/2 and no resident idles for 2 D, so luck hardly ever
-  makes a factor of 3.5. A single interval says nothing: the end of one epoch and the start of the next can be close.
-* The resident is dead: idle for longer than DEAD_FACTOR times the longest interval that residents show. That is how a
-  changed dataset is followed: the old one stops being used, and one and a third of its longest interval on it is dead.
+* The newcomer comes back faster. T is a unit's mean interval between uses, in bytes used meanwhile. A newcomer wins if
+  its T, over at least two intervals, is MARGIN times shorter than the resident's T or idle time. In random epochs two
+  intervals in a row average at least D/2 and no resident idles for 2 D, so chance hardly ever makes a factor of 3.5.
+  One interval proves nothing: the end of one epoch and the start of the next can be close.
+* The resident is dead: idle for longer than DEAD_FACTOR times the longest interval that residents show. So the cache
+  follows a changed dataset: the old data is dead after 1.3 times its longest interval without use.
 
-Newcomers wait in a small *probation* queue (1 %); when room is needed its oldest meets the weakest of a few residents
-(the *main* clock: a hand over the slots) and one of the two goes. What goes leaves its T and last use in the *ghost*, a
-table of bounded size, so a unit that comes back finds its record again. Uses closer together than the probation queue
-is long count once: a reader that takes a block in four pieces has used it once.
+Newcomers wait in a small *probation* queue (1 %). When room is needed, the oldest newcomer meets the weakest of a few
+residents (the *main* clock: a hand over the slots), and one of the two leaves. The *ghost*, a table of bounded size,
+keeps the T and last use of units that left, for when they come back. Uses closer together than the probation queue is
+long count once: a reader that takes a block in four pieces used it once.
 
-A bucket with a quota is a *pool* with its own probation, hand and longest interval, and gives up its own units when it
-is above the quota. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
+A bucket with a quota is a *pool* with its own probation, hand and longest interval. Above its quota it gives up its own
+units. Otherwise pools compete. Time here is the *clock*: bytes used, in 1/4096 of capacity.
 
-About 160 bytes a unit (`core/machines/slots.py`). Rejected: LRU and its kin (keep nothing of a random epoch), S3-FIFO
-and CLOCK as they are (every second-time newcomer replaces a resident), TinyLFU's counting sketch (halving leaves
-differences of two between equals, and collisions pass for evidence), random admission (hits C/D, never learns a hot
-set). Measured against these: docs/design/0002-eviction.md.
+A unit costs about 160 bytes (`core/machines/slots.py`). docs/design/0002-eviction.md has measurements. Rejected: LRU
+and its kin (keep nothing of a random epoch); S3-FIFO and CLOCK as they are (every second-time newcomer replaces a
+resident); TinyLFU's sketch (halving leaves differences of two between equals, and collisions pass for evidence); random
+admission (hits C/D, never learns a hot set).
 
 Invariants. (1) Pinned and held units are never victims. (2) `victims` frees what is asked, or chooses `units_max`, or
-says `stuck`. (3) Books balance: bytes per bucket, pool, in all equal sums over units. (4) Same events, same victims.
+reports `stuck`. (3) Bytes per bucket, per pool and in all equal the sums over units. (4) Same events, same victims.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ TICKS = 4096  # of the clock per capacity
 LOW_MARK = 0.995  # once above capacity (the high mark), evict down to this share of it
 MARGIN = 3.5
 INTERVALS_MIN = 2
-SAMPLE = 12  # residents looked at per contest
-SAMPLE_DOOMED = 128  # and at once, where a larger share than one of SAMPLE must go
+SAMPLE = 12  # residents sampled per contest
+SAMPLE_DOOMED = 128  # residents sampled at once when more than one in SAMPLE must go
 POOLS_MAX = 250
 
 _PROBATION, _PINNED = 1, 2  # flags
@@ -66,9 +66,9 @@ def split_unit(unit: int) -> tuple[int, int]:
 
 
 class Evicted(NamedTuple):
-    """What to drop. The machine has forgotten these units already: the caller must drop them from the store.
+    """What to drop. The machine has already forgotten these units: the caller must drop them from the store.
 
-    `stuck`: less than asked, because all else is pinned or held. Pass reads through until something changes.
+    `stuck`: less than asked, because everything else is pinned or held. Pass reads through until something changes.
     """
 
     units: list[int]
@@ -77,7 +77,8 @@ class Evicted(NamedTuple):
 
 
 class Eviction(Slots):
-    """The cache policy of one node. Not thread-safe. A call takes a few microseconds, `victims` that per unit."""
+    """The cache policy of one volume. Not thread-safe. A call takes a few microseconds; `victims` takes that per
+    unit."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
@@ -104,13 +105,14 @@ class Eviction(Slots):
 
     # --- settings ----------------------------------------------------------------------------------------------------
     def set_capacity(self, capacity_bytes: int) -> None:
-        """How much may be kept: the high mark. Cheap; may be called whenever the disks' free space changes."""
+        """Set how many bytes may be kept: the high mark. Cheap; call it whenever the disks' free space changes."""
         assert capacity_bytes >= 0
         self.capacity_bytes = self._open.limit_bytes = capacity_bytes
         self._burst_ticks = max(1, int(capacity_bytes * PROBATION_SHARE) // self._tick_bytes)
 
     def set_quota(self, bucket: str, quota_bytes: int | None) -> None:
-        """Bound a bucket's share; None: no bound. Looks at every unit. `Invalid` when too many buckets have one."""
+        """Bound a bucket's bytes; None removes the bound. Scans every unit. `Invalid` when too many buckets have a
+        quota."""
         bucket_id = self._bucket_id(bucket)
         pool = self._pool_of[bucket_id]
         if quota_bytes is not None and pool is not self._open:
@@ -153,8 +155,8 @@ class Eviction(Slots):
 
     # --- events ------------------------------------------------------------------------------------------------------
     def landed(self, unit: int, size_bytes: int, bucket: str, name: int = 0) -> None:
-        """A unit (block, inline object) came into the store. Then look at `excess_bytes`. Its history is filed under
-        `name` (0: the unit) when it leaves: units that come back have new numbers."""
+        """Add a unit (block, inline object) that came into the store; then check `excess_bytes`. When the unit leaves,
+        its history is kept under `name` (0: the unit itself), because a unit that comes back has a new number."""
         known = self._slots.get(unit)
         if known is not None and self._sizes[known] == size_bytes:
             self.touched(unit)
@@ -180,7 +182,7 @@ class Eviction(Slots):
             self._promote(oldest)
 
     def touched(self, unit: int) -> bool:
-        """A present unit was read. False if it is not known (evicted meanwhile): nothing happens then."""
+        """Note that a unit was read. Returns False, and changes nothing, if the unit is unknown (evicted meanwhile)."""
         slot = self._slots.get(unit)
         if slot is None:
             return False
@@ -198,13 +200,13 @@ class Eviction(Slots):
             self.touched(unit)
 
     def removed(self, unit: int) -> bool:
-        """A unit left the store by another way than `victims`. False if it is not known."""
+        """Forget a unit that left the store other than through `victims`. False if it is unknown."""
         if (slot := self._slots.get(unit)) is not None:
             self._remove(slot)
         return slot is not None
 
     def pin(self, unit: int, pinned: bool = True) -> bool:
-        """Never evict it until it is unpinned (`pinned` False). False if the unit is not known."""
+        """Never evict the unit until it is unpinned (`pinned` False). False if the unit is unknown."""
         slot = self._slots.get(unit)
         if slot is None:
             return False
@@ -217,7 +219,8 @@ class Eviction(Slots):
         return True
 
     def hold(self, unit: int) -> None:
-        """Not while somebody is reading it from a flight: no victim until `release` was called as often. Any unit."""
+        """Keep a unit from eviction while somebody reads it from a flight. Each call needs one `release`. Any unit may
+        be held."""
         self._held[unit] += 1
 
     def release(self, unit: int) -> None:
@@ -227,9 +230,9 @@ class Eviction(Slots):
             del self._held[unit]
 
     def restore(self, units: Iterable[tuple[int, int, str, int, bool]], newest: int) -> None:
-        """After a start: (unit, size_bytes, bucket, used_minute, pinned) of what is in the store, in any order, and as
-        often as is wanted; what landed since stays as it is. Only the minute of last use was kept: a day before the
-        `newest` use counts as one capacity's worth of uses."""
+        """Add what the store holds after a start: (unit, size_bytes, bucket, used_minute, pinned), in any order, in any
+        number of calls. Units that landed since stay as they are. Only the minute of last use was kept, so a day before
+        the `newest` use counts as one capacity's worth of uses."""
         self._now = max(self._now, 16 * TICKS)
         for unit, size_bytes, bucket, used_minute, pinned in units:
             if unit in self._slots:
@@ -248,12 +251,13 @@ class Eviction(Slots):
         return unit in self._slots
 
     def bucket_bytes(self, bucket: str) -> int:
-        """What units of this bucket take."""
+        """How many bytes this bucket's units take."""
         return self._bucket_bytes[self._bucket_ids[bucket]] if bucket in self._bucket_ids else 0
 
     @property
     def excess_bytes(self) -> int:
-        """How much to ask of `victims` now: 0 below every high mark, else what brings all under their low marks."""
+        """How many bytes to ask of `victims` now: 0 below every high mark, else enough to bring all under their low
+        marks."""
         over = 0
         if len(self._pools) > 1:
             for pool in self._pools.values():
@@ -266,9 +270,8 @@ class Eviction(Slots):
     def victims(
         self, excess_bytes: int, busy: Callable[[int], bool] | None = None, *, units_max: int = sys.maxsize
     ) -> Evicted:
-        """Choose units of at least `excess_bytes`, but at most so many, and forget them. Buckets above their quota give
-        first. A unit for which `busy` says yes is passed over, as if it were held.
-        """
+        """Choose units of at least `excess_bytes`, but at most `units_max` units, and forget them. Buckets above their
+        quota give first. A unit for which `busy` returns true is passed over, as if it were held."""
         self._busy, self._units_max = busy, units_max
         units: list[int] = []
         freed = 0
@@ -290,7 +293,7 @@ class Eviction(Slots):
         """Forget units of `pool` (None: of all) until `need_bytes` are free or nothing is left to choose."""
         freed = 0
         if len(self._ghost) < len(self._slots) * 3 // 2:
-            self._ghost = Ghost(2 * len(self._slots))  # it forgets; that happens while a cache fills
+            self._ghost = Ghost(2 * len(self._slots))  # a new ghost starts empty; this happens while a cache fills
         ghost, used_bytes = self._ghost, pool.used_bytes if pool else self.used_bytes
         keep_bytes = (pool.limit_bytes if pool else self.capacity_bytes) * LOW_MARK
         self._share = min(0.5, 1 - keep_bytes / max(1, used_bytes))
@@ -352,8 +355,8 @@ class Eviction(Slots):
         return slots[min(others)[1]] if others else self._any_resident(pool)
 
     def _next_doomed(self, pool: Pool | None) -> int:
-        """As `_weakest`, where a large share must go: of many residents under the hand that share goes at once, the
-        weakest of them, which is what going round and round would come to."""
+        """As `_weakest`, when a large share must go: sample many residents under the hand and doom the weakest share of
+        them at once. Sampling a few at a time, round after round, would end at the same units."""
         for _ in range(2):
             while self._doomed:
                 slot = self._doomed.pop()
@@ -365,7 +368,7 @@ class Eviction(Slots):
         return self._any_resident(pool)
 
     def _sample(self, pool: Pool | None, count: int) -> tuple[Sequence[int], list[float]]:
-        """The next residents under the hand, which goes on, and how long each will not be used, as far as is seen."""
+        """The next residents under the hand, which moves on, and how long each is expected to stay unused."""
         slots = self._after(self._code(pool), pool.hand if pool else self._hand, count)
         if slots and pool:
             pool.hand = slots[-1] + 1
@@ -375,21 +378,21 @@ class Eviction(Slots):
         return slots, [mean if (mean := means[slot]) > (idle := now - last[slot]) else idle for slot in slots]
 
     def _code(self, pool: Pool | None) -> int:
-        """The state of residents of a pool (None: of any), where that is one; else ANY."""
+        """The state of a pool's residents (None: of any pool) if one value covers them; else ANY."""
         return pool.code if pool else 1 if len(self._pools) == 1 else ANY
 
     def _in_use(self, unit: int) -> bool:
         return unit in self._held or (self._busy is not None and self._busy(unit))
 
     def _any_resident(self, pool: Pool | None) -> int:
-        """Some resident that is not held, looking at all."""
+        """Some resident that is not held, found by scanning all."""
         hand, code = 0, self._code(pool)
         while (slot := self._next(code, hand)) >= hand and self._in_use(self._units[slot]):
             hand = slot + 1
         return slot if slot >= hand else -1
 
     def _oldest(self, pool: Pool) -> int:
-        """The slot at the head of probation, skipping held ones (they go to the back); -1 if there is none."""
+        """The slot at the head of probation. Held units go to the back. -1 if there is none."""
         queue = pool.probation
         for _ in range(len(queue)):
             slot = self._waiting(queue[0], pool)
@@ -402,7 +405,7 @@ class Eviction(Slots):
         return -1
 
     def _waiting(self, unit: int, pool: Pool) -> int:
-        """The unit's slot if it is in this pool's probation (a place in the queue may be outdated), else -1."""
+        """The unit's slot if it is in this pool's probation, else -1. Queue entries may be outdated."""
         slot = self._slots.get(unit, -1)
         if slot >= 0 and self._flags[slot] & _PROBATION and self._pool_of[self._buckets[slot]] is pool:
             return slot
@@ -410,7 +413,7 @@ class Eviction(Slots):
 
     # --- books -------------------------------------------------------------------------------------------------------
     def _use(self, size_bytes: int) -> None:
-        """Move the clock by a use of so many bytes."""
+        """Move the clock by a use of `size_bytes`."""
         carry = self._carry_bytes + size_bytes
         if carry >= self._tick_bytes:
             self._now += carry // self._tick_bytes
@@ -420,7 +423,7 @@ class Eviction(Slots):
         self._carry_bytes = carry
 
     def _rebase(self) -> None:
-        """Keep the clock within 32 bits: half a million capacities from now, once."""
+        """Keep the clock within 32 bits. Needed once in half a million capacities."""
         shift = self._now - (1 << 24)
         for slot, last in enumerate(self._last):
             self._last[slot] = max(0, last - shift)
@@ -446,7 +449,7 @@ class Eviction(Slots):
         return main_bytes + size_bytes <= self.capacity_bytes * share
 
     def _promote(self, slot: int) -> None:
-        """From probation to the residents. Its place in the queue is dropped when it is met."""
+        """Move a unit from probation to the residents. Its queue entry is dropped when the queue reaches it."""
         pool = self._pool_of[self._buckets[slot]]
         pool.probation_bytes -= self._sizes[slot]
         pool.main_bytes += self._sizes[slot]
@@ -473,11 +476,11 @@ class Eviction(Slots):
         self._give_slot(slot)
 
     def _compact(self, pool: Pool) -> None:
-        """Drop places in the probation queue whose units are elsewhere."""
+        """Drop queue entries whose units are no longer in this probation."""
         pool.probation = deque(unit for unit in dict.fromkeys(pool.probation) if self._waiting(unit, pool) >= 0)
 
     def check(self) -> None:
-        """Assert the books against a count from nothing. Slow: for tests and the simulator."""
+        """Assert the books against a full recount. Slow: for tests and the simulator."""
         main: dict[int, int] = dict.fromkeys(self._pools, 0)
         probation: dict[int, int] = dict.fromkeys(self._pools, 0)
         buckets = [0] * len(self._bucket_names)

@@ -1,34 +1,34 @@
 """The cold reads of one object version: many readers, one fetch per block.
 
 Theory. A *flight* exists while somebody reads a version of an object through the engine. Readers join with the bytes
-they want; the flight says which runs of blocks to fetch, announces bytes to each reader in order as they land, and
-forgets everything when the last reader has left and the last run has ended. A block is in one of these states:
+they want. The flight decides which runs of blocks to fetch, and tells each reader of its bytes in order as they land.
+It ends when the last reader has left and the last run has ended. A block is in one of these states:
 
     absent ── Fetch ──> in flight ── Arrived ──> here (kept on disk, or only passing through memory)
        ^                    └─ Failed ─> absent        │ Lost, or passing and read by all ─> absent
        └────── Verified(bad) ── verifying <── Verify ── doubted (on disk, but must be checked before use)
 
-Runs are started in the order in which readers need their bytes, one for each reader in turn. A reader may have
-`parallel` runs at work (few at first: on a link that one connection fills, many would only delay the first bytes; more
-with each run that ends, for backends whose single connections are slow), and never more than `window_bytes` ahead of
-what its client took. Blocks beyond the asked range (*ahead*) are fetched once and wait for nobody.
+Runs start in the order in which readers need their bytes, one for each reader in turn. A reader may have `parallel`
+runs at work. That number starts low, because on a link that one connection fills, many would only delay the first
+bytes. It grows with each run that ends, for backends whose single connections are slow. Runs never reach more than
+`window_bytes` ahead of what the reader's client took. Blocks beyond the asked range (*ahead*) are fetched once, and no
+reader waits for them.
 
-A reader stays after it was failed, or sent elsewhere for the rest (`Part`), until it leaves: it may not have taken all
-that it was told of, and until then those blocks are neither evicted nor dropped, nor is the flight idle. A block that
-turns out to be wrong is lost all the same: what a reader was told of it and has not taken is withdrawn.
+A reader that failed, or that gets the rest from elsewhere (`Part`), stays until it leaves: it may not have taken all
+the bytes it was told of. Until then those blocks are neither evicted nor dropped, and the flight is not idle. A bad
+block is lost all the same, and then the bytes of it that a reader has not taken are withdrawn.
 
-When nobody wants the rest of a run it is cut after the block in progress: a range of 1 KiB leaves its block whole, and
-a client that vanishes does not cost the rest of the object.
+When nobody wants the rest of a run, the flight cuts the run after the block in progress. A range of 1 KiB thus leaves
+its block whole, and a client that vanishes does not cost the rest of the object.
 
-Rejected: one reader leading and the others following it (the leader's client sets everybody's pace, and its death
-needs an election); failing only the reader that reaches a failed block (the fetch has been retried already, so the
-others would wait for the same answer).
+Rejected: one reader leading and the others following it (the leader's client sets everybody's pace, and its death needs
+an election); failing only the reader that reaches a failed block (the fetch was already retried, so the others would
+wait for the same answer).
 
-Invariants. (1) A block is in at most one of: here, in flight, verifying, doubted. (2) A reader is told each byte of its
-range once, in order, and then `Finish`; or `Fail`, once; and nothing after either but `Withdraw`, once. (3) Runs at
-work are disjoint.
-(4) A passing block is kept exactly while a reader still needs it. (5) Idle means: no run, no reader, nothing passing.
-(6) What a reader was told of and has not taken stays, or is withdrawn.
+Invariants. (1) A block is in at most one of: here, in flight, verifying, doubted. (2) A reader is told of each byte of
+its range once, in order, and then gets `Finish`; or it gets one `Fail`. After either, only one `Withdraw` may follow.
+(3) Runs at work are disjoint. (4) A passing block is kept exactly while a reader still needs it. (5) Idle means: no
+run, no reader, nothing passing. (6) Bytes that a reader was told of and has not taken stay, or are withdrawn.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from forebay.core.ranges import Run, absent_runs, blocks_touched, next_absent
 
 RUN_BLOCKS_MAX = 2  # 8 MiB a request: at 50 MB/s a connection, 20 ms of latency cost an eighth, hidden by parallel runs
 PARALLEL_AT_FIRST = 4  # grows by one with each run that ends, to FETCHES_PER_READ_MAX
-VERIFY_PARALLEL_MAX = 4  # checks of doubted blocks at work at once: they read the disk and fill a core
+VERIFY_PARALLEL_MAX = 4  # checks of doubted blocks at once: they read the disk and fill a core
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Seat:
     withdrawn: bool = False
 
     def wants_no_more(self) -> None:
-        """What it was told of is all that it reads here."""
+        """End the reader's range at the bytes it was told of."""
         self.end, self.finished = self.told, True
 
 
@@ -97,9 +97,9 @@ class _AtWork:
 
 @dataclass(slots=True)
 class Flight:
-    """See the module's header. `present` is the record's bitmap; of it, the `doubted` blocks must be verified.
+    """See the module's header. `present` is the record's bitmap; the `doubted` blocks in it must be verified first.
 
-    `adopted` is a run that is under way already (the request that found out what the object is); it has number 0.
+    `adopted` is a run that is already under way: the request that found out what the object is. It has number 0.
     """
 
     size_bytes: int
@@ -136,14 +136,14 @@ class Flight:
     # --- what is ---------------------------------------------------------------------------------------------------
     @property
     def idle(self) -> bool:
-        """Nobody reads, nothing is on its way: forget this flight."""
+        """Nobody reads and nothing is on its way: forget this flight."""
         return not (self.readers or self.runs or self.verifying)
 
     def is_here(self, block: int) -> bool:
         return bool(self.here[block >> 3] >> (block & 7) & 1)
 
     def has(self, start: int, end: int) -> bool:
-        """Whether all of [start, end) is here, verified."""
+        """Whether all of [start, end) is here and verified."""
         first, last = blocks_touched(start, end, self.block_bytes)
         return next_absent(self.here, first, last) == last
 
@@ -157,7 +157,7 @@ class Flight:
         )
 
     def told_of(self, blocks: Iterable[int]) -> list[int]:
-        """The readers that were told of bytes of these blocks, and have not taken them."""
+        """The readers that were told of bytes of these blocks and have not taken them."""
         spans = [(block * self.block_bytes, (block + 1) * self.block_bytes) for block in blocks]
         return [
             number
@@ -192,7 +192,7 @@ class Flight:
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def step(self, now: float, event: Event) -> list[Effect]:
-        """Take one event, return the effects to perform, in order. `now` is unused: nothing here waits."""
+        """Take one event and return the effects to perform, in order. `now` is unused: nothing here waits."""
         effects: list[Effect] = []
         match event:
             case Progress(number, upto):
@@ -298,7 +298,7 @@ class Flight:
                 self.owner[block] = number
 
     def _end(self, number: int) -> list[int]:
-        """Forget the run; its blocks that had not arrived."""
+        """Forget the run; return its blocks that had not arrived."""
         run = self.runs.pop(number)
         lost = [block for block in range(run.first, run.end) if self.owner.get(block) == number]
         for block in lost:
@@ -358,14 +358,14 @@ class Flight:
                 yield from self._verify(first, end)
 
     def _fetch(self) -> Iterator[Effect]:
-        """Start runs, one for each reader in turn, then those that nobody waits for."""
+        """Start runs, one for each reader in turn, then the runs ahead that nobody waits for."""
         for reader in self.readers.values() if self.doubted else ():
             yield from self._verify(*blocks_touched(reader.told, self._fetch_limit(reader), self.block_bytes))
         waiting = [(r, self._at_work_for(r)) for r in self.readers.values() if self._lacks(r)]
         while waiting:
             still: list[tuple[Seat, int]] = []
             for reader, at_work in waiting:
-                # Runs that others started further on must not keep a reader from the bytes that it waits for.
+                # Runs that others started further on must not keep a reader from the bytes it waits for.
                 counted = 0 if self._is_absent(reader.told // self.block_bytes) else at_work
                 if counted < self.parallel and (run := self._next_run(reader, counted)):
                     yield self._fetch_run(run)
@@ -401,7 +401,8 @@ class Flight:
         return len({self.owner[block] for block in range(first, end) if block in self.owner})
 
     def _next_run(self, reader: Seat, at_work: int) -> Run | None:
-        """The next blocks to fetch for this reader. A run that the window cuts short waits, if others are at work."""
+        """The next blocks to fetch for this reader. While other runs are at work, a run that the window would cut short
+        waits."""
         limit = self._fetch_limit(reader)
         first, end = blocks_touched(reader.told, limit, self.block_bytes)
         for gap in absent_runs(self.here, first, end):
@@ -429,7 +430,7 @@ class Flight:
                 yield Verify(block)
 
     def _cut(self) -> Iterator[Effect]:
-        """End runs whose rest nobody wants, after the block in progress."""
+        """Cut runs whose rest nobody wants, after the block in progress."""
         for number, run in self.runs.items():
             if run.cut or run.ahead:
                 continue

@@ -1,7 +1,7 @@
-"""What happens to a flight, and what it asks for: the words of `core/machines/flight.py`.
+"""The events and effects of the flight machine (`core/machines/flight.py`).
 
-Theory. The machine and its shell talk in these values only, so a run of a flight is a transcript. Readers and runs are
-numbers; positions are byte offsets in the object; blocks are block numbers.
+Theory. The machine and its shell exchange only these values, so a run of a flight is a transcript. Readers and runs are
+numbers. Positions are byte offsets in the object. Blocks are block numbers.
 
 Invariant. Every `Fetch` is answered by exactly one of `Ended`, `GaveUp` and `Failed`, every `Verify` by one `Verified`.
 """
@@ -16,7 +16,7 @@ from forebay.core.errors import ErrorOnWire
 # --- events ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A reader wants bytes [start, end); blocks up to byte `ahead_to` are fetched as well, for whoever comes next."""
+    """A reader wants bytes [start, end). Fetch blocks up to byte `ahead_to` as well, for later readers."""
 
     reader: int
     start: int
@@ -34,22 +34,22 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The reader is done or gone: it takes nothing more from here. Comes after `Fail` too."""
+    """The reader is done or gone, and takes nothing more. It also leaves after a `Fail`."""
 
     reader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The reader gets what it was not told of yet from elsewhere. It stays, with what it was told of, until it
-    leaves."""
+    """The reader gets the rest from elsewhere: tell it of no more bytes. It still holds the bytes it was told of until
+    it leaves."""
 
     reader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of `run`, every byte below `upto` (an offset in the object) may be read."""
+    """Every byte of `run` below `upto` (an offset in the object) may be read."""
 
     run: int
     upto: int
@@ -57,7 +57,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A block of `run` is whole. `kept`: on disk, and indexed; otherwise it is only passing through."""
+    """A block of `run` is whole. `kept`: it is on disk and indexed; otherwise it only passes through memory."""
 
     run: int
     block: int
@@ -73,14 +73,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The run is over before its end, and nothing is wrong with the backend: fetch again what did not arrive."""
+    """The run ended early, though nothing is wrong with the backend. Fetch the blocks that did not arrive again."""
 
     run: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The run is over before its end; the blocks that did not arrive are absent again."""
+    """The run ended early with an error. The blocks that did not arrive are absent again."""
 
     run: int
     error: ErrorOnWire
@@ -88,21 +88,22 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The backend has another version now, or none: what is not here will never come."""
+    """The backend has another version now, or none. What is not here will never come."""
 
     error: ErrorOnWire
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Blocks that were here are not: evicted (none that a reader was told of and has not taken), or found bad."""
+    """These blocks are no longer here: they were evicted (never while a reader that was told of them has yet to take
+    them), or found to be bad."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A doubted block has been compared with its checksum."""
+    """A doubted block was compared with its checksum."""
 
     block: int
     good: bool
@@ -114,7 +115,8 @@ Event = Join | Took | Leave | Part | Progress | Arrived | Ended | GaveUp | Faile
 # --- effects ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch blocks [first, end) by one request; answer with Progress, Arrived for each block, then Ended or Failed."""
+    """Fetch blocks [first, end) in one request. Answer with Progress, Arrived for each block, then Ended, GaveUp or
+    Failed."""
 
     run: int
     first: int
@@ -123,7 +125,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """End `run` before block `end`; at `end == first` block of the run, at once. Answer with Ended."""
+    """End `run` before block `end`; if `end` is the run's first block, end it at once. Answer with Ended."""
 
     run: int
     end: int
@@ -154,7 +156,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The reader cannot be served further. It stays, with what it was told of, until it leaves."""
+    """The reader cannot be served further. It holds the bytes it was told of until it leaves."""
 
     reader: int
     error: ErrorOnWire
@@ -162,14 +164,15 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """What the reader was told of and has not taken is wrong: it shall ask anew. It stays until it leaves."""
+    """Some bytes that the reader was told of and has not taken are wrong: it must ask again. It stays until it
+    leaves."""
 
     reader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nobody needs this passing block any more: free its memory."""
+    """No reader needs this passing block any more: free its memory."""
 
     block: int
 

@@ -1,26 +1,26 @@
-"""Which dirty object of a bucket goes to the backend next, and when it is tried again.
+"""Which dirty object of a bucket goes to the backend next, and when a failed flush is tried again.
 
-Theory. A `Queue` knows of each key that owes something its size, its age and how often it failed; never its bytes. Keys
-start oldest first, at most `flushes_max` at once, in three lanes that take turns: what somebody asked for (a reader, a
-job, a person), what failed before and has waited, and the rest. A lane gets a start at most every second time while the
-others have something, so neither a stream of requests nor a heap of failures holds up the rest, nor the rest them.
+Theory. For each key that owes something, a `Queue` knows the size, the age and the number of failures, never the bytes.
+Keys start oldest first, at most `flushes_max` at once, in three lanes that take turns: keys that somebody asked for (a
+reader, a job, a person), keys that failed and have waited, and the rest. While other lanes have keys, a lane gets at
+most every second start. So neither a stream of requests nor a heap of failures holds up the rest, nor the rest them.
 
-A failure waits: twice as long each time up to DELAY_MAX_S, at least what the backend asks for, and DELAY_MAX_S at once
-where only a person can help (a refusal). Who asks for a key ends its wait, but not the one that the backend asked for.
-When SICK_AFTER failures follow each other the backend itself is ill: then one flush at a time asks how it is, less and
-less often up to PROBE_MAX_S, and the first success opens the way for all.
+A failed key waits. The delay doubles each time up to DELAY_MAX_S, and is at least what the backend asks for. It is
+DELAY_MAX_S at once if only a person can help (a refusal). A request for the key ends this delay, but not one that the
+backend asked for. After SICK_AFTER failures in a row the backend itself counts as sick. Then only one flush at a time
+probes it, less and less often up to PROBE_MAX_S, and the first success lets all keys start again.
 
-A key written again while its flush is under way goes on owing: it is queued anew when that flush ends, at the age of
-its first write that the backend still lacks.
+A key that is written again during its flush still owes. It is queued anew when that flush ends, with the age of its
+first write that the backend lacks.
 
-Writers that have to wait for all this are the business of `core/machines/gate.py`.
+`core/machines/gate.py` decides which writers must wait for all this.
 
 Rejected: one queue over all buckets (one slow backend would hold up the others); largest first (it empties the disk
 soonest, and starves the small and old); dropping what fails for long (an acknowledged write is never dropped).
 
-Invariants. (1) A key is in at most one flush. (2) At most `flushes_max` flushes are under way, and while the backend is
-ill none starts beside another. (3) Each key that owes is under way, held, waiting, or in exactly one lane. (4) A key
-leaves only when the backend has its latest write, or the owner says that it owes nothing.
+Invariants. (1) A key is in at most one flush. (2) At most `flushes_max` flushes are under way. While the backend is
+sick, none starts beside another. (3) Each key that owes is under way, held, waiting, or in exactly one lane. (4) A key
+leaves only when the backend has its latest write, or when the owner says that it owes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROBE_MAX_S = 10.0
 # --- what happens to a queue -----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """The key owes this now, instead of what it owed before; `seq` grows with every write."""
+    """The key now owes this write instead of the one before. `seq` grows with every write."""
 
     key: str
     seq: int
@@ -53,14 +53,14 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Forgot:
-    """The key owes nothing any more. A flush under way goes on, and says `Ended` or `Failed` to nobody."""
+    """The key owes nothing any more. A flush under way goes on; its `Ended` or `Failed` changes nothing for the key."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Somebody waits for what the key owes now."""
+    """Somebody waits for the backend to have what the key owes now."""
 
     key: str
 
@@ -74,14 +74,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The key is not held any more, and owes what it owed."""
+    """The key is no longer held. It owes what it owed before."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The backend has write `seq` of the key. What the key owes beyond it, it owes since `since_s`."""
+    """The backend has write `seq` of the key. If the key owes later writes, the first of them is from `since_s`."""
 
     key: str
     seq: int
@@ -90,8 +90,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The flush did not come about. `draw` is uniform in [0, 1); `hopeless`: not without a person's help; `here`: for a
-    reason that says nothing of the backend."""
+    """The flush failed. `draw` is uniform in [0, 1). `hopeless`: only a person can help. `here`: the cause is on this
+    node and says nothing about the backend."""
 
     key: str
     draw: float = 0.5
@@ -102,14 +102,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The flush was given up because the key was written again or held: nobody's fault."""
+    """The flush was given up because the key was written again or held. It does not count as a failure."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """Nothing happened but time."""
+    """Only time has passed."""
 
 
 Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Woke
@@ -118,7 +118,7 @@ Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Wo
 # --- what a queue wants done -----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Flush write `seq` of the key, then say `Ended`, `Failed` or `Dropped`."""
+    """Flush write `seq` of the key, then send `Ended`, `Failed` or `Dropped`."""
 
     key: str
     seq: int
@@ -126,13 +126,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Say `Woke` at this moment, unless something else happens before."""
+    """Send `Woke` at this moment, unless something else happens before."""
 
     at_s: float
 
 
 class Lane(Enum):
-    """Where a key is that owes something."""
+    """Where a key that owes something stands."""
 
     FRESH = "fresh"
     AGAIN = "again"
@@ -148,11 +148,11 @@ class _Owing:
     size_bytes: int
     since_s: float
     lane: Lane = Lane.HELD
-    ticket: int = 0  # of its entry in the heap of its lane: others are leftovers
-    birth: int = 0  # the same in the heap of ages
+    ticket: int = 0  # of its entry in its lane's heap; entries with other tickets are outdated
+    birth: int = 0  # the same for the heap of ages
     failures: int = 0
     asked_seq: int = 0  # the latest write that somebody waits for
-    earliest_s: float = 0.0  # the backend asked not to be asked before
+    earliest_s: float = 0.0  # the backend asked for no request before this moment
     flying_seq: int = 0
 
 
@@ -165,7 +165,7 @@ class Queue:
         self.dirty_bytes = 0
         self.failures_in_a_row = 0
         self._owing: dict[str, _Owing] = {}
-        self._flying: dict[str, int] = {}  # every flush under way, also of keys that were forgotten meanwhile
+        self._flying: dict[str, int] = {}  # every flush under way, also of keys forgotten meanwhile
         self._held: set[str] = set()
         self._fresh: list[tuple[float, int, str]] = []
         self._again: list[tuple[float, int, str]] = []
@@ -188,7 +188,7 @@ class Queue:
 
     @property
     def is_sick(self) -> bool:
-        """Whether the backend fails so often that it is only asked how it is."""
+        """Whether the backend failed so often that it only gets probes."""
         return self.failures_in_a_row >= SICK_AFTER
 
     def is_flying(self, key: str) -> bool:
@@ -212,7 +212,7 @@ class Queue:
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def step(self, now: float, event: Event) -> list[Start | Wake]:
-        """What to do after `event`: starts in their order, then at most one `Wake`."""
+        """What to do after `event`: starts in order, then at most one `Wake`."""
         match event:
             case Wrote():
                 self._wrote(event)
@@ -252,7 +252,7 @@ class Queue:
             owing = self._owing[key] = _Owing(event.seq, event.size_bytes, event.since_s)
             self.dirty_bytes += event.size_bytes
             self._remember_age(key, owing)
-            if key in self._flying:  # of what it owed before it was forgotten
+            if key in self._flying:  # a flush of what it owed before it was forgotten is still under way
                 owing.lane, owing.flying_seq = Lane.FLYING, self._flying[key]
                 return
         else:
@@ -321,7 +321,7 @@ class Queue:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
     def _queue(self, key: str, owing: _Owing) -> None:
-        """Put a key that is in no lane into the one where it belongs."""
+        """Put a key that is in no lane into its lane."""
         if key in self._held:
             owing.lane = Lane.HELD
         elif owing.asked_seq:
@@ -346,7 +346,7 @@ class Queue:
             self._counts[owing.lane] -= 1
 
     def _landed(self, key: str) -> None:
-        """No flush of the key is under way any more."""
+        """Note that the key's flush is over."""
         assert key in self._flying, f"no flush of {key} is under way"
         del self._flying[key]
         owing = self._owing.get(key)
@@ -374,7 +374,7 @@ class Queue:
             heapq.heapify(self._ages)
 
     def _sweep(self, heap: list[tuple[float, int, str]]) -> None:
-        """Take leftovers out of a heap that is mostly that."""
+        """Remove outdated entries from a heap that consists mostly of them."""
         if len(heap) > 2 * len(self._owing) + 64:
             heap[:] = [entry for entry in heap if self._stands(entry)]
             heapq.heapify(heap)
@@ -439,7 +439,7 @@ class Queue:
         return iter(self._owing)
 
     def check(self) -> None:
-        """Assert the invariants; for tests and the simulator, as slow as the queue is long."""
+        """Assert the invariants. For tests and the simulator: time grows with the queue."""
         assert self.dirty_bytes == sum(each.size_bytes for each in self._owing.values())
         for heap, lane in ((self._fresh, Lane.FRESH), (self._again, Lane.AGAIN), (self._waiting, Lane.WAITING)):
             standing = sorted(entry[2] for entry in heap if self._stands(entry))

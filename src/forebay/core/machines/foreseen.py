@@ -1,17 +1,18 @@
-"""The units of one volume of which the future is known, and which of them is needed last.
+"""Which hinted unit on a volume is needed last.
 
-Theory. Whoever knows the future evicts what is needed last, or never again. `Hints` says when a unit is due, in uses
-passed; here is a heap of those that are on the volume, latest first. A due time stays what it is until that use is
-passed (`moved`) or the jobs' shares change, so an entry is looked at again only when it comes to the top: if its unit
-is due sooner than it says, it is put back where it belongs. Entries of units that left are dropped there too.
+Theory. If the future is known, the best victim is the unit needed last, or never again. `Hints` says when a unit is
+due, counted in uses passed. This module keeps a heap of the hinted units on the volume, latest first. A due time
+changes only when that use is passed (`moved`) or when the jobs' shares change. So an entry is checked only when it
+reaches the top: if its unit is due sooner than the entry says, it is put back where it belongs; if its unit left, it is
+dropped.
 
-Beside units without hints. Their policy counts in ticks of the eviction clock, and how long they will not be used is at
-least how long they were not (`core/machines/eviction.py`). A due time is made comparable by the *pace*: how many ticks
-pass per use. So what nobody has touched for longer than a hinted unit will have to wait goes before it, and otherwise
-it stays: neither kind starves the other.
+Units without hints are judged by their policy in ticks of the eviction clock: a unit will stay unused for at least as
+long as it has been unused (`core/machines/eviction.py`). The *pace*, ticks per use, makes the two comparable. An
+unhinted unit that has been idle for longer than a hinted unit will wait goes first; otherwise it stays. So neither kind
+starves the other.
 
-Invariant. Every unit in `units` has an entry in the heap of its bucket that is not below its due time, as far as
-`moved` was told.
+Invariant. Every unit in `units` has an entry in its bucket's heap that is not below its due time, if `moved` was called
+for each change.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, Protocol
 
-PACE_USES = 64  # the pace is measured over as many uses
+PACE_USES = 64  # the pace is measured over this many uses
 EARLIER = 0.98  # an entry is put back when its unit is due in less than this share of the time it says
 
 
 class View(Protocol):
-    """What is known of the future (`core/machines/hints.py`)."""
+    """What the jobs told of the future (`core/machines/hints.py`)."""
 
     passed: int
 
@@ -55,7 +56,7 @@ class Foreseen:
         self._paced_at = (0, view.passed)
 
     def add(self, unit: int, bucket_id: int) -> None:
-        """A unit that has hints is here."""
+        """Add a unit with hints that is here."""
         self.units[unit] = bucket_id
         heap = self._heaps.setdefault(bucket_id, [])
         if len(heap) > 4 * len(self.units) + 1024:
@@ -65,17 +66,17 @@ class Foreseen:
             heapq.heappush(heap, (-self.view.due(unit), unit))
 
     def moved(self, unit: int) -> None:
-        """Its next use may be later than it was."""
+        """Note that the unit's next use may be later than before."""
         bucket_id = self.units.get(unit)
         if bucket_id is not None:
             self.add(unit, bucket_id)
 
     def drop(self, unit: int) -> None:
-        """It left, or has no hints any more."""
+        """Remove a unit that left or no longer has hints."""
         self.units.pop(unit, None)
 
     def latest(self, of: Callable[[int], bool], in_use: Callable[[int], bool]) -> Latest | None:
-        """The unit needed last, among those of buckets for whose id `of` says yes and that are not in use."""
+        """The unit needed last among those not in use whose bucket id satisfies `of`."""
         best: Latest | None = None
         for bucket_id, heap in self._heaps.items():
             if heap and of(bucket_id):
@@ -106,7 +107,7 @@ class Foreseen:
 
     # --- beside units without hints ----------------------------------------------------------------------------------
     def ticks(self, due: float, now: int, tick_guess: float) -> float:
-        """When something is due, in ticks of the eviction clock from now; `tick_guess` is a unit's size in ticks."""
+        """How many ticks of the eviction clock from now something is due. `tick_guess` is a unit's size in ticks."""
         at, passed = self._paced_at
         if self.view.passed - passed >= PACE_USES:
             pace = (now - at) / (self.view.passed - passed)

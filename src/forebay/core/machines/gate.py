@@ -1,16 +1,16 @@
-"""Which write has to wait until a bucket owes its backend less, and which is refused.
+"""Which write must wait until its bucket owes the backend less, and which is refused.
 
-Theory. A bucket written back may owe so many bytes, for so long. While it owes more, writers wait in the order in which
-they came, and are refused when their time is up; who is refused is told when to come again, and nothing that was
-acknowledged is touched. A write that was let through is owed only a little later, when it is committed, so its bytes
-are *promised* until then: many writers that are let through at once would otherwise pass the bound together. A write
-larger than the bound passes when nothing else is owed: it never would else.
+Theory. A write-back bucket may owe a bounded number of bytes, for a bounded time. Above the bound, writers wait in
+order of arrival, and are refused when their time is up. A refused writer is told when to try again. Acknowledged writes
+are not touched. An admitted write counts as owed only when it is committed, a little later; until then its bytes are
+*promised*. Otherwise many writers admitted at once would pass the bound together. A write larger than the bound is
+admitted when nothing else is owed, since it would otherwise never pass.
 
 Rejected: letting small writes pass a large one that waits (the large one might wait for ever); refusing at once (most
 writers would rather wait a second than handle an error).
 
-Invariants. (1) Every writer is answered once, in the order of arrival. (2) What is owed and promised is at most the
-bound, or one write.
+Invariants. (1) Every writer is answered once, in the order of arrival. (2) Owed and promised bytes together are at most
+the bound, or one write.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 
 from forebay.core.machines.flush import PROBE_MAX_S, Wake, Woke
 
-PROMISE_KEPT_S = 30.0  # of a write that was let through and failed since: longer than a commit takes
+PROMISE_KEPT_S = 30.0  # of an admitted write that failed before its commit: longer than a commit takes
 RETRY_AFTER_S = 5.0  # what a refused writer is told; while the backend is ill, PROBE_MAX_S
 
 
 @dataclass(frozen=True, slots=True)
 class Knock:
-    """A writer of `size_bytes` asks to be let through, and waits until `until_s`."""
+    """A writer of `size_bytes` asks to be admitted, and waits until `until_s`."""
 
     writer: int
     size_bytes: int
@@ -35,24 +35,24 @@ class Knock:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The writer waits no more."""
+    """The writer stopped waiting."""
 
     writer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Owes:
-    """What the bucket owes now, since when (in the gate's own seconds), and whether the backend is ill."""
+    """How much the bucket owes now, since when (in the gate's own seconds), and whether the backend is sick."""
 
     dirty_bytes: int
     oldest_s: float | None
     is_sick: bool = False
-    came_bytes: int | None = None  # a write that was let through is among it now
+    came_bytes: int | None = None  # the size of an admitted write that `dirty_bytes` now includes
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the bucket may owe."""
+    """How much the bucket may owe, and for how long."""
 
     dirty_bytes_max: int
     dirty_age_max_s: float
@@ -76,11 +76,11 @@ class Gate:
     bounds: Bounds
     owes: Owes = Owes(0, None)
     waiting: OrderedDict[int, Knock] = field(default_factory=OrderedDict)
-    promised: deque[tuple[float, int]] = field(default_factory=deque)  # (kept until, bytes) of what was let through
+    promised: deque[tuple[float, int]] = field(default_factory=deque)  # (kept until, bytes) of admitted writes
     promised_bytes: int = 0
 
     def step(self, now: float, event: Knock | Gone | Owes | Bounds | Woke) -> list[Admit | Refuse | Wake]:
-        """Answers in the order of arrival, then at most one `Wake`."""
+        """Take one event; return answers in the order of arrival, then at most one `Wake`."""
         match event:
             case Knock(writer):
                 assert writer not in self.waiting
@@ -116,7 +116,7 @@ class Gate:
         return effects
 
     def _has_room(self, now: float, size_bytes: int) -> bool:
-        """A write larger than the bound passes when nothing else is owed, or it never would."""
+        """Whether a write of `size_bytes` may pass. One larger than the bound passes when nothing else is owed."""
         if self.owes.oldest_s is not None and now - self.owes.oldest_s > self.bounds.dirty_age_max_s:
             return False
         owed_bytes = self.owes.dirty_bytes + self.promised_bytes

@@ -1,9 +1,9 @@
-"""What is remembered of units that left: when they were last used, and how often they come back.
+"""What the cache remembers of units that left: their last use, and how often they come back.
 
-Theory. A unit that returns after it was evicted should find its record, but a machine that remembers every unit it ever
-saw grows without bound. So the memory is a table of fixed size with four places per set and a 16-bit tag per place: 11
-bytes each, no object per unit. A full set forgets its oldest. A tag may be another unit's by accident (once in 16,000
-look-ups); the record is evidence for a decision that may be wrong now and then, not a fact.
+Theory. A unit that returns after its eviction should find its record, but a machine that remembers every unit grows
+without bound. So the memory is a table of fixed size with four places per set and a 16-bit tag per place: 11 bytes
+each, no object per unit. A full set forgets its oldest. A tag may by accident be another unit's (once in 16,000
+look-ups). That is acceptable: the record is evidence for a decision that may sometimes be wrong.
 
 Invariant. A look-up takes the record out: it is either here or with the resident.
 """
@@ -38,7 +38,7 @@ class Ghost:
         return (mixed >> 16) % self.sets * WAYS, (mixed & 0xFFFF) or 1
 
     def remember(self, unit: int, last: int, mean: float, intervals: int) -> None:
-        """Keep when `unit` was last used, its mean interval and over how many it was taken."""
+        """Keep the unit's last use, its mean interval, and the number of intervals in that mean."""
         start, tag = self._find(unit)
         chosen = start
         for at in range(start, start + WAYS):
@@ -51,7 +51,7 @@ class Ghost:
         self.means[chosen], self.intervals[chosen] = mean, intervals
 
     def recall(self, unit: int) -> tuple[int, float, int] | None:
-        """(last use, mean interval, intervals), taken out."""
+        """Take out (last use, mean interval, intervals), or None."""
         start, tag = self._find(unit)
         for at in range(start, start + WAYS):
             if self.tags[at] == tag:

@@ -1,19 +1,20 @@
-"""The eviction machine with hints: what is needed last goes first, and the rest by its own policy.
+"""Eviction with hints: compare the hinted unit that is due last with the policy's victim; evict whichever will stay
+unused longer.
 
-Theory. Units of which jobs told the future are taken out of the contest of `core/machines/eviction.py`: no clock hand
-sees them, and no probation holds them. When room is needed,
+Theory. Units with hints leave the contest of `core/machines/eviction.py`: no clock hand sees them, and no probation
+holds them. When room is needed,
 
-* what no job needs again goes first;
-* else the hinted unit that is due last stands against the unit that the policy gives up, and the one that will
-  probably not be used for longer goes (`core/machines/foreseen.py` makes the two comparable). A newcomer without
-  evidence goes before any unit that somebody will need: a scan beside a job takes nothing from it.
+* a unit that no job needs again goes first;
+* otherwise the hinted unit that is due last stands against the policy's victim, and the one that will probably stay
+  unused longer goes (`core/machines/foreseen.py` makes the two comparable). A newcomer without evidence goes before any
+  hinted unit that is still needed: a scan beside a job takes nothing from the job.
 
-So with hints alone this is Belady's choice, newcomers included: what is needed later than all that is here lands, is
-read, and leaves first. Without hints nothing is decided otherwise than before.
+With hints alone this is Belady's choice, newcomers included: a unit that is needed later than all units here lands, is
+read, and leaves first. Without hints every decision is the policy's.
 
-`spares` says whether something may be fetched ahead of its use: there is room, or what leaves for it is needed later.
+`spares` decides whether to fetch ahead of use: yes if there is room, or if what leaves for it is needed later.
 
-Invariants. (1) A unit with hints never leaves while another hinted unit that could is due later. (2) A unit is hinted
+Invariants. (1) A hinted unit never leaves while another hinted unit that may leave is due later. (2) A unit is hinted
 or pinned, not both.
 """
 
@@ -32,7 +33,7 @@ _HINTED = 4  # a flag beside those of eviction.py
 
 
 class HintedEviction(Eviction):
-    """See the module's header. `view` knows the future; `hint` says of which units."""
+    """See the module's header. `view` knows the future; `hint` names the units it knows."""
 
     def __init__(self, capacity_bytes: int, view: View) -> None:
         self._foreseen = Foreseen(view)
@@ -42,7 +43,7 @@ class HintedEviction(Eviction):
 
     # --- events ------------------------------------------------------------------------------------------------------
     def hint(self, unit: int) -> bool:
-        """`view` knows when it is due. False if the unit is not known, or pinned."""
+        """Mark a unit whose due time `view` knows. False if the unit is unknown or pinned."""
         slot = self._slots.get(unit)
         if slot is None or self._flags[slot] & _PINNED:
             return False
@@ -56,7 +57,7 @@ class HintedEviction(Eviction):
         return True
 
     def unhint(self, unit: int) -> None:
-        """`view` knows it no longer: it competes like any other."""
+        """Let a unit that `view` no longer knows compete like any other."""
         slot = self._slots.get(unit)
         self._foreseen.drop(unit)
         if slot is not None and self._flags[slot] & _HINTED:
@@ -65,16 +66,16 @@ class HintedEviction(Eviction):
             self._state[slot] = self._pool_of[self._buckets[slot]].code
 
     def moved(self, unit: int) -> None:
-        """It is due later than it was."""
+        """Note that the unit is due later than before."""
         self._foreseen.moved(unit)
 
     def all_moved(self) -> None:
-        """Jobs said something else than before. Looks at every hinted unit."""
+        """Note that jobs changed their future. Scans every hinted unit."""
         for unit in list(self._foreseen.units):
             self._foreseen.moved(unit)
 
     def pin(self, unit: int, pinned: bool = True) -> bool:
-        """As of any unit. One that is pinned has no hints; it may be hinted again when it is unpinned."""
+        """As in `Eviction`. A pinned unit has no hints; it may be hinted again after it is unpinned."""
         slot = self._slots.get(unit)
         if slot is None or (not pinned and self._flags[slot] & _HINTED):
             return slot is not None
@@ -107,7 +108,8 @@ class HintedEviction(Eviction):
         return list(self._foreseen.units)
 
     def spares(self, size_bytes: int, due: float) -> bool:
-        """Whether `size_bytes` that are due then may be fetched ahead: there is room, or what leaves is due later."""
+        """Whether `size_bytes` that are due at `due` may be fetched ahead: there is room, or what leaves is due
+        later."""
         if self.used_bytes + size_bytes <= int(self.capacity_bytes * LOW_MARK):
             return True
         self._busy = None
@@ -125,7 +127,7 @@ class HintedEviction(Eviction):
 
     @property
     def by_hint(self) -> int:
-        """How many of the last victims were chosen because of when they are due."""
+        """How many of the last victims were chosen by their due time."""
         return self._by_hint
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -144,7 +146,8 @@ class HintedEviction(Eviction):
         return self._foreseen.latest(lambda bucket_id: pool is None or pools[bucket_id] is pool, self._in_use)
 
     def _idle(self, slot: int) -> float:
-        """How long it will not be used, at least, in ticks. A newcomer has to show that it comes back at all."""
+        """The least time, in ticks, that a unit is expected to stay unused. A newcomer must first show that it comes
+        back."""
         if self._flags[slot] & _PROBATION and self._intervals[slot] < INTERVALS_MIN:
             return inf
         return max(self._means[slot], self._now - self._last[slot])

@@ -1,28 +1,29 @@
 """Who needs which block when: the exact future of jobs that told it.
 
-Theory. A loader computes its order, so it can tell the node what it will read, and in what order: a *job* gives its
-future as *accesses*, each some blocks of an object of its manifest. An access is one or more *uses*, one for each
-block; uses are numbered in order, and each knows the number of the next use of the same block. So the next use of any
-block is one look-up (`_Job.head`), and passing a use is one step along its chain. Nothing is sorted or searched for;
-memory is some 24 bytes a use and 16 a block of the manifest.
+Theory. A loader computes its order, so it can tell the node what it will read. A *job* gives its future as *accesses*,
+each some blocks of one object of its manifest. An access is one or more *uses*, one for each block. Uses are numbered
+in order, and each knows the number of the next use of the same block. So the next use of a block is one look-up
+(`_Job.head`), and passing a use is one step along its chain. Nothing is sorted or searched. Memory is about 24 bytes a
+use and 16 bytes a block of the manifest.
 
-Several jobs. Time is counted in uses that were passed, of all jobs together. A job that makes a third of them will come
-to its hundredth use from now when three hundred were passed. So its *share* says how its numbers count, and the soonest
-of all jobs' next uses is when a block is *due*. Shares follow what the jobs do; with one job all is exact.
+Several jobs. Time is counted in uses passed by all jobs together. If a job makes a third of them, it reaches its
+hundredth use from now when three hundred have passed. The job's *share* converts its numbers in this way, and a block
+is *due* at the soonest next use among all jobs. Shares follow what the jobs do. With one job everything is exact.
 
-What is beyond the known future is not needed, as far as anybody knows: `NEVER`. Telling at least an epoch ahead makes
-the choice of what to keep the best there is (Belady's).
+A block without a use in the known future is due `NEVER`. A job that tells at least one epoch ahead lets the cache keep
+the best blocks possible (Belady's choice).
 
-Prefetch. `wanted` goes over the uses ahead of the position, once, and gives what is not here, as long as what it gave
-and was not used yet stays within a window of bytes.
+Prefetch. `wanted` goes once over the uses ahead of the position and returns what is not here. It stops while the bytes
+it returned and that are still unused fill a window.
 
-A job ends with `close`, or HINT_TTL_S after its last word.
+A job ends with `close`, or HINT_TTL_S after its last call.
 
 Rejected: a heap of next uses for each job (the evictor has one for what is here, which is less); wall time for shares
 (a stalled job would have to be told from a slow one).
 
-Invariants. (1) `head[block]` is the number of its first use that was not passed, or NONE. (2) The chain from there
-rises. (3) A unit (a block that is here) belongs to at most one place in each dataset. (4) Same events, same answers.
+Invariants. (1) `head[block]` is the number of the block's first use that has not passed, or NONE. (2) The chain from
+there rises. (3) A unit (a block that is here) belongs to at most one place in each dataset. (4) Same events, same
+answers.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ TRIPLE_BYTES = 12  # an access on the wire: object, first block, end block, u32 
 SHARE_WEIGHT = 0.3  # of the newest report in a job's share
 SHARE_MIN = 0.001
 RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
-SCAN_USES_MAX = 8192  # looked at in one call of `wanted`
-TRIM_USES_MIN = 65_536  # passed uses are dropped when there are as many
+SCAN_USES_MAX = 8192  # uses scanned in one call of `wanted`
+TRIM_USES_MIN = 65_536  # passed uses are dropped when there are this many
 JOBS_MAX = 64
 JOB_NAME_CHARS_MAX = 64
 
@@ -54,7 +55,7 @@ JOB_NAME_CHARS_MAX = 64
 # --- how hints are told ----------------------------------------------------------------------------------------------
 class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """From access `start` on, the job reads `accesses`: u32 triples (object's number in the manifest, first block, end
-    block). What was said before of `start` and later no longer holds. The first call of a job makes it."""
+    block). They replace what it told before about `start` and later. The first call creates the job."""
 
     job: str
     bucket: str
@@ -76,7 +77,8 @@ class HintsNamed(msgspec.Struct, frozen=True):
 
 
 class HintsState(msgspec.Struct, frozen=True):
-    """`known`: its future is known up to this access; `ahead`: what was not here was asked for up to this one."""
+    """`known`: the job's future is known up to this access. `ahead`: missing blocks were requested up to this
+    access."""
 
     job: str
     bucket: str
@@ -88,7 +90,7 @@ class HintsState(msgspec.Struct, frozen=True):
 
 
 def check_job_name(job: str) -> str:
-    """`job` if it may name a job, else `Invalid`."""
+    """Return `job` if it is a valid job name, else raise `Invalid`."""
     if not 0 < len(job) <= JOB_NAME_CHARS_MAX or not job.isprintable() or "/" in job:
         raise Invalid(f"a job's name has 1 to {JOB_NAME_CHARS_MAX} printable characters and no '/': choose another")
     return job
@@ -96,7 +98,7 @@ def check_job_name(job: str) -> str:
 
 # --- datasets and jobs -----------------------------------------------------------------------------------------------
 class Wanted(NamedTuple):
-    """Blocks [first, end) of an object that are not here, first needed by use number `use`, at time `due`."""
+    """Blocks [first, end) of an object that are not here; use number `use`, at time `due`, needs them first."""
 
     object: int
     first: int
@@ -107,7 +109,7 @@ class Wanted(NamedTuple):
 
 
 class Dataset:
-    """The blocks of a manifest's objects, numbered through; an empty object counts as one."""
+    """The blocks of a manifest's objects, numbered consecutively. An empty object counts as one block."""
 
     def __init__(self, number: int, sizes: Iterable[int], block_bytes: int = limits.BLOCK_BYTES) -> None:
         self.number = number
@@ -126,7 +128,7 @@ class Dataset:
         return len(self.starts) - 1
 
     def block(self, object: int, block: int) -> int:
-        """The number of an object's block, -1 if it has none such."""
+        """The number of an object's block, or -1 if the object has no such block."""
         number = self.starts[object] + block
         return number if number < self.starts[object + 1] else -1
 
@@ -136,7 +138,7 @@ class Dataset:
         return at, number - self.starts[at]
 
     def is_here(self, object: int, first: int, end: int) -> bool:
-        """Whether all these blocks are."""
+        """Whether all these blocks are here."""
         start = self.starts[object]
         return all(self.units[start + first : start + end])
 
@@ -195,7 +197,7 @@ class _Job:
         self.use_ends.append(use)
 
     def trim(self) -> None:
-        """Drop what was passed, once it is enough to be worth it."""
+        """Drop passed uses once there are enough to be worth it."""
         passed = self.use - self.use_base
         if passed < TRIM_USES_MIN or passed < len(self.uses) // 2:
             return
@@ -215,8 +217,8 @@ class Hints:
 
     # --- events ------------------------------------------------------------------------------------------------------
     def begin(self, name: str, dataset: Dataset, start: int, now_s: float) -> list[int]:
-        """A job over `dataset` whose next access is number `start`; it replaces one of the same name: the units that
-        nobody has hints for any more. `Invalid` when there are too many jobs."""
+        """Create a job over `dataset` whose next access is number `start`; it replaces a job of the same name. Returns
+        the units that no longer have hints. `Invalid` when there are too many jobs."""
         old = self.jobs.pop(name, None)
         if len(self.jobs) >= JOBS_MAX:
             raise Invalid(f"{JOBS_MAX} jobs give hints already: end one (DELETE /-/v1/hints/JOB), or go on without")
@@ -227,9 +229,9 @@ class Hints:
         return self._end(old) if old is not None else []
 
     def extend(self, name: str, start: int, accesses: array[int], now_s: float) -> bool:
-        """The job reads `accesses` (object, first block, end block, …) from number `start` on. True: it had said
-        otherwise before. `Invalid`, with nothing changed, for what the manifest does not have, for a gap, and beyond
-        HINT_ACCESSES_MAX uses."""
+        """Add `accesses` (object, first block, end block, …) from number `start` on. Returns True if they replace
+        accesses told before. `Invalid`, with nothing changed, for blocks that the manifest does not have, for a gap,
+        and beyond HINT_ACCESSES_MAX uses."""
         job = self._job(name)
         job.heard_s = now_s
         if start > job.known and job.use_ends:
@@ -264,9 +266,9 @@ class Hints:
             job.add(first, count)
 
     def at(self, name: str, position: int, now_s: float) -> list[int]:
-        """The job consumed the accesses before `position`; the units whose next use moved (some maybe
-        twice). Going back is not possible: an earlier position only shows that the job lives. Beyond what is known the
-        job has passed all of it."""
+        """Note that the job consumed the accesses before `position`. Returns the units whose next use moved (some maybe
+        twice). A job cannot go back: an earlier position only shows that it lives. A position beyond what is known
+        passes all of it."""
         job = self._job(name)
         job.heard_s = now_s
         target = min(position, job.known)
@@ -296,7 +298,7 @@ class Hints:
         job.passed_before = self.passed
 
     def close(self, name: str) -> list[int]:
-        """Forget a job; the units that nobody has hints for any more."""
+        """Forget a job; return the units that no longer have hints."""
         job = self.jobs.pop(name, None)
         return self._end(job) if job is not None else []
 
@@ -318,7 +320,7 @@ class Hints:
         return freed
 
     def expired(self, now_s: float) -> list[str]:
-        """Jobs that were not heard of for HINT_TTL_S: close them."""
+        """Jobs that were silent for HINT_TTL_S: close them."""
         return [name for name, job in self.jobs.items() if now_s - job.heard_s > limits.HINT_TTL_S]
 
     # --- what is here ------------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ class Hints:
         return HintsState(name, "", "", "", job.position, job.known, max(ahead, job.position))
 
     def due(self, unit: int) -> float:
-        """When a unit is needed next, in uses passed; NEVER; -1.0 for one without hints."""
+        """When a unit is needed next, in uses passed; NEVER if in no known use; -1.0 for a unit without hints."""
         places = self._units.get(unit)
         if places is None:
             return -1.0
@@ -365,13 +367,13 @@ class Hints:
         return soonest
 
     def wanted(self, name: str, window_bytes: int) -> Wanted | None:
-        """The next blocks ahead of the job that are not here; None if there are none within the window, or none among
-        the next SCAN_USES_MAX uses (`is_ahead` tells). Blocks of one object that follow each other come together."""
+        """The next blocks ahead of the job that are not here. None if the window has none, or if the next SCAN_USES_MAX
+        uses have none (`is_ahead` tells which). Consecutive blocks of one object come together."""
         job = self._job(name)
         dataset, uses, base = job.dataset, job.uses, job.use_base
         here, last = dataset.units, min(job.last_use, job.ahead + SCAN_USES_MAX)
         while job.ahead < last and (here[uses[job.ahead - base]] or job.head[uses[job.ahead - base]] < job.ahead):
-            job.ahead += 1  # here, or given when its use before this one was looked at
+            job.ahead += 1  # here, or returned for an earlier use
         if job.ahead >= last or job.fetched_bytes >= window_bytes:
             return None
         use = job.ahead
@@ -387,7 +389,7 @@ class Hints:
         return Wanted(which, first, end, size_bytes, use, self.passed + (use - job.use) / job.share)
 
     def fetching(self, name: str, wanted: Wanted) -> None:
-        """What `wanted` gave is being fetched: it will not be given again."""
+        """Note that what `wanted` returned is being fetched: `wanted` does not return it again."""
         job = self._job(name)
         job.ahead = wanted.use + wanted.end - wanted.first
         job.fetched.append((wanted.use, wanted.size_bytes))
@@ -405,7 +407,7 @@ class Hints:
         return job
 
     def check(self) -> None:
-        """Assert the books against a count from nothing. Slow: for tests."""
+        """Assert the books against a full recount. Slow: for tests."""
         for job in self.jobs.values():
             first: dict[int, int] = {}
             for use in range(job.last_use - 1, job.use - 1, -1):

@@ -1,12 +1,12 @@
-"""A pool: a share of the cache that competes within itself, with its newcomers and its measure of patience.
+"""A pool: a share of the cache in which units compete, with its newcomers and its longest interval.
 
-Theory. A bucket with a quota is a pool of its own; all the others together are one. A pool keeps its newcomers in order
-of arrival (*probation*), knows how many bytes it holds, and how long its units take to come back: the *longest* recent
-interval between two uses, in ticks of the machine's clock. It shrinks slowly while nobody takes that long, so that a
-single straggler does not keep the dead alive for ever. See `core/machines/eviction.py`, whose part this is.
+Theory. Each bucket with a quota is a pool of its own; all others together form one. A pool keeps its newcomers in order
+of arrival (*probation*), counts its bytes, and measures how long its units take to come back: the *longest* recent
+interval between two uses, in ticks of the machine's clock. The longest interval shrinks slowly while no unit takes that
+long, so that one straggler does not keep dead units alive for ever. The pool is part of `core/machines/eviction.py`.
 
-Invariant. `probation_bytes` and `main_bytes` are the sums over the pool's units; the queue may also hold units that
-have left it, which are passed over when they are met.
+Invariant. `probation_bytes` and `main_bytes` are the sums over the pool's units. The queue may also hold units that
+have left it; they are skipped when the queue reaches them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Pool:
         return self.probation_bytes - int(self.limit_bytes * PROBATION_SHARE)
 
     def observe(self, interval: int, now: int) -> None:
-        """Somebody came back after `interval`."""
+        """Note that a unit came back after `interval`."""
         if interval >= self.longest:
             self.longest, self.longest_at = float(interval), now
 
     def is_dead(self, idle: int, now: int) -> bool:
-        """Whether a resident idle for so long is past what residents show. Nothing is dead before a first return."""
+        """Whether a resident idle for this long is past what residents show. Nothing is dead before the first
+        return."""
         if now - self.longest_at > self.longest > 0:
             self.longest -= self.longest * LONGEST_DECAY
             self.longest_at = now

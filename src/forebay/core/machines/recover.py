@@ -1,24 +1,24 @@
-"""What a volume's files and records mean after a stop: keep, rebuild, sweep or set aside.
+"""What a volume's files and records mean after a stop: keep, rebuild, delete or set aside.
 
-Theory. There are two stops. After a *process* stop the kernel has every write, so the clean index is right and only
-rubbish is left over: temp files, and files that no record names. After an unclean *machine* stop the clean index may
-say anything, so it is thrown away and rebuilt from the files' own headers, every block UNVERIFIED: its bytes must match
-the sum kept in the file before its first use. The synced (durable) index is right after every stop.
+Theory. There are two kinds of stop. After a *process* stop the kernel has every write, so the clean index is right.
+Only rubbish is left over: temp files, and files that no record names. After an unclean *machine* stop the clean index
+may be wrong anywhere. It is thrown away and rebuilt from the files' headers, with every block UNVERIFIED: before its
+first use, its bytes must match the sum kept in the file. The synced (durable) index is right after every stop.
 
-Decisions are made one file or one record at a time, since a volume may hold ten million: the shell streams its listing
-past `judge_file`, applying actions to the index as it goes, then (after a process stop) streams the records past
-`judge_record`. A file is judged against what the index says *now*, so two versions of one key, both with intact
-headers, meet here: the higher object id wins, since ids only grow.
+Decisions are made one file or one record at a time, since a volume may hold ten million. The shell streams its listing
+past `judge_file` and applies the actions to the index as it goes. After a process stop it then streams the records past
+`judge_record`. A file is judged against the index as it is *now*, so two versions of one key, both with intact headers,
+meet here. The higher object id wins, since ids only grow.
 
-The durable index goes first. Each of its records is compared with the visible index as it is (empty, after a machine
-stop) by `judge_owed`: put into view again, or known to be there, or settled meanwhile; or its bytes are gone, which is
-said aloud. Files are judged after that, so that they meet the durable records.
+The durable index goes first. `judge_owed` compares each durable record with the visible index as it is (empty, after a
+machine stop). The record is restored to view, or is in view already, or was settled meanwhile, or its bytes are gone
+and the loss is reported. Files are judged after that, so that they meet the durable records.
 
 Rejected: trusting the clean index after a machine stop and hoping (LMDB without sync may tear pages); deleting a file
 that a durable record names when it looks wrong (it is evidence, and may be the only copy of an acknowledged write).
 
 Invariants. (1) A block is served only if a record lists it and (after an unclean machine stop) its sum matched. (2) A
-file that a durable record names is never deleted. (3) Judging again what was judged changes nothing. (4) A durable
+file that a durable record names is never deleted. (3) Judging the same things again changes nothing. (4) A durable
 write that was cut before its record is undone, never turned into a clean object.
 """
 
@@ -33,7 +33,7 @@ from typing import Literal
 class Identity:
     """What a file's header says it is. `blocks` are those whose sums the file holds.
 
-    `durable`: the file was made by a durable write, so that only a durable record gives it meaning.
+    `durable`: a durable write made the file, so only a durable record gives it meaning.
     """
 
     bucket: str
@@ -46,7 +46,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class FileSeen:
-    """One file met in `tmp/` or `data/`. `header` is None when it is missing or its checksum does not match."""
+    """One file found in `tmp/` or `data/`. `header` is None when it is missing or its checksum does not match."""
 
     path: str
     kind: Literal["temp", "data"]
@@ -56,7 +56,7 @@ class FileSeen:
 
 @dataclass(frozen=True, slots=True)
 class RecordSeen:
-    """One record of an index that is to be believed. `path` is where its file should be; empty for inline objects.
+    """One record of a trusted index. `path` is where its file should be; empty for inline objects.
 
     `durable`: its bytes are only here (dirty or local). `object_id` is 0 for a tombstone.
     """
@@ -71,8 +71,8 @@ class RecordSeen:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Nothing to do. `unverified`: mark the record so, its blocks are to be verified before their first use (what a
-    durable record names was synced before it)."""
+    """Keep the file. `unverified`: mark the record so; its blocks must be verified before their first use. (A durable
+    record's file needs no such mark: it was synced before the record.)"""
 
     path: str
     unverified: bool = False
@@ -88,7 +88,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Move a file aside, out of use, and tell the operator: it contradicts its record."""
+    """Move a file that contradicts its record aside, out of use, and tell the operator."""
 
     path: str
     reason: str
@@ -104,7 +104,8 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class DropRecord:
-    """Remove a record whose bytes are not there. `lost`: it was durable; say so loudly."""
+    """Remove a record whose bytes are missing or that another replaces. `lost`: a durable record's bytes are gone;
+    report it."""
 
     bucket: str
     key: str
@@ -114,14 +115,14 @@ class DropRecord:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Put a durable record into view, in place of whatever is there of its key."""
+    """Put a durable record into view, in place of any other record of its key."""
 
     record: RecordSeen
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The durable record says what was true until its flush ended: remove it, with the next transaction."""
+    """The durable record's flush ended before the stop: remove the record in the next transaction."""
 
     record: RecordSeen
 
@@ -132,8 +133,8 @@ Action = Keep | Delete | Quarantine | Rebuild | DropRecord | Restore | Settle
 def judge_owed(owed: RecordSeen, now: RecordSeen | None, settled: bool, size_bytes: int | None) -> list[Action]:
     """What to do about one record of the durable index, before any file is judged.
 
-    `now` is what the visible index says of the key (its `durable`: in an owned state); `settled`: the visible index
-    says that this record's flush ended; `size_bytes`: of the file at `owed.path`, None if there is none.
+    `now` is the visible index's record of the key (its `durable`: in an owned state). `settled`: the visible index says
+    that this record's flush ended. `size_bytes` is the size of the file at `owed.path`, None if there is none.
     """
     same = now is not None and now.object_id == owed.object_id
     if settled or (now is not None and same and not now.durable):
@@ -149,7 +150,7 @@ def judge_owed(owed: RecordSeen, now: RecordSeen | None, settled: bool, size_byt
 def judge_file(seen: FileSeen, record: RecordSeen | None, trusted: bool) -> list[Action]:
     """What to do about one file.
 
-    `record` is what the index says now of the key in the file's header or, where the header is unreadable, of the
+    `record` is the index's current record of the key in the file's header or, if the header is unreadable, of the
     object id in the file's name. `trusted`: the clean index survived (same boot, or a clean stop).
     """
     if seen.kind == "temp":
@@ -170,7 +171,7 @@ def judge_file(seen: FileSeen, record: RecordSeen | None, trusted: bool) -> list
 
 
 def _judge_named(seen: FileSeen, record: RecordSeen, trusted: bool) -> list[Action]:
-    """The file is where its record says."""
+    """Judge a file that is where its record says."""
     header = seen.header
     fits = seen.size_bytes == record.size_bytes and (
         header is None or (header.bucket, header.key, header.object_id) == (record.bucket, record.key, record.object_id)
@@ -186,16 +187,17 @@ def _judge_named(seen: FileSeen, record: RecordSeen, trusted: bool) -> list[Acti
 
 
 def judge_record(record: RecordSeen, file_is_there: bool) -> list[Action]:
-    """What to do about one record, once files have been judged."""
+    """What to do about one record, after all files have been judged."""
     if file_is_there or not record.path:
         return []
     return [DropRecord(record.bucket, record.key, record.object_id, lost=record.durable)]
 
 
 def recover(files: Iterable[FileSeen], records: Iterable[RecordSeen], trusted: bool) -> list[Action]:
-    """The whole decision at once, for volumes small enough to hold: what the streaming shell does, as a value.
+    """The whole decision at once, for volumes small enough to hold in memory: what the streaming shell does, as a
+    value.
 
-    `records` are those of the indexes to be believed: both when `trusted`, else only the durable one's.
+    `records` are those of the trusted indexes: both when `trusted`, else only the durable one's.
     """
     by_key: dict[tuple[str, str], RecordSeen] = {}
     actions: list[Action] = []
@@ -238,7 +240,7 @@ def _apply(decided: Iterable[Action], by_key: dict[tuple[str, str], RecordSeen],
 
 
 def count_actions(actions: Iterable[Action]) -> Mapping[str, int]:
-    """How many of each, for the log and the event."""
+    """How many actions of each kind, for the log and the event."""
     counts: dict[str, int] = {}
     for action in actions:
         name = type(action).__name__ if not isinstance(action, Delete) else f"Delete {action.reason}"

@@ -1,14 +1,14 @@
 """Whether a failed backend request is tried again, and after how long.
 
-Theory. Exactly one layer retries, and it asks here. Three things decide: the error's kind (only what may pass by itself
-is tried again), the attempt and the time already spent, and a *budget* shared by all requests of one backend. Delays
-are exponential with full jitter: the draw spreads clients over the whole interval, so that they do not come back in
-step. A backend that says when to come back (Retry-After) is obeyed, and if that is later than the request may live, the
-request fails at once and tells the caller that time.
+Theory. Exactly one layer retries, and it asks here. Three things decide: the kind of error (only errors that may pass
+by themselves are retried), the attempts and time already spent, and a *budget* that all requests of one backend share.
+Delays are exponential with full jitter: the draw spreads clients over the whole interval, so that they do not come back
+in step. If a backend says when to come back (Retry-After), the delay is at least that long. If that is later than the
+request may live, the request fails at once and its error carries that time.
 
-The budget is a token bucket: a retry costs RETRY_COST, a success earns 1. While most requests succeed it is always
-full; in an outage it drains, and from then on each request is sent once. So the load on a sick backend is at most
-(1 + 1/RETRY_COST) of the demand instead of `attempts_max` times it, and no clock is needed to refill it.
+The budget is a token bucket: a retry costs RETRY_COST, a success earns 1. It stays full while most requests succeed. In
+an outage it drains, and from then on each request is sent once. So the load on a sick backend is at most (1 +
+1/RETRY_COST) of the demand instead of `attempts_max` times it, and no clock is needed for the refill.
 
 Rejected: equal jitter and decorrelated jitter (no better under contention, harder to bound); a circuit breaker (a
 second state machine with its own clock; the budget already bounds the load, and requests still probe for recovery).
@@ -59,7 +59,7 @@ class RetryBudget:
         self.tokens = min(TOKENS_MAX, self.tokens + 1)
 
     def spend(self) -> bool:
-        """Take the price of one retry, if there is enough."""
+        """Take the price of one retry. False if there are too few tokens."""
         if self.tokens < RETRY_COST:
             return False
         self.tokens -= RETRY_COST
@@ -70,7 +70,7 @@ class RetryBudget:
 
 
 def is_retryable(error: ForebayError) -> bool:
-    """Whether trying the same backend again can help with this kind."""
+    """Whether the same backend may succeed on another try after this kind of error."""
     return isinstance(error, RETRYABLE) and not isinstance(error, NoBackendBucket)
 
 
@@ -84,8 +84,8 @@ def delay_before_retry(
 ) -> float | None:
     """Seconds to wait before attempt `attempt + 1`, or None: give up and raise `error`.
 
-    `attempt` is the number of the one that failed, from 1. `elapsed_s` counts from the start of the first attempt.
-    `draw` is uniform in [0, 1). Takes the retry's price from `budget` when it says yes.
+    `attempt` is the number of the failed attempt, from 1. `elapsed_s` counts from the start of the first attempt.
+    `draw` is uniform in [0, 1). A returned delay costs `budget` one retry.
     """
     assert attempt >= 1
     assert 0.0 <= draw < 1.0

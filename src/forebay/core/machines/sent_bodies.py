@@ -1,24 +1,24 @@
-"""Which bodies of a key may have been sent to the backend, so that what is met there is known to be ours.
+"""Which bodies of a key may have been sent to the backend, so that the node recognises its own objects there.
 
-Theory. The answer to a put may be lost, and what it carried may be at the backend all the same: at once, or late, when
-some proxy lets go of it. So each key has a `Sent`: the digests of bodies that may have left with a request ("" for a
-delete). Who meets something unexpected at the backend compares it with them before it calls it a stranger's.
+Theory. A put's answer may be lost while its body reaches the backend anyway: at once, or later, when some proxy lets go
+of it. So each key has a `Sent`: the digests of bodies that may have left with a request ("" for a delete). An
+unexpected object at the backend is compared with them before it counts as a stranger's.
 
-A body counts from the moment in which a request with it may leave (`left`), not from its acknowledgement: what was
-overwritten before it was sent can never be met. It counts until a later flush was answered *and* nothing of it can
-still arrive. An answered flush alone does not end it: a put that hung for minutes may land after its successor. So
-`answered` makes of *tried* digests *late* ones, for `late_s` more; those whose time was over before this flush began
-go, since whatever landed of them it has replaced.
+A body counts from the moment a request with it may leave (`left`), not from its acknowledgement: a body that was
+overwritten before it was sent can never arrive. It counts until a later flush was answered *and* it can no longer
+arrive. An answered flush alone is not enough, since a put that hung for minutes may land after its successor. So
+`answered` turns *tried* digests into *late* ones, for `late_s` more. Late digests whose time ended before this flush
+began are dropped: if one landed, this flush replaced it.
 
-Nothing is dropped for being many, and so that there are not many, the *sending* is bounded: where UNANSWERED_MAX bodies
-are without an answer, the backend is asked what it has before one more leaves (`asks_first`). A backend that is away
-does not answer that, so nothing more is sent; one that does answer lets the flush go on.
+No digest is dropped because there are many. Instead the *sending* is bounded: with UNANSWERED_MAX bodies unanswered,
+the backend must say what it has before another leaves (`asks_first`). A backend that is away does not answer, so
+nothing more is sent. One that answers lets the flush go on.
 
 Rejected: keeping the last N digests (the one that landed may be the first of N + 1); all that was ever acknowledged
 (most was never sent, and each write would carry it); times of sending (they are known only in memory: a note would have
 to be written at the end of each request).
 
-Invariants. (1) A digest is never in a `Sent` twice. (2) Nothing but `answered` takes a digest away.
+Invariants. (1) A digest is never in a `Sent` twice. (2) Only `answered` removes a digest.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ ABSENT: Final = ""  # stands for the digest of a delete
 
 
 class Sent(NamedTuple):
-    """What may be at the backend, or on its way there, besides what is known to be. `tried`: digests that no answered
-    flush came after. `late`: digests that one did come after, and until when (Unix time) they may still arrive."""
+    """Digests that the backend may have or may still receive, besides the version it is known to have. `tried`: no
+    flush was answered since. `late`: a flush was answered since, but they may still arrive until the given Unix
+    time."""
 
     tried: tuple[str, ...] = ()
     late: tuple[tuple[str, float], ...] = ()
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of all that is ours if it is met."""
+        """All digests; an object at the backend with one of them is ours."""
         return (*self.tried, *(digest for digest, _ in self.late))
 
 
 def left(sent: Sent, digest: str | None) -> Sent:
-    """A request that carries `digest` may leave from now on. None: nothing is known to tell it by."""
+    """`sent`, after a request that carries `digest` may have left. None: the body has no known digest."""
     if digest is None or digest in sent.tried:
         return sent
     return Sent((*sent.tried, digest), tuple(each for each in sent.late if each[0] != digest))
 
 
 def answered(sent: Sent, began_s: float, ended_s: float, late_s: float = limits.LATE_S) -> Sent:
-    """A flush that was begun at `began_s` was answered by `ended_s`, and all of `sent` left before that. What could
-    still arrive when it was begun may have landed after it took effect, however late its answer was heard."""
+    """`sent`, after a flush that began at `began_s` was answered by `ended_s`; all of `sent` left before that. A digest
+    that could still arrive at `began_s` stays, since it may have landed after this flush took effect, however late the
+    answer came."""
     late = tuple(each for each in sent.late if each[1] > began_s)
     return Sent((), (*late, *((digest, ended_s + late_s) for digest in sent.tried)))
 

@@ -1,21 +1,18 @@
-"""Who may ask a backend next, when all the requests that a bucket may have at once are under way.
+"""Who gets the next permit when all the requests that a bucket may have at once are under way.
 
-Theory. A bucket has so many *permits*, one for each request under way. Who asks says how much it is needed: *first*
-bytes of an object, for a client that has nothing yet; the *next* bytes, of a reader that took all it was told of; or
-bytes *ahead*, which nobody waits for yet. A permit that comes free goes to what is needed most, and among equals to the
-owner (a flight) that holds the fewest, then to who asked first. What is ahead never holds more than `ahead_max`, so
-that who needs a permit usually finds one free: requests are not taken back, and a backend that answers nobody would
-keep a newcomer out for as long. What is waited for since it was asked is *hastened*.
-
-Think of a ferry with a lane for each: an ambulance does not queue behind two hundred families that will cross tomorrow,
-nor does one family with eight cars take the whole ferry.
+Theory. A bucket has a number of *permits*, one for each request under way. Each claim states its need: *first* bytes of
+an object, for a client that has nothing yet; the *next* bytes, for a reader that took all it was told of; or bytes
+*ahead*, which nobody waits for yet. A free permit goes to the greatest need; among equals to the owner (a flight) that
+holds the fewest, then to the oldest claim. Claims ahead never hold more than `ahead_max` permits, so that a needed
+request usually finds one free. Requests are not taken back, so without this bound read-ahead at a silent backend would
+lock newcomers out. `hasten` raises the need of a claim that somebody has begun to wait for.
 
 Rejected: first come, first served (two hundred slow readers' read-ahead kept one quick reader's first byte waiting for
 nineteen seconds); a quota for each owner (idle permits while others wait, or a quota that changes with each of them);
 shares for each client (the engine knows flights, which many clients share).
 
-Invariants. (1) At most `permits` are held, of them at most `ahead_max` that were given for what is ahead. (2) Nobody
-waits who could be given one. (3) A claim is given once, and held until it leaves.
+Invariants. (1) At most `permits` are held, of them at most `ahead_max` that were given for bytes ahead. (2) No claim
+waits that could be given a permit. (3) A claim is given once, and held until it leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from dataclasses import dataclass, field
 
 
 class Need(enum.IntEnum):
-    """How much a request is needed: the smaller, the more."""
+    """How much a request is needed: the smaller the number, the greater the need."""
 
     FIRST = 0
     NEXT = 1
@@ -42,28 +39,28 @@ class _Claim:
 
 @dataclass(slots=True)
 class Shares:
-    """See the module's header. Claims are growing numbers; each method returns those that are given a permit now."""
+    """See the module's header. Claims are growing numbers. Each method returns the claims that get a permit now."""
 
     permits: int
     ahead_max: int
     claims: dict[int, _Claim] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     held: Counter[Hashable] = field(default_factory=Counter)  # by owner
-    ahead: int = 0  # given for what was ahead then
+    ahead: int = 0  # permits given to claims that were ahead at that moment
     queues: dict[Need, dict[Hashable, dict[int, None]]] = field(default_factory=lambda: {need: {} for need in Need})
 
     def __post_init__(self) -> None:
         assert 0 < self.ahead_max < self.permits
 
     def ask(self, claim: int, owner: Hashable, need: Need) -> list[int]:
-        """One more request is to be made."""
+        """Enter a claim for one more request."""
         assert claim not in self.claims, "a claim is made once"
         self.claims[claim] = _Claim(owner, need)
         self.queues[need].setdefault(owner, {})[claim] = None
         return self._give()
 
     def hasten(self, claim: int) -> list[int]:
-        """Somebody waits for it now. Nothing happens if it was given, or has left."""
+        """Somebody waits for this claim now. Nothing happens if it was given, or has left."""
         asked = self.claims.get(claim)
         if asked is None or claim in self.given or asked.need <= Need.NEXT:
             return []
@@ -73,7 +70,7 @@ class Shares:
         return self._give()
 
     def leave(self, claim: int) -> list[int]:
-        """The request is over, or is not to be made any more."""
+        """The request is over, or is no longer wanted."""
         asked = self.claims.pop(claim)
         if claim not in self.given:
             self._unqueue(claim, asked)

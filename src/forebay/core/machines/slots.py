@@ -1,8 +1,8 @@
-"""Units in numbered slots: parallel arrays instead of an object per unit, and their memory back when most have left.
+"""Units in numbered slots: parallel arrays instead of an object per unit, which shrink when most units have left.
 
-Theory. A machine that knows millions of units keeps each fact of them in an array of its own, at the unit's slot; one
-dictionary says which slot is whose. Slots that were given up are used again, and when hardly one in eight is in use the
-rest move together (`shrink`), in their order: a hand that goes round the slots goes on where it was.
+Theory. A machine that knows millions of units keeps each fact about them in its own array, at the unit's slot. One
+dictionary maps units to slots. Free slots are used again. When at most one slot in eight is in use, the rest move
+together (`_shrink`) in order, so a hand that goes round the slots keeps its place.
 
 Invariant. A unit has one slot; every slot is a unit's or free.
 """
@@ -22,7 +22,8 @@ _GROUPED = re.compile(rb"[\x01-\xfe]")
 
 
 class Slots:
-    """The columns. What they mean is `core/machines/eviction.py`'s, but for the unit, its size, its bucket and FREE."""
+    """The columns. `core/machines/eviction.py` gives them their meaning, except for the unit, its size, its bucket and
+    FREE."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
@@ -32,7 +33,7 @@ class Slots:
         self._state, self._flags = bytearray(), bytearray()
 
     def _take_slot(self, unit: int, size_bytes: int, bucket_id: int) -> int:
-        """A slot for a unit that has none; the rest of its facts are zero."""
+        """A slot for a unit that has none. Its other facts are zero."""
         assert 0 <= size_bytes < 1 << 32, size_bytes
         if self._free:
             slot = self._free.pop()
@@ -63,7 +64,8 @@ class Slots:
         return match.start() if match else -1
 
     def _after(self, group: int, hand: int, count: int) -> Sequence[int]:
-        """The next `count` slots of a group from `hand` on, going round, perhaps over again; none if it is empty."""
+        """The next `count` slots of a group from `hand` on, going round (repeating if there are few); none if the group
+        is empty."""
         if group != ANY and self._state[hand : hand + count] == bytes((group,)) * count:
             return range(hand, hand + count)
         slots = []
@@ -76,7 +78,8 @@ class Slots:
         return slots
 
     def _shrink(self) -> Callable[[int], int] | None:
-        """Move what is left together if it is little; then, what slot numbers became."""
+        """Move the remaining units together if few are left; then return the function from old slot numbers to new
+        ones."""
         if len(self._units) < SHRINK_SLOTS_MIN or len(self._slots) * 8 > len(self._units) or len(self._slots) < 2:
             return None
         left = sorted(self._slots.values())

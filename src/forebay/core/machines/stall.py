@@ -1,17 +1,18 @@
 """Whether a disk that somebody waits for has stalled.
 
-Theory. Nobody can ask a disk whether it lives: whoever asks waits with it. But whoever hands it something knows since
-when that has not come back. A disk that finishes anything of what is oldest with it makes progress, however slow it is;
-one with which the same thing stays the oldest for `stalled_after_s` has stalled. It is back as soon as that thing is.
+Theory. Nobody can ask a disk whether it lives: the question would wait with everything else. But whoever hands it a
+request knows how long the request has been out. A disk that finishes its oldest request makes progress, however slow it
+is. A disk whose oldest request stays the same for `stalled_after_s` has stalled. It recovers as soon as that request
+finishes.
 
-The same silence is seen when this process was stopped, or got no processor. So it is not measured by the clock alone: a
-look that comes late counts no more than COUNTED_MAX of the time between looks, as for processes (`pulse.py`).
+A stopped or starved process sees the same silence. So the clock alone does not measure it: a late look counts no more
+than COUNTED_MAX intervals between looks, as for processes (`pulse.py`).
 
-Rejected: a longest time for each request (a slow disk under load would be taken out, and its load put on others); the
-kernel's own counters (they say nothing of a filesystem that is frozen).
+Rejected: a time limit for each request (a slow disk under load would be taken out, and its load put on others); the
+kernel's own counters (they say nothing about a frozen filesystem).
 
-Invariants. (1) Stalled needs at least `stalled_after_s` by the clock, and as many looks in time as fill it. (2) What
-answers is never stalled.
+Invariants. (1) A stall needs at least `stalled_after_s` by the clock, and enough timely looks to fill it. (2) A disk
+that answers is never stalled.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class Stall:
     def __init__(self, stalled_after_s: float = STALLED_AFTER_S) -> None:
         self.stalled_after_s = stalled_after_s
         self.stalled = False
-        self.silent_s = 0.0  # how long the oldest has waited, as far as it counts
+        self.silent_s = 0.0  # counted waiting time of the oldest request
         self._oldest: int | None = None
         self._looked_s = 0.0
 
     def look(self, now_s: float, oldest: int | None) -> bool:
-        """Whether it is stalled. `oldest`: the number of what it has had for the longest time, None if it has nothing.
+        """Whether the disk is stalled. `oldest` is the number of its oldest unfinished request, None if it has none.
         Call it every LOOK_S."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
         if oldest is None or oldest != self._oldest:

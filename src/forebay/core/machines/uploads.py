@@ -1,13 +1,12 @@
-"""Multipart uploads as decisions: which parts make the object, whether they may, and what it is then called.
+"""Multipart uploads as decisions: which parts make the object, whether they may, and the object's ETag and checksum.
 
-Theory. An upload is a set of numbered parts; the object is the parts that Complete names, in order. All that is decided
-about it follows from descriptions of parts (number, size, MD5, one checksum), never from bytes: the entity tag is the
-MD5 of the parts' MD5s and their number, a COMPOSITE checksum is the checksum of the parts' checksums, and a FULL_OBJECT
-one is put together from the parts' CRCs and sizes, because CRCs of pieces combine. So Complete reads no byte to name
-what it makes.
+Theory. An upload is a set of numbered parts; the object is the parts that Complete names, in order. Every decision
+follows from descriptions of parts (number, size, MD5, one checksum), never from bytes. The entity tag is the MD5 of the
+parts' MD5s, and their number. A COMPOSITE checksum is the checksum of the parts' checksums. A FULL_OBJECT checksum is
+combined from the parts' CRCs and sizes. So Complete reads no bytes.
 
-A part's file name *is* its description (`name_of`, `parse_name`): one rename makes a part whole, described and the
-latest of its number, on any filesystem; where a stop left two files of one number, the higher `seq` counts.
+A part's file name *is* its description (`name_of`, `parse_name`). One rename makes a part whole, described and the
+latest of its number, on any filesystem. If a stop left two files of one number, the higher `seq` counts.
 
 Rejected: a description beside each part (two files that a stop can part); the metadata store (a synced transaction for
 each part, on the loop).
@@ -36,7 +35,7 @@ from forebay.core.record import OWN_HEADERS
 from forebay.core.types import Headers
 
 ChecksumType = Literal["", "COMPOSITE", "FULL_OBJECT"]
-AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums as the client repeats them
+AskedPart = tuple[int, str, dict[str, str]]  # number, ETag ("" for any), checksums that the client repeats
 
 _HASHES: Final[dict[str, Callable[[], Any]]] = {
     "SHA1": lambda: hashlib.sha1(usedforsecurity=False),
@@ -61,9 +60,9 @@ _COMBINE: Final[dict[str, Callable[[int, int, int], int]]] = {
     "CRC32C": crt.combine_crc32c,
     "CRC64NVME": crt.combine_crc64nvme,
 }
-SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers; no backend is told
+SIZES_HEADER: Final = "x-forebay-part-sizes"  # among an object's stored headers; never sent to a backend
 SIZES_CHARS_MAX: Final = 200
-PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same of their checksums
+PARTS_CHECKSUMS_HEADER: Final = "x-forebay-part-checksums"  # the same for their checksums
 PARTS_CHECKSUMS_CHARS_MAX: Final = 1000
 _CHECKSUM_HEADER: Final = "x-amz-checksum-"
 _NAME: Final = re.compile(r"(\d{5})-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]{32})-([A-Z0-9]*)-([0-9a-f]*)")
@@ -84,15 +83,15 @@ class Digest:
             self._value = _CRC[self._algorithm](data, self._value)
 
     def base64(self) -> str:
-        """As S3 writes it."""
+        """The value, in S3's encoding."""
         if self._hash is not None:
             return base64.b64encode(self._hash.digest()).decode()
         return base64.b64encode(self._value.to_bytes(DIGEST_BYTES[self._algorithm], "big")).decode()
 
 
 class Part(NamedTuple):
-    """One part that is here. `md5` is hex: the part's ETag; `checksum` is base64, "" where `algorithm` is.
-    `seq` grows with each part of the upload; `modified_s` is Unix time, in milliseconds at most."""
+    """One part that is here. `md5` is hex: the part's ETag. `checksum` is base64, "" if `algorithm` is. `seq` grows
+    with each part of the upload. `modified_s` is Unix time, at most to the millisecond."""
 
     number: int
     seq: int
@@ -111,7 +110,7 @@ def name_of(part: Part) -> str:
 
 
 def parse_name(name: str) -> Part | None:
-    """The part that a file is, by its name; None if it is none."""
+    """The part that a file name describes; None if it describes none."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -123,7 +122,7 @@ def parse_name(name: str) -> Part | None:
 
 
 def latest(parts: Sequence[Part]) -> tuple[dict[int, Part], list[Part]]:
-    """The parts that count, by number, and those that a later one of their number replaced."""
+    """The current part of each number, and the parts that a later one of their number replaced."""
     kept: dict[int, Part] = {}
     replaced = []
     for part in sorted(parts, key=lambda part: part.seq):
@@ -143,7 +142,7 @@ def no_such_upload(upload_id: str) -> NotFound:
 
 
 def check_part(number: int, size_bytes: int) -> None:
-    """`Invalid` if a part may not have this number or size."""
+    """Raise `Invalid` if a part may not have this number or size."""
     if not 1 <= number <= limits.PARTS_MAX:
         raise Invalid(
             f"Part number must be an integer between 1 and {limits.PARTS_MAX}, inclusive", code="InvalidArgument"
@@ -155,7 +154,7 @@ def check_part(number: int, size_bytes: int) -> None:
 
 
 def settle_checksum(algorithm: str, kind: str) -> tuple[str, ChecksumType]:
-    """The algorithm and type that an upload has when a client asks for these; `Invalid` for what S3 refuses."""
+    """The algorithm and type of an upload whose client asks for these; `Invalid` for what S3 refuses."""
     algorithm, kind = algorithm.upper(), kind.upper()
     if not algorithm:
         if kind:
@@ -182,8 +181,8 @@ def settle_checksum(algorithm: str, kind: str) -> tuple[str, ChecksumType]:
 
 
 def pick_checksum(algorithm: str, given: Mapping[str, str]) -> tuple[str, str]:
-    """Which checksum of a part to keep: the upload's, or the first that came where the upload has none. ("", "") where
-    there is none, or where the upload's must be computed; `Invalid` for one of another algorithm."""
+    """Which checksum of a part to keep: the upload's, or, if the upload has none, the first one given. ("", "") if
+    there is none, or if the upload's must be computed. `Invalid` for one of another algorithm."""
     if not algorithm:
         return next(((name, value) for name, value in given.items() if name in DIGEST_BYTES), ("", ""))
     if given and algorithm not in given:
@@ -199,9 +198,10 @@ def pick_checksum(algorithm: str, given: Mapping[str, str]) -> tuple[str, str]:
 def choose(
     parts: Mapping[int, Part], asked: Sequence[AskedPart], algorithm: str, kind: str, size_bytes: int | None
 ) -> list[Part]:
-    """The parts that make the object, in order. `size_bytes` is what the client says it will have (None: nothing).
+    """The parts that make the object, in order. `size_bytes` is the object's size according to the client (None: not
+    given).
 
-    `Invalid`, as S3 says it: MalformedXML (none or too many), InvalidPartOrder, InvalidPart (not there, or another
+    `Invalid`, with S3's codes: MalformedXML (none or too many), InvalidPartOrder, InvalidPart (not there, or another
     ETag or checksum), EntityTooSmall, EntityTooLarge, InvalidRequest (a checksum missing, another size).
     """
     if not 1 <= len(asked) <= limits.PARTS_MAX:
@@ -261,7 +261,8 @@ def etag_of(md5s: Sequence[str]) -> str:
 
 
 def same_request(asked: Sequence[AskedPart], etag: str) -> bool:
-    """Whether a Complete names the parts that made the object with this entity tag: then it is the same, repeated."""
+    """Whether a Complete names the parts that made the object with this entity tag: then it repeats an earlier
+    Complete."""
     tags = [tag.strip('"').lower() for _, tag, _ in asked]
     try:
         return etag == (etag_of(tags) if all(tags) else f"{etag.partition('-')[0]}-{len(tags)}")
@@ -270,7 +271,7 @@ def same_request(asked: Sequence[AskedPart], etag: str) -> bool:
 
 
 def checksum_of(algorithm: str, kind: str, parts: Sequence[Part]) -> str:
-    """The object's checksum as S3 shows it: base64, with `-N` for COMPOSITE. "" where a part has no such checksum."""
+    """The object's checksum in S3's form: base64, with `-N` for COMPOSITE. "" if any part has no such checksum."""
     if not algorithm or any(part.algorithm != algorithm for part in parts):
         return ""
     digests = [base64.b64decode(part.checksum) for part in parts]
@@ -285,8 +286,8 @@ def checksum_of(algorithm: str, kind: str, parts: Sequence[Part]) -> str:
 
 
 def check_form(promised: Mapping[str, str], algorithm: str, kind: str) -> None:
-    """Return if what the client says of the object's checksum can be one of this upload. `Invalid`: InvalidRequest for
-    another kind, BadDigest for what no checksum can be."""
+    """Check that the object checksum a client promises can belong to this upload. `Invalid`: InvalidRequest for another
+    kind, BadDigest for a value that no checksum can have."""
     for name, said in promised.items():
         digest, _, count = said.partition("-")
         if name != algorithm or (count and kind != "COMPOSITE"):
@@ -300,8 +301,8 @@ def check_form(promised: Mapping[str, str], algorithm: str, kind: str) -> None:
 
 
 def check_promised(promised: Mapping[str, str], value: str) -> None:
-    """Compare what the client says the object's checksum will be, which has passed `check_form`. `Invalid`
-    (BadDigest) where it differs."""
+    """Compare the object's checksum with what the client promised, which has passed `check_form`. `Invalid` (BadDigest)
+    if it differs."""
     for name, said in promised.items():
         digest, _, count = said.partition("-")
         if digest != value.partition("-")[0] or (count and said != value):
@@ -321,8 +322,8 @@ def _is_digest(algorithm: str, text: str) -> bool:
 
 # --- checksums among stored headers ----------------------------------------------------------------------------------
 def stored_checksum(headers: Headers) -> tuple[str, str]:
-    """Algorithm and value of the checksum among an object's stored headers, ("", "") for none; a COMPOSITE value has
-    the number of its parts behind a `-`."""
+    """Algorithm and value of the checksum among an object's stored headers, ("", "") for none. A COMPOSITE value ends
+    in `-` and the number of parts."""
     for name, value in headers:
         algorithm = name.removeprefix(_CHECKSUM_HEADER).upper()
         if name.startswith(_CHECKSUM_HEADER) and algorithm in DIGEST_BYTES:
@@ -331,7 +332,7 @@ def stored_checksum(headers: Headers) -> tuple[str, str]:
 
 
 def without_own(headers: Headers) -> Headers:
-    """Stored headers but for those that are ours and tell of one object's bytes: checksums and the sizes of parts."""
+    """Stored headers without ours that describe one object's bytes: checksums and the sizes of parts."""
     return tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
 
 
@@ -342,7 +343,7 @@ def with_checksum(headers: Headers, algorithm: str, value: str) -> Headers:
 
 # --- reading parts ---------------------------------------------------------------------------------------------------
 def sizes_text(sizes: Sequence[int]) -> str:
-    """The parts' sizes, to be kept with the object: `5242880*3,17`. "" where that would be too long for a header."""
+    """The parts' sizes, to be stored with the object: `5242880*3,17`. "" if that would be too long for a header."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -354,13 +355,13 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def sizes_of(text: str) -> list[int]:
-    """The sizes that `sizes_text` wrote down; [] of ""."""
+    """The sizes in a text that `sizes_text` made; [] for ""."""
     runs = (run.partition("*") for run in text.split(",") if run)
     return [int(size) for size, _, count in runs for _ in range(int(count or 1))]
 
 
 def checksums_text(algorithm: str, parts: Sequence[Part]) -> str:
-    """The parts' checksums, to be kept with the object; "" where one has none, or they would be too long."""
+    """The parts' checksums, to be stored with the object; "" if a part has none, or if they would be too long."""
     if not algorithm or any(part.algorithm != algorithm for part in parts):
         return ""
     text = ",".join(part.checksum for part in parts)
@@ -368,8 +369,8 @@ def checksums_text(algorithm: str, parts: Sequence[Part]) -> str:
 
 
 def part_range(text: str, number: int) -> tuple[int, int, int]:
-    """Where part `number` (as Complete ordered them, from 1) lies: start, end, and how many parts there are. `Invalid`
-    (`InvalidPartNumber`) where there are not so many."""
+    """Where part `number` (in Complete's order, from 1) lies: start, end, and the number of parts. `Invalid`
+    (`InvalidPartNumber`) if there are fewer."""
     start = parts = 0
     found: tuple[int, int] | None = None
     for run in text.split(","):
@@ -392,7 +393,7 @@ def page_of(
 ) -> tuple[list[tuple[str, str]], bool]:
     """The next `limit` of sorted (key, upload id) whose key starts with `prefix`, and whether there are more.
 
-    With `after_id`, later uploads of `after_key` count too; without, only later keys (S3's rule for its markers).
+    With `after_id`, later uploads of `after_key` count too; without it, only later keys (S3's rule for its markers).
     """
     place = max((after_key, after_id or "\U0010ffff"), (prefix, "")) if after_key else (prefix, "")
     start = bisect_right(names, place)
