@@ -16,6 +16,7 @@ from forebay.cli import outcome
 from forebay.cli.main import VERBS, app
 from forebay.core.errors import KINDS, Bug, Corrupt
 from forebay.core.types import Bucket
+from forebay.health import findings
 from tests.cli.conftest import COMMAND, Program
 from tests.client.fake_node import FakeNode
 
@@ -265,7 +266,7 @@ def test_the_json_fields_of_the_manual_are_those_of_the_values() -> None:
 
 def test_the_doctors_page_has_every_check() -> None:
     text = (MANUAL.parent / "doctor.md").read_text("utf-8")
-    source = (Path(outcome.__file__).parent / "findings.py").read_text("utf-8")
+    source = Path(findings.__file__).read_text("utf-8")
     checks = set(re.findall(r'Finding\(\s*"([a-z-]+)"', source))
     assert len(checks) >= 16
     for check in checks:
