@@ -1,12 +1,12 @@
-"""Bytes that may be wrong, and what is done once they are known to be.
+"""Bytes that may be wrong, and what happens once they are known to be.
 
 Theory. Bytes are compared with their checksums before their first use in a process (`compared_blocks.py`). The engine
-does so for what it gives out itself: inline bytes here, when they are looked up; blocks of files as a flight's doubted
-blocks. Whoever else finds something wrong says so: a front that compared, or met a file that is short or gone
-(`suspect`), the scrubber, the flusher. From then on nobody is given those bytes: they are mended from the durable
-index, or dropped, so that the next reader has the backend's, or told to be lost where no other copy is.
+compares what it serves itself: inline bytes here, at look-up; blocks of files as a flight's doubted blocks. Others
+report what they find: a front that compared bytes or found a file short or missing (`suspect`), the scrubber, the
+flusher. From then on nobody gets those bytes. They are restored from the durable index; or dropped, so that the next
+reader fetches from the backend; or reported lost if there is no other copy.
 
-Invariant. While an object is being looked at, no read of it begins.
+Invariant. While an object is being examined, no read of it begins.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Suspicions:
         self._looking: dict[Name, asyncio.Task[None]] = {}
 
     async def settled(self, name: Name) -> None:
-        """Return when nothing of the object is being looked at."""
+        """Return when the object is not being examined."""
         if name in self._looking:
             await asyncio.wait([self._looking[name]])
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        """Somebody could not use what the record says is there: check it before anybody is told so again."""
+        """Somebody could not use the bytes that the record lists: check them before the next read."""
         name = (bucket, key)
         if name not in self._looking:
             log.warning("%s/%s could not be read (%s): checking it", bucket, key, reason)
@@ -49,7 +49,7 @@ class Suspicions:
             task.add_done_callback(lambda done: self._looking.pop(name, None))
 
     def first_look(self, name: Name, record: Record | None) -> Record | None:
-        """What the store has of an object, after a comparison of inline bytes that were never compared here."""
+        """The store's record of an object, after comparing inline bytes that this process has not compared yet."""
         if record is None or record.inline is None or self.compared.whole(record.object_id):
             return record
         if not self._cold.store.check_blocks(record, *name, [0]):
@@ -58,7 +58,7 @@ class Suspicions:
         return self.found_bad(name, record, [0])
 
     def found_bad(self, name: Name, record: Record, bad: list[int], good: list[int] | None = None) -> Record | None:
-        """These blocks are wrong: dropped, mended or lost. The record afterwards."""
+        """These blocks are wrong: drop them, restore them or report them lost. Returns the record afterwards."""
         after = self._cold.store.settle_checked(*name, record.object_id, good or [], bad)
         if bad and not (after is not None and after.inline is not None):  # else it was mended
             self._cold.evictor.removed(record.object_id, bad)

@@ -1,34 +1,34 @@
 """Reads that come to the engine: from a question to a flight, an inline body, or an error.
 
-Theory. A front asks when it has no record, a stale one, or lacks bytes. What answers is found in this order: a flight
-of the object, the index, the backend; and the backend is asked once for all who wait (an *opening*).
+Theory. A front asks when it has no record, a stale one, or lacks bytes. The engine looks for an answer in this order: a
+flight of the object, the index, the backend. It asks the backend once for all who wait (an *opening*).
 
-How fresh. Every reader *needs* a confirmation not older than some moment: its arrival (`always`, `revalidate`), its
-arrival less the bucket's freshness, or any at all (`immutable`). A later part of one response, which names its version,
-needs none. An answer of the backend counts from the moment it was *asked*; while a write of the key is under way it
-counts in memory alone (`read/confirmations.py`). So a reader may join an opening only if that began late
-enough; else it waits for it and shares the next one with all that came meanwhile: at most two questions, however many
-ask at once.
+Freshness. Every reader *needs* a confirmation from no earlier than some moment: its arrival (`always`, `revalidate`),
+its arrival less the bucket's freshness, or any time (`immutable`). A later part of one response, which names its
+version, needs none. A backend's answer counts from the moment it was *asked*; while a write of the key is under way it
+counts only in memory (`read/confirmations.py`). So a reader may join an opening only if the opening began late enough.
+Otherwise it waits for that opening and shares the next one with all that came meanwhile: at most two questions, however
+many ask at once.
 
-The first request for an unknown object asks for its first FIRST_BYTES, or the blocks that the asked range touches, and
-so brings metadata and data at once; its body becomes the flight's first run. A suffix range asks for one block more
-than the suffix, which covers the blocks it touches wherever they begin.
+The first request for an unknown object asks for its first FIRST_BYTES, or for the blocks that the asked range touches.
+So it brings metadata and data at once, and its body becomes the flight's first run. A suffix range asks for one block
+more than the suffix, which covers the blocks it touches wherever they begin.
 
-When the backend does not answer and a confirmed version is here: `always` and `revalidate` fail; a bucket with a time
-is served the version it has, because that time already says that an old answer is better than none. It is counted
-(`forebay_revalidations_total{result="unreachable"}`) and asked again after DOWN_FOR_S. What was never confirmed since a
-write of ours may have replaced it is served only as long as the backend answers nobody: the first answer of any kind,
-say a listing, may have shown the new version, and whoever comes after it must not read the old one.
+When the backend does not answer and a confirmed version is here, `always` and `revalidate` fail. A bucket with a
+freshness time serves the version it has, because that time already prefers an old answer to none. This is counted
+(`forebay_revalidations_total{result="unreachable"}`), and the backend is asked again after DOWN_FOR_S. If a write of
+ours may have replaced the version since its confirmation, it is served only while the backend answers nobody: any first
+answer, say a listing, may show the new version, and later readers must not get the old one.
 
-What was written here and is owed to the backend (`State.OWNED`, or a delete that it has not heard of) is the truth: it
-is served without asking. A write *overtakes* the flights and openings of its key: who waits for them gets what there
-was before, but nobody joins them any more, and nothing of theirs is kept.
+An object or delete that the node owes to the backend (`State.OWNED`, or an unflushed delete) is the truth, and is
+served without asking. A write *overtakes* the flights and openings of its key: readers already waiting get the earlier
+version, but nobody else joins, and nothing of theirs is kept.
 
-Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way
-(a reader would get an answer from before its question).
+Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way (a
+reader would get an answer from before its question).
 
-Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key.
-(3) `flights` holds only flights that can be joined. (4) Nothing that was asked before a write is stored after it.
+Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key. (3)
+`flights` holds only flights that can be joined. (4) Nothing that was asked before a write is stored after it.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.cold")
 
 CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
-DOWN_FOR_S = 5.0  # after a failed confirmation: how long nobody else is made to wait for one
+DOWN_FOR_S = 5.0  # after a failed confirmation: nobody else waits for one this long
 SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
 READ_AHEADS_MAX = 1024
-STREAMS_MAX = 4  # sequential readers of one object that are told apart
+STREAMS_MAX = 4  # sequential readers tracked per object
 _BLOCK = limits.BLOCK_BYTES
 _ANY = float("-inf")  # no confirmation is needed
 _ONCE = 0.0  # one is needed, however old
@@ -108,7 +108,8 @@ class ColdReads:
         deleted: Callable[[str, str], bool] = lambda bucket, key: False,
         wrote: Callable[[str, str], None] = lambda bucket, key: None,
     ) -> None:
-        """`deleted`: whether the key was deleted here, and the backend has not heard. `wrote` hears of `written`."""
+        """`deleted`: whether the key was deleted here and the backend does not know yet. `wrote` is called by
+        `written`."""
         self.store = store
         self.evictor = evictor
         self.clock = clock
@@ -126,10 +127,10 @@ class ColdReads:
         self._flush_soon = flush_soon
         self._deleted = deleted
         self._wrote = wrote
-        self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # who reads it told what comes next
+        self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # whether a job gives hints of the key
         self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
             None
-        )  # into view, what was owed before the start
+        )  # restores the key to view if it was owed before the start
         self._openings: dict[tuple[str, str], Opening] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
         self.all_permits: dict[str, Permits] = {}
@@ -145,7 +146,7 @@ class ColdReads:
         return read
 
     def start(self, read: Read) -> None:
-        """Find what answers `read`."""
+        """Find an answer for `read`."""
         read.task = asyncio.create_task(self._serve(read))
 
     async def _serve(self, read: Read) -> None:
@@ -182,13 +183,13 @@ class ColdReads:
                 return
             answer = await self._opening(read, served, need_s)
             if answer is None:
-                continue  # it began before we came: ask anew
+                continue  # it began before we came: ask again
             if answer.stale:
                 if not tolerant:
                     raise _unreachable(ask.bucket)
                 need_s = _ANY
             elif answer.beyond is not None:
-                _resolve(ask.range, answer.beyond.size_bytes)  # if ours lies inside, we ask for it
+                _resolve(ask.range, answer.beyond.size_bytes)  # raises if our range lies outside too; else ask again
                 if read.tries >= REOPENS_MAX:
                     raise Unavailable(f"{ask.key} changed while it was opened: try again")
                 read.tries += 1
@@ -216,8 +217,8 @@ class ColdReads:
             await self._give_record(read, served, found)
 
     def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
-        """What is here, if it is owned, was confirmed late enough, or is the very version that is asked for.
-        `NotFound` for what was deleted here, `VolumeMissing` or `ObjectLost` where something newer cannot be read."""
+        """The local version, if it is owned, was confirmed late enough, or is the version asked for; else None.
+        `NotFound` if it was deleted here. `VolumeMissing` or `ObjectLost` if a newer version cannot be read."""
         self.store.check_present(*name)
         found, record = self._here(name)
         if found is None:
@@ -239,9 +240,9 @@ class ColdReads:
         return found
 
     def _here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
-        """The flight of this object, or what is stored of it; and that again.
+        """The flight of this object, or else its record; and the record.
 
-        No flight whose bytes are not kept any more, or that knows the object by the version it had before its flush.
+        Skips a flight whose bytes are no longer kept, or that has the object's version from before its flush.
         """
         record = self.suspicions.first_look(name, self.store.lookup(*name))
         flight = self.flights.get(name)
@@ -279,7 +280,7 @@ class ColdReads:
         read.follow(flight, start, end, self._ahead_to(read.ask, start, end))
 
     async def _give_record(self, read: Read, served: Served, record: Record) -> None:
-        """A flight over what the store has of the object. It is made only for a reader that joins it at once."""
+        """Make a flight over the stored blocks of the object, for a reader that joins it at once."""
         if record.state & State.OWNED and self.store.examine(*read.ask[:2], record.object_id) is None:
             self.store.check_lost(*read.ask[:2])
         _resolve(read.ask.range, record.size_bytes)
@@ -291,10 +292,10 @@ class ColdReads:
             self._give(read, self._take_off(served, info, landing, record.checked_s, landing.record))
 
     def _ahead_to(self, ask: Ask, start: int, end: int) -> int:
-        """How far to fetch for a reader that comes back for range after range; 0 for readers of whole objects.
+        """How far to fetch ahead for a reader that asks for one range after another; 0 for readers of whole objects.
 
-        Ranges are counted in whole blocks, since only the first touch of a block comes to the engine; and blocks
-        fetched ahead are passed over, as hits that never come here.
+        Ranges count in whole blocks, since only the first touch of a block reaches the engine. Blocks fetched ahead are
+        skipped: they are hits, which never reach the engine.
         """
         if ask.range is None or ask.range.first is None or ask.range.last is None:
             return 0
@@ -316,7 +317,7 @@ class ColdReads:
 
     # --- metadata alone ----------------------------------------------------------------------------------------------
     async def metadata(self, ask: Ask, served: Served) -> Record:
-        """What the object is, as fresh as its bucket wants. Nothing is fetched or remembered for an unknown one."""
+        """The object's metadata, as fresh as its bucket requires. For an unknown object nothing is fetched or kept."""
         name = (ask.bucket, ask.key)
         asked_s = self.clock.wall_s()
         found = self._found(name, _need(ask, served, asked_s), ask.version)
@@ -334,11 +335,11 @@ class ColdReads:
 
     # --- openings ----------------------------------------------------------------------------------------------------
     async def _opening(self, read: Read, served: Served, need_s: float) -> Answer | None:
-        """Share the opening of this key; None if the one under way began too early to count, or was not for us."""
+        """Share the opening of this key. None if the one under way began too early to count, or was not for us."""
         name = (read.ask.bucket, read.ask.key)
         opening = self._openings.get(name)
         if opening is not None and opening.done.done():
-            opening = None  # not forgotten before this round ends: to wait for it again would never let the round end
+            opening = None  # it is forgotten only after this round; waiting for it again would never let the round end
         if opening is not None and not opening.served.same_place(served):
             self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
             opening = None
@@ -358,7 +359,7 @@ class ColdReads:
                 return None
             raise
         if answer.stale and opening.answers < answers:
-            return None  # others heard of the backend after it had begun, and before we came
+            return None  # the backend answered others after this began, and before we came
         return answer if opening.asked_s >= need_s else None
 
     def _leave_to_its_own(self, opening: Opening) -> None:
@@ -366,7 +367,7 @@ class ColdReads:
         opening.done.add_done_callback(self._background.discard)
 
     def written(self, bucket: str, key: str) -> None:
-        """The key was written or deleted here, and the store knows: what is on its way of it is of the past."""
+        """The key was written or deleted here, and the store knows it: flights and openings of the key are outdated."""
         self._wrote(bucket, key)
         self.flights.pop((bucket, key), None)
         opening = self._openings.pop((bucket, key), None)
@@ -375,8 +376,8 @@ class ColdReads:
             self._leave_to_its_own(opening)
 
     def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
-        """The backend listed these keys: whoever read the page finds no older version of them here, though their
-        writes are still under way (`read/confirmations.py`)."""
+        """The backend listed these keys. Whoever read the page must find no older version here, even of keys whose
+        writes are under way (`read/confirmations.py`)."""
         for key in self.confirmations.outdated(bucket, prefix, after, upto):
             flight = self.flights.get((bucket, key))
             if flight is not None:
@@ -391,7 +392,7 @@ class ColdReads:
         if opening is not None and opening.done is done:
             del self._openings[name]
         if not done.cancelled():
-            done.exception()  # whoever waited has it
+            done.exception()  # the waiter has the exception
 
     async def _ask_backend(self, ask: Ask, opening: Opening) -> Answer:
         name, served, asked_s = (ask.bucket, ask.key), opening.served, opening.asked_s
@@ -412,7 +413,8 @@ class ColdReads:
     async def _check(
         self, served: Served, key: str, found: Flight | Record, tolerant: bool, asked_s: float
     ) -> ObjectInfo | str | None:
-        """None: confirmed; what it is now, if it changed; "" if the backend does not answer and that is tolerated."""
+        """Ask the backend whether the version is current. None: confirmed. Else the new metadata, or "" if the backend
+        does not answer and that is tolerated."""
         name, version, answers = (served.bucket.name, key), _version_of(found), served.answers
         settled = found.checked_s > 0 or answers == served.answers_before_down
         if tolerant and settled and self.clock.monotonic_s() < served.down_until_s:
@@ -444,7 +446,7 @@ class ColdReads:
         return changed
 
     def replaced(self, name: tuple[str, str], version: str) -> None:
-        """The backend has another version, or none: nobody shall be given this one any more."""
+        """The backend has another version, or none: stop serving this one."""
         flight = self.flights.get(name)
         landing = flight is not None and flight.info.version == version
         if landing:
@@ -454,7 +456,7 @@ class ColdReads:
             self.forget(*name)  # before its first block is whole a flight has no record, but it must not make one now
 
     def forget(self, bucket: str, key: str) -> int:
-        """Drop what the store has of an object, unless it is owned; how many bytes that were."""
+        """Drop what the store has of an object, unless it is owned; return how many bytes that was."""
         record = self.store.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:
             return 0  # it is nowhere else
@@ -490,7 +492,7 @@ class ColdReads:
             raise
 
     async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
-        """The range lies outside the object: it may be empty, else the reader must be told its size."""
+        """The range lies outside the object. Either the object is empty, or the reader must learn its size."""
         info = await opening.served.backend.head(ask.key)
         if info.size_bytes == 0:
             return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
@@ -522,18 +524,18 @@ class ColdReads:
         return record
 
     def leave(self, bucket: str) -> None:
-        """The bucket is another place now, or none: what is being read there is kept no more, and joined by nobody."""
+        """The bucket now points elsewhere or is gone: keep nothing of its reads under way, and let nobody join them."""
         for name in [name for name in self.flights if name[0] == bucket]:
             del self.flights[name]
             self.forget(*name)
 
     # --- flights -----------------------------------------------------------------------------------------------------
     def permits(self, bucket: str) -> Permits:
-        """Bounds the requests of one bucket: a backend that hangs must not hold up the others."""
+        """The bucket's permits. They bound its requests, so that a backend that hangs does not hold up the others."""
         return self.all_permits.setdefault(bucket, Permits())
 
     def _landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
-        """A data file for this version; None if no disk takes it now, or the bucket has moved."""
+        """A data file for this version. None if no disk takes it now, or if the bucket has moved."""
         bucket = served.bucket
         if not self._buckets.stands(served):
             return None
@@ -588,7 +590,8 @@ class ColdReads:
         body: tuple[Fetch, Run] | None = None,
         rest: tuple[int, int] | None = None,
     ) -> None:
-        """Serve one reader from memory, over the blocks that `record` has. `rest`: what is left of a broken flight."""
+        """Serve one reader from memory, over the blocks that `record` has. `rest`: what remains of a read whose flight
+        broke."""
         try:
             if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
                 raise changed_meanwhile(read.ask.bucket, read.ask.key)
@@ -620,11 +623,11 @@ class ColdReads:
 
     @property
     def pass_bytes(self) -> int:
-        """Memory that is held for bytes which no disk takes."""
+        """Memory held for bytes that no disk takes."""
         return len(self.memory.shares.given) * limits.PASS_UNIT_BYTES
 
     def _still_there(self, record: Record | None) -> tuple[Record | None, str]:
-        """The record as it is now, and its data file; (None, "") if there is none to read from."""
+        """The record as it is now, and its data file; (None, "") if there is no file to read."""
         found = self.store.find(record.object_id) if record is not None else None
         if found is None or found[2].inline is not None:
             return None, ""
@@ -633,7 +636,7 @@ class ColdReads:
         return (found[2], path) if path else (None, "")
 
     def record_of(self, flight: Flight) -> Record:
-        """The record of a flight's object, for a front: what is stored, or what would be."""
+        """The record of a flight's object, for a front: the stored one, or what it would be."""
         sink = flight.sink
         stored = sink.landing.record if isinstance(sink, DiskSink) else flight.record
         if stored is not None:
@@ -678,7 +681,7 @@ class ColdReads:
             reader.task = self.spawn(self._pass_on(reader, flight, start, end))
 
     async def _pass_on(self, read: Read, flight: Flight, start: int, end: int) -> None:
-        """The rest of a read whose flight lost its disk."""
+        """Serve the rest of a read whose flight lost its disk."""
         assert isinstance(flight.sink, DiskSink)
         try:
             served = await self._buckets.get(flight.bucket)
@@ -693,13 +696,13 @@ class ColdReads:
         self._flush_soon()
 
     def evicted(self, object_id: int, blocks: list[int]) -> None:
-        """Blocks left the store: whoever fetches this object must know."""
+        """Blocks left the store: tell the object's flights."""
         self.compared.forget(object_id)
         for flight in list(self._by_object.get(object_id, ())):
             flight.lost(blocks)
 
     def _source(self, served: Served, key: str, record: Record | None) -> Backend:
-        """Where bytes that are not here come from."""
+        """The backend that has the object's missing bytes."""
         if record is None or not record.state & State.OWNED:
             return served.backend
         object_id = record.object_id
@@ -711,12 +714,12 @@ class ColdReads:
         return Nowhere(served.bucket.name, still_owned)
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        """A front could not use what the record says is there."""
+        """A front could not use the bytes that the record lists."""
         self.suspicions.suspect(bucket, key, object_id, reason)
 
     # --- the end -----------------------------------------------------------------------------------------------------
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that is kept until it ends; what it raises is logged."""
+        """Run a task and keep it until it ends. Its exception is logged."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._spawned)
@@ -740,7 +743,7 @@ class ColdReads:
 
 # --- small rules -----------------------------------------------------------------------------------------------------
 def _need(ask: Ask, served: Served, arrived_s: float) -> float:
-    """The moment since when the version must have been confirmed."""
+    """The version must have been confirmed at this moment or later."""
     freshness_s = served.bucket.freshness_s
     if ask.revalidate or freshness_s <= 0:
         return arrived_s
@@ -748,14 +751,14 @@ def _need(ask: Ask, served: Served, arrived_s: float) -> float:
 
 
 def _suffices(checked_s: float, need_s: float, now_s: float) -> bool:
-    """Whether a confirmation at `checked_s` (0: none) is what a reader needs."""
+    """Whether a confirmation at `checked_s` (0: none) satisfies a reader's need."""
     if need_s == _ANY:
         return checked_s != MISSED
     return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
 
 
 def _tolerant(ask: Ask, served: Served, found: Flight | Record | None = None) -> bool:
-    """Whether a stale version, or this one, is better than none."""
+    """Whether a stale version (this one, if `found` is given) is better than an error."""
     is_missed = found is not None and found.checked_s == MISSED
     return not ask.revalidate and served.bucket.freshness_s > 0 and not is_missed
 
@@ -765,7 +768,7 @@ def _version_of(found: Flight | Record) -> str:
 
 
 def _is_of(found: Flight | Record, version: str) -> bool:
-    """Whether these are bytes of that version."""
+    """Whether `found` has the bytes of that version."""
     if isinstance(found, Flight):
         return version in (found.info.version, own_version(found.object_id))
     return is_version(found, version)

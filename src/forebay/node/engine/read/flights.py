@@ -1,23 +1,22 @@
 """Flights at work: the shell of `core/machines/flight.py`, which fetches, writes and tells.
 
-Theory. A `Flight` performs the machine's effects: a run is a task that streams one ranged request into the sink, block
-by block; a check re-reads a block in a worker thread; what landed is told to readers as segments of files. The machine
-decides everything that a second reader, a failure or a slow client could change.
+Theory. A `Flight` performs the machine's effects. A run is a task that streams one ranged request into the sink, block
+by block. A check re-reads a block in a worker thread. Landed bytes are announced to readers as segments of files. The
+machine decides everything that a second reader, a failure or a slow client could change.
 
-What a run reports is batched: progress is told to the machine at most every TELL_EVERY_S, and at once when nothing was
-told for that long, so a fast backend does not cost a message for each packet. The very first bytes are told before they
-are written, and travel in the message itself.
+Progress is batched: the machine hears of it at most every TELL_EVERY_S, and at once if it heard nothing for that long.
+So a fast backend does not cost a message for each packet. The very first bytes are announced before they are written,
+and travel in the message itself.
 
-A reader that failed, or reads on elsewhere, keeps its place until it leaves (`core/machines/flight.py`): the file and
-the memory that it was told of are its to take until then, whatever became of the flight.
+A reader that failed, or reads on elsewhere, keeps its place until it leaves (`core/machines/flight.py`). Until then it
+may take the bytes it was told of from the file or memory, whatever became of the flight.
 
-A *private* flight serves one reader from memory (see `node/engine/read/sink.py`); it is not found by other readers. Its
-run begins when there is memory for its first unit, and ends where there is none for more: the machine begins another
-there.
+A *private* flight serves one reader from memory (see `node/engine/read/sink.py`), and other readers cannot find it. Its
+run begins when there is memory for its first unit, and ends where memory ends. The machine begins another run there.
 
 Invariants. (1) Every `Fetch` effect is answered by one of Ended, GaveUp, Failed, whatever happens in the task. (2) A
 block is reported kept only after the store listed it. (3) When the machine is idle the sink is closed, and the flight
-is out of the books, in the same turn of the loop. (4) The sink is not closed while a reader has not left.
+is out of the books, in the same turn of the loop. (4) The sink stays open until every reader has left.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ TELL_EVERY_S = 0.002  # 400 KiB at 200 MB/s: a message costs a few µs, a reader
 
 
 class Reader(Protocol):
-    """Who reads: a front's read, or a job. Called from the engine's loop; must not block."""
+    """A front's read, or a job's. Called from the engine's loop; must not block."""
 
     def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
         """Bytes [start, end) of the object may be read from `path` at `offset`, or are `body`. Contiguous."""
@@ -64,11 +63,11 @@ class Reader(Protocol):
         ...
 
     def failed(self, error: ErrorOnWire) -> None:
-        """Nothing more will come. What was announced can be read until the reader leaves."""
+        """Nothing more will come. Announced bytes can be read until the reader leaves."""
         ...
 
     def withdrawn(self) -> None:
-        """What was announced and not taken is wrong, and nothing more will come."""
+        """Announced bytes that were not taken are wrong, and nothing more will come."""
         ...
 
 
@@ -81,11 +80,11 @@ class Surroundings(Protocol):
     compared: Compared
 
     def permits(self, bucket: str) -> Permits:
-        """One is held while a request of the bucket is under way."""
+        """The bucket's permits; each of its requests holds one."""
         ...
 
     def block_kept(self, flight: Flight, block: int) -> None:
-        """A block was listed in the store."""
+        """The store listed a block."""
         ...
 
     def flight_over(self, flight: Flight) -> None:
@@ -101,12 +100,12 @@ class Surroundings(Protocol):
         ...
 
     def blocks_bad(self, flight: Flight, blocks: list[int]) -> None:
-        """Blocks on disk did not match their checksums and have been dropped."""
+        """Blocks on disk did not match their checksums and were dropped."""
         ...
 
 
 class Flight:
-    """The reads of one object version. Made by `Reads`; ends itself when nobody reads and nothing is on its way."""
+    """The reads of one object version. `ColdReads` makes it; it ends when nobody reads and nothing is on its way."""
 
     def __init__(
         self,
@@ -130,22 +129,22 @@ class Flight:
         self.object_id = sink.landing.object_id if isinstance(sink, DiskSink) else record.object_id if record else 0
         self.gone = False
         self.closed = False
-        self._holds = False  # off holes in the file
+        self._holds = False  # whether `store.held` keeps holes out of its file
         self._around = around
         self._readers: dict[int, Reader] = {}
         self._next_reader = 1
         self._tasks: dict[int, asyncio.Task[events.Event]] = {}
         self._claims: dict[int, Claim] = {}  # of runs that wait for a permit
-        # By block of the store, which may be several of the machine's.
+        # By block of the store; one may be several of the machine's.
         self._checked: dict[int, asyncio.Task[bool]] = {}
-        self._checks: set[asyncio.Task[Any]] = set()  # and the closing of bodies that nobody began to read
+        self._checks: set[asyncio.Task[Any]] = set()  # also the tasks that close unread bodies
         self._ends: dict[int, int] = {}  # run -> block to stop before
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._untold: dict[int, int] = {}  # run -> position landed, not yet told to the machine
         self._told_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        # What the machine calls blocks are smaller in memory, which is claimed and freed by the unit.
+        # In memory the machine's blocks are smaller: memory is claimed and freed by the unit.
         self._units = limits.BLOCK_BYTES // limits.PASS_UNIT_BYTES if self.private else 1  # of a block of the store
         present, doubted = self._known_blocks(record)
         first = adopted and self._in_units(range(adopted[1].first, adopted[1].end))
@@ -162,7 +161,7 @@ class Flight:
             self._start_run(0, first[0], first[-1] + 1, adopted[0])
 
     def _in_units(self, blocks: Iterable[int]) -> list[int]:
-        """What the machine calls these blocks of the store."""
+        """The machine's numbers for these blocks of the store."""
         end = -(-self.info.size_bytes * self._units // limits.BLOCK_BYTES)
         return [u for block in blocks for u in range(block * self._units, min((block + 1) * self._units, end))]
 
@@ -178,7 +177,7 @@ class Flight:
 
     # --- readers -----------------------------------------------------------------------------------------------------
     def join(self, reader: Reader, start: int, end: int, ahead_to: int = 0) -> int:
-        """Serve bytes [start, end) to `reader`; its number, for `took` and `leave`."""
+        """Serve bytes [start, end) to `reader`. Returns its number, for `took` and `leave`."""
         assert not self.closed
         number, self._next_reader = self._next_reader, self._next_reader + 1
         self._readers[number] = reader
@@ -207,7 +206,7 @@ class Flight:
         return self.machine.has(start, end)
 
     def lost(self, blocks: list[int]) -> None:
-        """Blocks were evicted or found bad by somebody else."""
+        """Somebody else evicted these blocks or found them bad."""
         units = self._in_units(blocks)
         if not self._holds and self.machine.told_of(units):
             self._holds = True
@@ -215,8 +214,8 @@ class Flight:
         self._step(events.Lost(tuple(units)))
 
     def depart(self) -> list[tuple[Reader, int, int]]:
-        """Let all readers that are not done go on elsewhere, as (reader, next byte, end). They keep what they were
-        told of until they leave. The runs end."""
+        """Let all unfinished readers go on elsewhere; returns (reader, next byte, end) for each. They keep the bytes
+        they were told of until they leave. The runs end."""
         leaving = [(number, state.told, state.end) for number, state in self._unfinished()]
         for number, _, _ in leaving:
             self._step(events.Part(number))
@@ -227,7 +226,7 @@ class Flight:
 
     # --- the machine -------------------------------------------------------------------------------------------------
     def _step(self, event: events.Event) -> None:
-        """Feed the machine, and perform. A reader's callback may come back here: its event waits for its turn."""
+        """Step the machine and perform its effects. A reader's callback may re-enter: its event waits for its turn."""
         self._events.append(event)
         if self._stepping:
             return
@@ -276,7 +275,7 @@ class Flight:
                 self.sink.drop(block)
 
     def shut(self, error: ForebayError) -> None:
-        """Fail every reader that is not done, and do nothing more: gone with the last of them that leaves."""
+        """Fail every unfinished reader and stop all work. The flight goes when the last reader leaves."""
         if self.closed:
             return
         self.closed = True
@@ -338,7 +337,7 @@ class Flight:
             self._tasks[run].cancel()
 
     async def _run(self, run: int, first: int, end: int, fetch: Fetch | None) -> events.Event:
-        """Do the run; what to tell the machine at its end."""
+        """Do the run; return the event that ends it for the machine."""
         memory = self.sink if isinstance(self.sink, MemorySink) else None
         try:
             if memory is not None:
@@ -366,7 +365,8 @@ class Flight:
         return events.Ended(run) if self._ends[run] == self.machine.runs[run].end else events.GaveUp(run)
 
     async def _reserve(self, run: int, first: int, end: int, memory: MemorySink) -> int:
-        """Wait for memory for the first of these, and take what is free for the rest; the run ends where that ends."""
+        """Wait for memory for the first unit, and take what is free for the rest. The run ends where the memory
+        ends."""
         if not memory.has_memory(first):
             need = Need.AHEAD
             if self.machine.is_waited_for(run):
@@ -383,7 +383,8 @@ class Flight:
 
     @asynccontextmanager
     async def _permit(self, run: int) -> AsyncIterator[None]:
-        """The bucket's permit for a request; `_step` hastens it when somebody comes to wait for these bytes."""
+        """Hold the bucket's permit for a request. `_step` hastens the claim when somebody begins to wait for these
+        bytes."""
         need = Need.NEXT if self.machine.is_waited_for(run) else Need.AHEAD
         claim = self._around.permits(self.bucket).claim(self, need)
         self._claims[run] = claim
@@ -433,7 +434,7 @@ class Flight:
     async def _pump(self, run: int, first: int, fetch: Fetch) -> None:
         """Stream the body into the sink up to the run's end, which may come closer meanwhile.
 
-        While bytes are written the next are on their way: a disk and a network that are used in turn are half as fast.
+        The next bytes arrive while others are written: using disk and network in turn would halve the speed.
         """
         start = first * self.machine.block_bytes
         position = fetch.start
@@ -455,7 +456,7 @@ class Flight:
                     break
             await gathering.written()
         except ForebayError:
-            await gathering.written()  # what came before the body broke is as good as any
+            await gathering.written()  # the bytes before the break are good
             raise
         finally:
             await gathering.stop()
@@ -465,13 +466,13 @@ class Flight:
             )
 
     def _stop(self, run: int) -> int:
-        """Where the run ends now, in bytes."""
+        """The byte where the run ends now."""
         return min(self._ends[run] * self.machine.block_bytes, self.info.size_bytes)
 
     async def _write(self, run: int, hashes: BlockHashes, position: int, pieces: list[memoryview]) -> None:
         room_bytes = self._stop(run) - position
         while pieces and (over_bytes := sum(map(len, pieces)) - room_bytes) > 0:
-            # cut while they waited: what lies behind the run's end may be another run's by now
+            # the run was cut while these waited: bytes behind its end may belong to another run
             last = pieces.pop()
             if len(last) > over_bytes:
                 pieces.append(last[: len(last) - over_bytes])
@@ -482,14 +483,14 @@ class Flight:
         if whole:
             self._untold[run] = position
             self._tell()
-            await asyncio.sleep(0)  # readers hear of the bytes before a block's books are made
+            await asyncio.sleep(0)  # readers hear of the bytes before the block is booked
         self._wrote(run, position, whole)
 
     def _wrote(self, run: int, position: int, whole: list[tuple[int, int]]) -> None:
         block_bytes = self.machine.block_bytes
         for block, checksum in whole:
             if block >= self._ends[run]:
-                break  # cut while it landed: nobody owns the block any more
+                break  # cut while it landed: nobody owns the block
             if isinstance(self.sink, DiskSink):
                 try:
                     listed = self.sink.landing.finish_block(block, checksum)
@@ -513,7 +514,7 @@ class Flight:
         self._step(events.Verified(block, await asyncio.shield(checking)))
 
     async def _compare(self, block: int) -> bool:
-        """Whether a block of the store is right."""
+        """Whether a block of the store matches its checksum."""
         good = False
         record, key = self.record, self.info.key
         try:

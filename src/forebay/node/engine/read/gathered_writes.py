@@ -1,17 +1,16 @@
-"""The bytes of a run on their way to the sink: what comes while a write is under way is gathered for the next.
+"""A run's bytes on their way to the sink: bytes that arrive during a write are gathered for the next.
 
-Theory. Handing bytes to a worker thread and hearing of them again costs about as much as writing 200 KiB, and a backend
-may hand over less than that at once. So one write is under way at a time, and the next takes whatever has come by its
-end. Nothing waits for company: behind a slow backend each chunk is written when it comes, and the first is written
-alone, so that nobody's first byte waits for a second chunk. Behind a fast one a write carries what came in the
-time of the last, and the hand-overs are as many as the disk has time for.
+Theory. Handing bytes to a worker thread and hearing back costs about as much as writing 200 KiB, and a backend may
+deliver less than that at a time. So one write is under way at a time, and the next takes whatever has arrived by its
+end. Nothing waits for more bytes. Behind a slow backend each chunk is written when it arrives, and the first chunk is
+always written alone, so no first byte waits for a second chunk. Behind a fast backend each write carries what arrived
+during the last one.
 
-Rejected: a write for each chunk (the hand-overs took a third of the CPU of a cold read); waiting for a full gathering
+Rejected: a write for each chunk (the hand-overs took a third of the CPU of a cold read); waiting for a full buffer
 (late bytes for no gain); several writes at once (checksums of blocks need the bytes in order).
 
-Invariants. (1) Bytes are written once, in the order in which they came, by one write at a time. (2) Never more than
-GATHERED_BYTES_MAX and a chunk wait, and no more are under way. (3) After `stop`, and after a write that failed, no
-write begins.
+Invariants. (1) Bytes are written once, in order of arrival, by one write at a time. (2) At most GATHERED_BYTES_MAX and
+one chunk wait, and no more are under way. (3) After `stop`, and after a failed write, no write begins.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from collections.abc import Awaitable, Callable
 
 from forebay.core import limits
 
-# What may wait for the write under way, of each run. A write of 1 MiB takes a millisecond where the disk is well, in
-# which no backend sends more; where it is not, more memory would only hide that for a moment.
+# How much may wait for the write under way, per run. A write of 1 MiB takes a millisecond on a healthy disk, and no
+# backend sends more in that time. On a sick disk more memory would only hide the trouble for a moment.
 GATHERED_BYTES_MAX = 1 * limits.MIB
 
 
@@ -38,7 +37,7 @@ class Gathering:
         self._writer: asyncio.Task[None] | None = None
 
     async def put(self, data: memoryview) -> None:
-        """Have these bytes written behind those before; returns when more may come. Raises what a write raised."""
+        """Queue these bytes behind those before; return when more may come. Raises what a write raised."""
         if self._writer is None or self._writer.done():
             await self.written()
             self._writer = asyncio.create_task(self._write_all())
@@ -49,12 +48,12 @@ class Gathering:
             await self._room.wait()
 
     async def written(self) -> None:
-        """Return when every byte has been written; raises what a write raised."""
+        """Return when every byte has been written. Raises what a write raised."""
         if self._writer is not None:
             await self._writer
 
     async def stop(self) -> None:
-        """Write nothing more. A write that is under way in a thread is the sink's."""
+        """Write nothing more. A write that is under way in a thread belongs to the sink."""
         self._waiting.clear()
         if self._writer is not None:
             self._writer.cancel()

@@ -1,20 +1,20 @@
-"""Listings as a writer expects them: what the backend has, with what it has not heard of yet.
+"""Listings as a writer expects them: the backend's keys, corrected by the writes it has not received yet.
 
-Theory. A page of the backend is merged with what the node owes in the same stretch of keys (`core/listing.py`): new
-objects are added, deleted ones left out. What is owed is looked at *before* the backend is asked: a write that reaches
-the backend in between is then seen at least once, and a delete at least once not. Only as much of it is looked at as a
-page may need, so memory and time depend on the page, not on the bucket or on what it owes.
+Theory. A page of the backend is merged with what the node owes in the same stretch of keys (`core/listing.py`): owed
+objects are added, owed deletes left out. The owed keys are read *before* the backend is asked. So a write that reaches
+the backend in between is in at least one of the two, and a deleted key is missing from at least one. Only as many owed
+keys are read as a page may need, so memory and time depend on the page, not on the bucket or the debt.
 
-A common prefix of which the backend has keys but the node has deleted some is shown only if something below it is left:
-then we look for one key there. That costs a request for each such prefix, and only while deletes wait.
+If the backend has keys under a common prefix and the node has deleted some of them, the prefix is shown only if a key
+below it remains. That costs a request for each such prefix, and only while deletes wait.
 
-A local bucket is listed from the index: what is there is all there is. What is lost (`writer/owned.py`) is listed too:
-who compares a listing with what he wrote must not conclude that it was deleted.
+A local bucket is listed from the index, which has everything. Lost objects (`writer/owned.py`) are listed too: a writer
+who compares a listing with its own list must not conclude that they were deleted.
 
-Rejected: asking for more than a page to make up for deleted keys (a short page is a page; only an empty one that is not
-the last would be odd, and is not given).
+Rejected: asking for more than a page to make up for deleted keys (a short page is allowed; only an empty page that is
+not the last would be odd, and is never returned).
 
-Invariant. Following `next_after` shows every key that is there throughout, once, in byte order.
+Invariant. Following `next_after` shows every key that exists throughout, once, in byte order.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from forebay.node.store.reader import StoreReader
 from forebay.node.store.records import cached_bytes
 from forebay.node.store.writer.writer import Store
 
-SCAN_PAGES_MAX = 100  # index pages looked through for one page of a listing with a delimiter
+SCAN_PAGES_MAX = 100  # index pages scanned for one page of a listing with a delimiter
 WINDOW = limits.LIST_KEYS_MAX
 
 
 class Owed(Protocol):
-    """What the backends are owed (`node/engine/flush/flusher.py`)."""
+    """What the node owes its backends (`node/engine/flush/flusher.py`)."""
 
     def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]: ...
 
 
 class _Ours(NamedTuple):
-    """What is owed in a stretch of keys. `thinned`: common prefixes under which there are deletes and nothing new."""
+    """What is owed in a stretch of keys. `thinned`: common prefixes with deletes and no new objects below them."""
 
     page: ListPage
     removed: set[str]
@@ -59,11 +59,11 @@ class Listings:
     def __init__(
         self, store: Store, index: StoreReader, owed: Owed, listed: Callable[[str, str, str, str], None]
     ) -> None:
-        """`listed` is told which keys a page of the backend covers: bucket, prefix, after, up to."""
+        """`listed` hears which keys a page of the backend covers: bucket, prefix, after, up to."""
         self._store, self._index, self._owed, self._listed = store, index, owed, listed
 
     async def page(self, served: Served, call: ListCall) -> ListPage:
-        """The next page of a bucket, as it is now; `VolumeMissing` if keys may be missing from it."""
+        """The next page of a bucket, as it is now. `VolumeMissing` if keys may be missing from it."""
         self._store.check_bucket(served.bucket.name)
         limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
         bucket, after = served.bucket, call.start_after
@@ -92,7 +92,8 @@ class Listings:
         return merge_pages(ListPage(theirs.entries, kept, theirs.next_after), ours.page, limit, ours.removed)
 
     def _as_read(self, bucket: str, page: ListPage) -> ListPage:
-        """The page with the ETags that reads show: what was written back keeps its own here, and clients compare."""
+        """The page with the ETags that reads show: a written-back object keeps its own ETag here, and clients
+        compare."""
         for at, entry in enumerate(page.entries):
             record = self._store.lookup(bucket, entry.key)
             if record is not None and record.etag != entry.etag and record.version.strip('"') == entry.etag.strip('"'):
@@ -100,7 +101,7 @@ class Listings:
         return page
 
     async def _anything(self, bucket: str, backend: Backend, prefix: str, after: str) -> bool:
-        """Whether a key is left under `prefix` that comes after `after`."""
+        """Whether `prefix` still has a key after `after`."""
         after = after if after.startswith(prefix) else ""
         while True:
             page = await self._merged(bucket, backend, prefix, "", after, limits.LIST_KEYS_MAX)
@@ -111,7 +112,7 @@ class Listings:
             after = page.next_after
 
     def _ours(self, bucket: str, prefix: str, delimiter: str, after: str) -> _Ours:
-        """What is owed from `after` on: a window of it, or less if that is all. No wait in between."""
+        """What is owed from `after` on: a window of it, or all if there is less. Does not await."""
         entries: list[ListEntry] = []
         prefixes: list[str] = []
         removed: set[str] = set()
@@ -141,7 +142,7 @@ class Listings:
         return _Ours(ListPage(entries, prefixes, at), removed, thinned)
 
     def _window(self, bucket: str, prefix: str, after: str) -> list[tuple[str, Note]]:
-        """What is owed next; what is lost of it too, which is listed until it is given up."""
+        """The next owed keys, with the lost ones, which are listed until they are given up."""
         owed = self._owed.window(bucket, prefix, after, WINDOW)
         lost = self._store.lost_in(bucket, prefix, after, WINDOW)
         if not lost:
@@ -163,7 +164,7 @@ class Listings:
 
     # --- from the index alone ----------------------------------------------------------------------------------------
     async def cached(self, call: ListCall) -> CachedPage:
-        """The next page of what the index has of a bucket. The backend is not asked."""
+        """The next page of the index's keys in a bucket. The backend is not asked."""
         limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
         found, prefixes, after = self._scan(call.bucket, call.prefix, call.delimiter, call.start_after, limit)
         await asyncio.sleep(0)
@@ -172,7 +173,7 @@ class Listings:
     def _scan(
         self, bucket: str, prefix: str, delimiter: str, after: str, limit: int, *, lost: bool = False
     ) -> tuple[list[tuple[str, Record]], list[str], str]:
-        """A page of the index, and where `lost` is set of what should be there too."""
+        """A page of the index, with lost objects if `lost` is set."""
 
         def look(after: str, limit: int) -> list[tuple[str, Record]]:
             found = self._index.scan(bucket, prefix, after, limit)
@@ -194,13 +195,13 @@ class Listings:
                 elif not prefixes or not key.startswith(prefixes[-1]):
                     prefixes.append(key[: cut + len(delimiter)])
                     after = after_prefix(prefixes[-1])
-                    break  # nothing below it is shown: go on behind it
+                    break  # keys below it are not shown: go on behind it
             else:
                 if len(found) < room:
                     return entries, prefixes, ""
             if len(entries) + len(prefixes) >= limit:
                 if not look(after, 1):
-                    after = ""  # a full page is the last if nothing follows it: clients are told so
+                    after = ""  # nothing follows: tell the client that this full page is the last
                 break
         return entries, prefixes, after
 

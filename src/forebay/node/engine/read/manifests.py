@@ -1,19 +1,19 @@
 """Manifests: one listing for all who ask, and what is kept of it.
 
-Theory. A job's ranks and workers all want the same listing at the same time. The first who asks has the bucket listed
-(`read/parallel_listing.py`, page by page through `Listings`, so that what only this node has is in it); the others wait
-for that, and whoever comes within the bucket's freshness gets what was made then. As with reads, a listing counts from
-the moment it began: who needs a later one waits for the one under way and shares the next.
+Theory. A job's ranks and workers all want the same listing at the same time. The first to ask starts it
+(`read/parallel_listing.py`, page by page through `Listings`, so that it includes what only this node has); the others
+wait for it. Whoever comes within the bucket's freshness gets the same manifest. As with reads, a listing counts from
+the moment it began: an asker who needs a later one waits for the one under way and shares the next.
 
-A manifest is kept as a derived object under its bucket, prefix and id, and the fronts send it from there. One that the
-store has no room for is held in memory (HELD_BYTES_MAX, but always the newest) and sent from there in parts. Earlier
-ones stay in the store until they are evicted: as long as one is there, it can be said what changed since.
+A manifest is kept as a derived object under its bucket, prefix and id, and the fronts send it from there. If the store
+has no room for it, memory holds it (HELD_BYTES_MAX, but always the newest), and it is sent from there in parts. Earlier
+manifests stay in the store until they are evicted; while one is there, the node can say what changed since.
 
-Nobody waits silently for long: after WAIT_S the answer is how far the listing is, and the asker asks again.
+Nobody waits silently for long: after WAIT_S the answer is the listing's progress, and the asker asks again.
 
-A write through this node makes manifests that its key belongs to stale at once, whatever the freshness: a writer sees
-its own writes. Buckets that only this node has are listed anew for whoever asks, from the index; the node's own index
-and backends that cannot begin at any key are listed page after page.
+A write through this node makes the manifests of its key stale at once, whatever the freshness: a writer sees its own
+writes. Local buckets are listed anew for every asker, from the index. The index, and backends that cannot start at an
+arbitrary key, are listed page after page.
 
 Invariants. (1) At most one listing of a (bucket, prefix) is under way. (2) A manifest is given out only while the
 bucket is the place that was listed. (3) An asker never gets a listing that began before the moment it needs.
@@ -43,7 +43,7 @@ log = logging.getLogger("forebay.manifests")
 WAIT_S = 10.0
 HELD_BYTES_MAX = 128 * limits.MIB
 KNOWN_MAX = 256  # (bucket, prefix) pairs whose newest manifest is remembered
-ONE_BY_ONE = ("az", "https", "http")  # they list from the beginning to find a place
+ONE_BY_ONE = ("az", "https", "http")  # these list from the beginning to reach any key
 
 
 class _Listed:
@@ -55,7 +55,7 @@ class _Listed:
 
 
 class _Listing:
-    """One under way. `overtaken`: something was written that it may have missed."""
+    """A listing under way. `overtaken`: a write happened that it may have missed."""
 
     def __init__(self, began_s: float, served: Served, survey: Survey) -> None:
         self.began_s, self.served, self.survey = began_s, served, survey
@@ -76,7 +76,8 @@ class Manifests:
 
     # --- asking ------------------------------------------------------------------------------------------------------
     async def ask(self, call: ManifestCall) -> ManifestState:
-        """The manifest, or after WAIT_S how far it is. `Precondition` if it is not the one that `call.id` names."""
+        """The manifest, or after WAIT_S the listing's progress. `Precondition` if it is not the one that `call.id`
+        names."""
         served = await self._buckets.get(call.bucket)
         now_s = self._clock.wall_s()
         since_s = call.since_s if 0 < call.since_s <= now_s else now_s - _age_max_s(served, call.refresh)
@@ -173,7 +174,7 @@ class Manifests:
             self._known.popitem(last=False)
 
     def written(self, bucket: str, key: str) -> None:
-        """Something was written or deleted here: what was listed before is not the truth any more."""
+        """A key was written or deleted here: earlier listings of it are stale."""
         for (name, prefix), known in self._known.items():
             if name == bucket and key.startswith(prefix):
                 known.stale = True
@@ -183,7 +184,7 @@ class Manifests:
 
     # --- giving ------------------------------------------------------------------------------------------------------
     async def part(self, call: ManifestPartCall) -> bytes:
-        """Some bytes of a manifest that is held in memory. `NotFound` if it is not: ask for the manifest again."""
+        """Some bytes of a manifest held in memory. `NotFound` if it is no longer held: ask for the manifest again."""
         data = self._held.get(call.id)
         if data is None:
             raise NotFound(f"the manifest {call.id} is not held any more: ask for it again", code="NoSuchManifest")
@@ -194,7 +195,7 @@ class Manifests:
         return data[call.start : call.end]
 
     async def load(self, bucket: str, prefix: str, id: str) -> Manifest:
-        """A manifest that was given out. `NotFound` if it is not here any more: ask for the manifest again."""
+        """A manifest that was given out before. `NotFound` if it is no longer here: ask for the manifest again."""
         data = self._held.get(id)
         if data is None:
             found = self._derived.find("manifests", bucket, derived_key(prefix, id), id)
@@ -214,7 +215,7 @@ class Manifests:
         return Manifest(data)
 
     async def _changed(self, call: ManifestCall, state: ManifestState) -> Precondition:
-        """What to say to somebody who wants another manifest than the current one."""
+        """The error for an asker who wants another manifest than the current one."""
         place = f"{call.bucket}/{call.prefix}"
         try:
             old = await self.load(call.bucket, call.prefix, call.id)

@@ -1,18 +1,18 @@
 """One read at the engine: what is asked, where the answers go, and what is held for it meanwhile.
 
-Theory. A read lives from `OpenRead` to `CloseRead`. It may move between flights (a version that changed before
-anything was told, a disk that stopped taking bytes) without its asker noticing: bytes stay contiguous.
+Theory. A read lives from `OpenRead` to `CloseRead`. It may move between flights (the version changed before anything
+was told, or a disk stopped taking bytes) without its asker noticing: bytes stay contiguous.
 
-`Opened` goes out with the first bytes: until then a version that changed under us can be exchanged for the new one.
-Bytes are told in pieces of at most TELL_BYTES_MAX, because what the client took is known only at the end of a piece,
-and fetching ahead waits for that.
+`Opened` goes out with the first bytes. Until then a version that changed can be exchanged for the new one. Bytes are
+announced in pieces of at most TELL_BYTES_MAX: the front reports what its client took only at the end of a piece, and
+fetching ahead waits for that report.
 
-A read that moves on keeps its place in the flight it leaves until its client has taken what was told there: the bytes
-are in that flight's file or memory, and nobody else may have them kept. A read that failed keeps it until `close`.
+A read that moves on keeps its place in the old flight until its client has taken what was announced there: those bytes
+are in that flight's file or memory, and nothing else may keep them. A failed read keeps its place until `close`.
 
 Invariants. (1) Opened once, then landed pieces without a gap, then finished; or failed, once; nothing after `close`.
-(2) A read is told by at most one flight. (3) What it was told of is there until it took it, or is closed; what
-turns out to be wrong is withdrawn.
+(2) At most one flight announces bytes to a read. (3) Announced bytes stay until the read took them or is closed; bytes
+that turn out to be wrong are withdrawn.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Out(Protocol):
 
 
 class Read:
-    """One read under way. Made by `ColdReads.open`; the asker reports `took` and ends it with `close`."""
+    """One read under way. `ColdReads.open` makes it; the asker reports `took` and ends it with `close`."""
 
     __slots__ = (
         "_cold",
@@ -110,7 +110,7 @@ class Read:
             self._flight.took(self._number, position)
 
     def close(self) -> None:
-        """The reader is done or gone. Twice is fine."""
+        """The reader is done or gone. May be called twice."""
         if self.closed:
             return
         self.closed = True
@@ -120,7 +120,7 @@ class Read:
         self.detach()
 
     def detach(self) -> None:
-        """Read from no flight."""
+        """Leave all flights."""
         left, self._left = self._left, []
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -164,7 +164,7 @@ class Read:
 
 
 class Evictor(Protocol):
-    """What makes room (`node/engine/evictions.py`), as reads tell it. Object id 0 stands for nothing that is stored."""
+    """What reads tell the room (`node/engine/evictions.py`). Object id 0 stands for an object that is not stored."""
 
     def landed(
         self, volume_id: str, unit: tuple[int, int], size_bytes: int, bucket: str, key: str, pinned: bool

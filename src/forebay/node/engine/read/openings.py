@@ -1,7 +1,7 @@
 """Openings: one question to a backend about one object, shared by all who wait for its answer.
 
-Theory. `ColdReads` asks and keeps; these are the first request of an opening, and the values that pass between the
-asker and those who wait.
+Theory. `ColdReads` asks and keeps the openings. This module has an opening's first request, and the values that pass
+between the asker and those who wait.
 
 Invariant. The body in a `Passing` is read by one reader or closed.
 """
@@ -28,7 +28,7 @@ PASSING_KEPT_S = 1.0  # how long an open body waits for the reader that asked fo
 
 
 class Passing:
-    """No disk takes the object: its first body, for whoever comes first; the others fetch for themselves."""
+    """The first body of an object that no disk takes. The first reader gets it; the others fetch for themselves."""
 
     def __init__(self, fetch: Fetch, first: Run) -> None:
         self.info = fetch.info
@@ -45,20 +45,20 @@ class Passing:
 
 
 class Answer(NamedTuple):
-    """How an opening ended: confirmed (nothing else is set), an inline object, a flight, a body that no disk takes; or
-    `stale`: the backend did not answer, and what is here may be served."""
+    """How an opening ended: confirmed (nothing else is set), an inline object, a flight, or a body that no disk takes.
+    `stale`: the backend did not answer, and the cached version may be served."""
 
     asked_s: float
     inline: Record | None = None
     flight: Flight | None = None
     passing: Passing | None = None
     stale: bool = False
-    beyond: ObjectInfo | None = None  # the range that was asked for lies outside of this
+    beyond: ObjectInfo | None = None  # the object, when the range asked for lies outside it
 
 
 class Opening:
-    """One question to the backend about one key. `overtaken`: the key was written since; keep nothing of the answer.
-    `answers`: how many the backend had given when it began."""
+    """One question to the backend about one key. `overtaken`: the key was written since, so nothing of the answer is
+    kept. `answers`: how many answers the backend had given when the question began."""
 
     __slots__ = ("answers", "asked_s", "done", "overtaken", "served")
 
@@ -70,13 +70,13 @@ class Opening:
 
 
 class Nowhere(Refusing):
-    """Where the bytes of an owned object can be fetched from when a disk lost them."""
+    """Stands for the backend of an owned object: there is nowhere to fetch bytes from that a disk lost."""
 
     scheme = "local"
     read_only = True
 
     def __init__(self, bucket: str, still_owned: Callable[[], bool]) -> None:
-        """`still_owned()`: whether the object is the key's, and owed. One that was replaced has lost nothing."""
+        """`still_owned()`: whether the key still has this object and owes it. A replaced object has lost nothing."""
         self._bucket, self._still_owned = bucket, still_owned
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
@@ -104,7 +104,7 @@ class Nowhere(Refusing):
 
 
 def first_request(asked: RangeSpec | None) -> RangeSpec:
-    """The range that finds out what an unknown object is, and brings the first bytes that are asked for."""
+    """The range that finds out what an unknown object is, and fetches the first bytes that the reader wants."""
     if asked is None:
         return RangeSpec(0, FIRST_BYTES - 1)
     if asked.first is None:
@@ -118,7 +118,7 @@ def first_request(asked: RangeSpec | None) -> RangeSpec:
 
 
 def whole_blocks(fetch: Fetch) -> Run:
-    """The blocks that a first body covers whole."""
+    """The blocks that a first body covers completely."""
     first = -(-fetch.start // _BLOCK)
     end = -(-fetch.end // _BLOCK) if fetch.end == fetch.info.size_bytes else fetch.end // _BLOCK
     if first >= end:

@@ -1,19 +1,19 @@
 """A survey: everything under a prefix, listed from many places at once.
 
-Theory. A listing is a chain of pages, each asked for with the last key of the page before, so a million objects are a
-thousand round trips. A survey begins like any listing; whenever a *hand* is free, the range with most left is cut
-(`core/keyspace.py`), and each part is listed by itself. What is behind a cut is found out with a page of one key: cuts
-with the same next key are one, and a cut with nothing behind it makes the range shorter. So uneven ranges need no plan:
-who is done takes a part of the one who is not.
+Theory. A listing is a chain of pages, each asked for with the last key of the page before, so a million objects take a
+thousand round trips. A survey begins like any listing. Whenever a *hand* is free, the range with most left is cut
+(`core/keyspace.py`), and each part is listed by itself. A page of one key shows what is behind a cut: cuts with the
+same next key are merged, and a cut with nothing behind it shortens the range. So uneven ranges need no plan: a hand
+that is done takes a part of a range that is not.
 
-How much is left of a range is guessed from how far in its width its pages have come. Pages are packed as they come
-(`core/manifest.pack`), some 100 bytes an object; nothing else is kept.
+How much is left of a range is guessed from how far its pages have come in its width. Pages are packed as they come
+(`core/formats/manifest.pack`), about 100 bytes an object; nothing else is kept.
 
 Rejected: a page with a delimiter first (finds ranges only where keys have one, and one more way to be uneven); cutting
 once, at the start (the last range to end decides, and nobody knows how full ranges are).
 
-Invariants. (1) At most `hands` requests at once. (2) Every key that is there throughout is in a piece. (3) What a
-range's end cuts off is listed by the range behind it, which begins exactly there.
+Invariants. (1) At most `hands` requests at once. (2) Every key that exists throughout is in a piece. (3) Keys behind a
+range's end are listed by the next range, which begins exactly there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from forebay.core.types import ListEntry, ListPage
 
 HANDS = 16  # requests at once: a quarter of what one bucket may have
 CUT_PAGES_MIN = 2.0  # a range with less left is not worth a cut
-_UNKNOWN_PAGES = 1e6  # of a range of which nothing was seen
+_UNKNOWN_PAGES = 1e6  # guess for a range without any page
 
 AskPage = Callable[[str, int], Awaitable[ListPage]]  # (start after, limit)
 
 
 class _Range:
-    """The keys in (began, end], as far as they are listed. `next_after` is where the next page begins."""
+    """The keys in (began, end], as far as they are listed. The next page begins at `next_after`."""
 
     def __init__(self, began: str, end: str | None, guess_pages: float) -> None:
         self.began, self.end = began, end
@@ -46,12 +46,12 @@ class _Range:
         self.guess_pages = guess_pages
         self.listing = False
         self.cutting = False
-        self.cut_again_at = 0  # pages that must be listed before it is worth cutting again
+        self.cut_again_at = 0  # do not cut again before this many pages are listed
         self.done = False
 
 
 class Survey:
-    """One survey. `page` asks for the page under the prefix that starts after a key."""
+    """One survey. `page` fetches the page under the prefix that starts after a key."""
 
     def __init__(self, page: AskPage, prefix: str, *, hands: int = HANDS) -> None:
         self.objects = 0  # so far
@@ -62,7 +62,7 @@ class Survey:
         self._ranges = [_Range("", None, _UNKNOWN_PAGES)]
 
     async def run(self) -> list[Piece]:
-        """List everything; the pieces, range by range. Raises what a page raised, first come."""
+        """List everything; return the pieces, range by range. Raises the first exception of a page."""
         failed: list[BaseException] = []
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -82,7 +82,7 @@ class Survey:
         return [piece for each in sorted(self._ranges, key=lambda each: each.began) for piece in each.pieces]
 
     def _next_work(self) -> list[Coroutine[Any, Any, None]]:
-        """What the free hands do now."""
+        """Work for the free hands."""
         work: list[Coroutine[Any, Any, None]] = []
         for each in self._ranges:
             if not each.done and not each.listing and self._busy < self._hands:
@@ -105,7 +105,7 @@ class Survey:
 
     # --- listing -----------------------------------------------------------------------------------------------------
     async def _list(self, range: _Range) -> None:
-        """The next page of a range."""
+        """List the next page of a range."""
         try:
             self.requests += 1
             page = await self._page(range.next_after, limits.LIST_KEYS_MAX)
@@ -143,7 +143,7 @@ class Survey:
 
     # --- cutting -----------------------------------------------------------------------------------------------------
     async def _cut(self, range: _Range, hands: int) -> None:
-        """Cut a range into up to `hands` + 1 parts, where there are keys."""
+        """Cut a range into up to `hands` + 1 parts that have keys."""
         low, end = range.at, range.end
         try:
             places = cuts(low, end, self._prefix, hands + 1, self._alphabet)
@@ -162,7 +162,7 @@ class Survey:
                 self._guess(range)
                 break
         self._split(range, [place for place in parts.values() if place > range.at])
-        if parts or range.end == end:  # else it is narrower now, and the next cuts may fall among keys
+        if parts or range.end == end:  # otherwise the range got narrower, and the next cuts may hit keys
             range.cut_again_at = len(range.pieces) + 2
 
     def _split(self, range: _Range, places: list[str]) -> None:
@@ -177,7 +177,7 @@ class Survey:
 
 
 async def _all(asked: list[Awaitable[ListPage]]) -> list[ListPage]:
-    """What each of them gives; when one fails, none is left running."""
+    """All results. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in asked]
     try:
         return await asyncio.gather(*tasks)

@@ -1,5 +1,5 @@
-"""What is given out in equal pieces to who needs it most: the shell of `machines/shares.py`. There are two such things:
-the requests of one bucket that may be under way at once, and the memory for bytes that no disk takes.
+"""Permits for a scarce thing in equal pieces: the shell of `machines/shares.py`. There are two such things: the
+requests that a bucket may have under way at once, and the memory for bytes that no disk takes.
 
 Invariant. A claim that was entered leaves, whether its turn came or not.
 """
@@ -15,7 +15,8 @@ from forebay.core.machines.shares import Need, Shares
 
 
 class Claim:
-    """`async with` it: inside, the request may be made. For one task. Or `take` it, and `leave` it once."""
+    """The right to one permit. `async with` it: inside, the request may be made. Or `take` it, and `leave` it once. For
+    one task."""
 
     __slots__ = ("_number", "_permits", "_turn", "need", "owner")
 
@@ -27,7 +28,7 @@ class Claim:
 
     @property
     def waits(self) -> bool:
-        """Whether it has been asked for and not been given."""
+        """Whether the claim was entered and has no permit yet."""
         return self._turn is not None and not self._turn.done()
 
     def hasten(self) -> None:
@@ -36,13 +37,13 @@ class Claim:
             self._permits.give(self._permits.shares.hasten(self._number))
 
     def given(self) -> None:
-        """For `Permits`: its turn has come."""
+        """For `Permits`: the claim's turn has come."""
         assert self._turn is not None
         if not self._turn.done():
             self._turn.set_result(None)
 
     async def take(self) -> None:
-        """Wait for its turn, and hold it. Cancelling the wait holds nothing."""
+        """Wait for a permit, and hold it. A cancelled wait holds nothing."""
         self._turn = asyncio.get_running_loop().create_future()
         self._number = self._permits.ask(self)
         try:
@@ -52,7 +53,7 @@ class Claim:
             raise
 
     def take_now(self) -> bool:
-        """Hold it if that needs no waiting; whether it does."""
+        """Take a permit if one is free now; return whether it did."""
         self._turn = asyncio.get_running_loop().create_future()
         self._number = self._permits.ask(self)
         if self.waits:
@@ -61,7 +62,7 @@ class Claim:
         return True
 
     def leave(self) -> None:
-        """Hold it no more."""
+        """Give the permit back."""
         self._permits.leave(self._number)
 
     async def __aenter__(self) -> Self:
@@ -82,15 +83,15 @@ class Permits:
 
     @property
     def waiting(self) -> int:
-        """How many claims were entered and not given."""
+        """How many claims wait for a permit."""
         return len(self.shares.claims) - len(self.shares.given)
 
     def claim(self, owner: Hashable, need: Need) -> Claim:
-        """The right to one of them, to be entered. `owner`s that hold few go before those that hold many."""
+        """A claim to one permit, not entered yet. Owners that hold few go before those that hold many."""
         return Claim(self, owner, need)
 
     def ask(self, claim: Claim) -> int:
-        """For `Claim`: its number."""
+        """For `Claim`: enter it; returns its number."""
         self._number += 1
         number = self._number
         self._claims[number] = claim
@@ -98,7 +99,7 @@ class Permits:
         return number
 
     def leave(self, number: int) -> None:
-        """For `Claim`."""
+        """For `Claim`: remove it."""
         del self._claims[number]
         self.give(self.shares.leave(number))
 

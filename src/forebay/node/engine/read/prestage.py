@@ -1,20 +1,19 @@
-"""Prestaging: objects that a HEAD asked to have here before they are read.
+"""Prestaging: fetching objects that a HEAD asked for before they are read.
 
-Theory. Any S3 client can say it: a HEAD with `Range: bytes=0-0` is answered as ever, and the whole object is fetched in
-the background, through the same flights as a reader's. What is wanted waits in line, a line for each bucket, so that a
-backend that hangs holds up its own objects alone; AT_ONCE of each line are fetched at a time, since readers who wait
-come first. A script asks faster than any backend gives. So when WAITING_MAX are in line the HEAD waits for its place:
-whoever asks for a million objects is slowed to the speed at which they come. After PLACE_WAIT_S the HEAD is answered
-all the same, for it never fails because of this, and the object is not fetched ("refused").
+Theory. Any S3 client can ask: a HEAD with `Range: bytes=0-0` gets its usual answer, and the node fetches the whole
+object in the background, through the same flights as readers use. Wanted objects wait in line. Each bucket has its own
+line, so a backend that hangs holds up only its own objects. AT_ONCE of each line are fetched at a time, since waiting
+readers come first. A script can ask faster than any backend delivers, so when WAITING_MAX are in line the HEAD waits
+for a place: a client that asks for a million objects slows to the speed of the fetches. After PLACE_WAIT_S the HEAD is
+answered anyway, and the object is not fetched ("refused"). Prestaging never makes a HEAD fail.
 
-What is in line is not kept over a restart of the engine. A fetch that fails is not repeated: who needs the object will
-read it, and be told what is wrong.
+A restart of the engine empties the line. A failed fetch is not repeated: a later read of the object reports the error.
 
-Rejected: a job for each HEAD (a record in the metadata store for each object); a 503 when the line is full (a HEAD
-that the bucket itself would have answered).
+Rejected: a job for each HEAD (a record in the metadata store for each object); a 503 when the line is full (the bucket
+itself would have answered the HEAD).
 
 Invariants. (1) At most WAITING_MAX are in line or under way, each name once. (2) At most AT_ONCE of a bucket are under
-way. (3) What is in line is counted once: fetched, present or failed; but for what a stop cut off.
+way. (3) Each object in line is counted once, as fetched, present or failed, unless a stop cuts it off.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Prestaging:
         return sum(map(len, self._lines.values())) + len(self._flying)
 
     async def ask(self, call: ObjectNamed) -> Nothing:
-        """Have the object fetched soon, if it is not here; returns when it is in line, or cannot be. `NotFound` for an
-        unknown bucket."""
+        """Fetch the object soon, if it is not here. Returns when it is in line, or cannot be. `NotFound` for an unknown
+        bucket."""
         bucket, key = call.bucket, check_key(call.key)
         served = await self._buckets.get(bucket)
         record = self._cold.store.lookup(bucket, key)
@@ -92,7 +91,7 @@ class Prestaging:
         return (bucket, key) in self._flying or key in self._lines.get(bucket, ())
 
     def _go_on(self, bucket: str) -> None:
-        """Fetch the next of the bucket's line, as far as there is room."""
+        """Fetch the next objects of the bucket's line, up to AT_ONCE."""
         line = self._lines.get(bucket)
         flying = sum(name[0] == bucket for name in self._flying)
         while line and flying < AT_ONCE and not self._closed:

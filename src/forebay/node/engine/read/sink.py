@@ -1,22 +1,22 @@
 """Where the bytes of a flight go: a data file while the disk takes them, memory when it does not.
 
-Theory. A *disk sink* writes bytes to their natural offset in the object's data file, in a worker thread: a disk that
+Theory. A *disk sink* writes bytes to their natural offset in the object's data file, in a worker thread. A disk that
 stalls then stalls one thread, not the engine. A write that fails or takes longer than SLOW_WRITE_S ends the flight's
-use of the disk (`DiskTrouble`); its readers go on with private flights over *memory sinks*. There a block lives in an
-anonymous file (memfd) that the front opens through /proc, and is freed when its only reader has taken it.
+use of the disk (`DiskTrouble`). Its readers go on with private flights over *memory sinks*. There a block lives in an
+anonymous file (memfd) that the front opens through /proc; it is freed when its only reader has taken it.
 
-Memory is claimed before it is used, in units (a private flight's blocks are smaller than those of a file) and by who
-needs it (`core/machines/shares.py`): a run begins when there is a unit for its first bytes, takes what is free for
-those behind them, and fetches no more than that. So a reader that waits has memory of its own only for bytes ahead of
-the ones that it waits for, which are never all of it; and who holds the rest has bytes to take, or on their way.
+Memory is claimed before use, in units (a private flight's blocks are smaller than a file's) and by need
+(`core/machines/shares.py`). A run begins when it has a unit for its first bytes, takes the units that are free for the
+bytes behind them, and fetches no more than that. So a waiting reader holds memory only for bytes ahead of those it
+waits for, and never all memory. Every other holder has bytes to take, or on their way.
 
-Rejected: sharing memory blocks between readers (a slow reader then holds what a fast one needs, and with a bound on
-the sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node); all
+Rejected: sharing memory blocks between readers (a slow reader then holds what a fast one needs, and with a bound on the
+sum both can wait for ever); writing in the event loop (one full disk queue stops every read of the node); claiming all
 the memory that a reader can ever use, first come first served (twenty slow readers kept everybody else out).
 
-Invariants. (1) A unit that is in memory, or on its way there, has a claim. (2) Every memfd is closed at `drop` or
-`close`, and its claim left. (3) A data file is closed only when no thread writes to it. (4) What `segments` names can
-be read at once.
+Invariants. (1) A unit that is in memory, or on its way there, has a claim. (2) `drop` or `close` closes every memfd and
+leaves its claim. (3) A data file is closed only when no thread writes to it. (4) Bytes that `segments` names can be
+read at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from forebay.node.engine.read.permits import Claim, Permits
 from forebay.node.store.writer.landing import Landing
 
 SLOW_WRITE_S = 2.0  # a write is a few MiB at most: a disk that needs longer is slower than any backend worth caching
-HELD_BYTES_MAX = 16 * limits.KIB  # it passes two processes: with more, copies and fresh memory cost what it saves
-PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
+HELD_BYTES_MAX = 16 * limits.KIB  # larger bodies cost more, in copies and fresh memory, than they save
+PASS_WINDOW_BYTES = 2 * limits.BLOCK_BYTES  # fetched ahead of a reader in memory: hides latency up to 40 ms at 200 MB/s
 
 
 class DiskTrouble(Unavailable):
@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 
 
 def pass_memory() -> Permits:
-    """Memory for bytes that no disk takes, by the unit."""
+    """The memory for bytes that no disk takes, in units."""
     unit_bytes = limits.PASS_UNIT_BYTES
     return Permits(limits.PASS_BYTES_MAX // unit_bytes, limits.PASS_AHEAD_BYTES_MAX // unit_bytes)
 
@@ -100,7 +100,7 @@ class DiskSink:
         self._held: Segment | None = None
 
     def hold(self, position: int, data: memoryview) -> int:
-        """Have the first of these bytes readable before the `write` that follows; where those end.
+        """Make the first of these bytes readable before the `write` that follows; return where they end.
 
         Only for the first bytes of a flight, which somebody waits for: a write takes a millisecond, and this costs a
         copy.
@@ -110,8 +110,8 @@ class DiskSink:
         return self._held.end
 
     async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
-        """Put bytes at their place, one piece behind the other; the (block, checksum) pairs that became whole."""
-        if self.broken or self._closed:  # closed: the flight was shut in the turn in which this write was to begin
+        """Write the pieces in order, from `position` on. Returns the (block, checksum) pairs that became whole."""
+        if self.broken or self._closed:  # closed: the flight was shut just before this write
             raise DiskTrouble("the disk stopped taking bytes: passing through")
 
         def work() -> list[tuple[int, int]]:
@@ -136,13 +136,13 @@ class DiskSink:
             self.broken = True
             raise DiskTrouble(f"the disk does not take bytes: {error}") from error
         if self._held is not None and position <= self._held.start < position + sum(map(len, pieces)):
-            self._held = None  # written: other runs' writes say nothing about these bytes
+            self._held = None  # it is on disk now; other runs' writes do not count
         return whole
 
     def _written(self, done: asyncio.Future[list[tuple[int, int]]]) -> None:
         self._writing -= 1
         if not done.cancelled():
-            done.exception()  # retrieved: whoever waited has it, and after a timeout nobody does
+            done.exception()  # retrieved: the waiter has it; after a timeout nobody does
         if self._closed and not self._writing:
             self.landing.close()
 
@@ -170,7 +170,8 @@ class DiskSink:
 
 
 class MemorySink:
-    """Units of one reader in anonymous files, over what the data file `below` may already hold ("" for none)."""
+    """One reader's units in anonymous files, over the data file `below` that may already have some blocks ("" for
+    none)."""
 
     def __init__(self, below: str, memory: Permits) -> None:
         self._below = below
@@ -180,19 +181,19 @@ class MemorySink:
         self._files: dict[int, int] = {}
 
     def claim(self, need: Need) -> Claim:
-        """The right to one unit of memory, to be taken."""
+        """A claim to one unit of memory, not taken yet."""
         return self._memory.claim(self, need)
 
     def has_memory(self, unit: int) -> bool:
-        """Whether bytes of the unit may be written: an earlier run may have broken in the middle of it."""
+        """Whether bytes of the unit may be written already: an earlier run may have broken in the middle of it."""
         return unit in self._claims
 
     def keep(self, unit: int, claim: Claim) -> None:
-        """What was claimed is for this unit."""
+        """Use this claim for the unit."""
         self._claims[unit] = claim
 
     def reserve(self, first: int, end: int) -> int:
-        """Claim what is free now for these units; the end of those that may be written."""
+        """Claim the memory that is free now for these units; return the end of those that may be written."""
         for unit in range(first, end):
             if unit not in self._claims:
                 claim = self.claim(Need.AHEAD)
@@ -202,13 +203,13 @@ class MemorySink:
         return end
 
     def unreserve(self, first: int, end: int) -> None:
-        """Give back the memory for those of these units of which no byte came."""
+        """Give back the memory of those units that received no bytes."""
         for unit in range(first, end):
             if unit in self._claims and unit not in self._files:
                 self._claims.pop(unit).leave()
 
     async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
-        """Put bytes at their place. Nothing is hashed by worker threads here: a copy within memory is quick."""
+        """Write the pieces in order. No thread is needed: a copy within memory is quick."""
         whole: list[tuple[int, int]] = []
         for data in pieces:
             at = 0
