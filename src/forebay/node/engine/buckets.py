@@ -1,11 +1,11 @@
-"""The buckets a node serves: kept in the metadata store, each with its open backend.
+"""The buckets a node serves, kept in the metadata store, each with its open backend.
 
-Theory. A bucket is added by name and URL. To need no set-up at all, a name that nobody added stands for `s3://NAME`
-with the credentials that the environment holds, if it holds any: it is opened, asked whether it answers, and then
-served like one that was added, but not written to the metadata store (without those credentials it would mean something
-else). A name that did not answer is remembered for UNKNOWN_KEPT_S, so that probing for names costs the backend nothing.
+Theory. A bucket is added by name and URL. So that no set-up is needed, a name that nobody added stands for `s3://NAME`
+with the environment's credentials, if there are any. Such a bucket is opened, probed, and then served like one that was
+added. It is not written to the metadata store, since without those credentials it would mean something else. A name
+that did not answer is remembered for UNKNOWN_KEPT_S, so that probing for names costs the backend nothing.
 
-Backends open when first used: a node must start while a backend is down.
+Backends open at first use: a node must start while a backend is down.
 
 Invariants. (1) A bucket's backend is opened once and closed when its bucket changes or goes. (2) `changed` is called
 after every change, with the new list in effect.
@@ -42,21 +42,21 @@ _decode = msgspec.msgpack.Decoder(Bucket).decode
 
 
 def decode_bucket(entry: Entry) -> Bucket:
-    """A bucket as the metadata store has it, under PREFIX."""
+    """Decode a bucket's entry in the metadata store, under PREFIX."""
     return _decode(entry.value)
 
 
 class Served:
-    """A bucket and its backend, as long as its settings stay. `error` is the last trouble ("" after success)."""
+    """A bucket and its backend, until its settings change. `error` is the last failure ("" after a success)."""
 
     def __init__(self, bucket: Bucket, backend: Backend, implicit: bool = False) -> None:
         self.bucket = bucket
         self.backend: Backend = _Watched(backend, self)
         self.implicit = implicit
         self.error = ""
-        self.down_until_s = 0.0  # monotonic: until then the backend is not asked where a cached answer will do
-        self.answers = 0  # that the backend gave, whatever they said
-        self.answers_before_down = 0  # how many they were when the question was asked that found it away
+        self.down_until_s = 0.0  # monotonic: until then the backend is not asked if a cached answer will do
+        self.answers = 0  # answers of the backend, refusals included
+        self.answers_before_down = 0  # `answers` when the question began that found the backend away
 
     def same_place(self, other: Served) -> bool:
         """Whether both read the same objects, whatever else differs."""
@@ -64,7 +64,7 @@ class Served:
 
 
 class _Watched:
-    """A backend that notes how its last request went. An answer that says no is an answer."""
+    """A backend that notes how its last request went. A refusal is an answer too."""
 
     def __init__(self, inner: Backend, served: Served) -> None:
         self.scheme, self.read_only, self.part_bytes_min = inner.scheme, inner.read_only, inner.part_bytes_min
@@ -150,7 +150,7 @@ class _Watched:
 
 
 def environment_has_credentials(environ: dict[str, str] | None = None) -> bool:
-    """Whether AWS's own tools would find credentials without being told where."""
+    """Whether AWS's own tools would find credentials without configuration."""
     env = dict(os.environ) if environ is None else environ
     if env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_PROFILE") or env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return True
@@ -160,7 +160,7 @@ def environment_has_credentials(environ: dict[str, str] | None = None) -> bool:
 
 
 class Buckets:
-    """See the module's header. `open_backend` makes a backend without asking it anything; it may raise `Invalid`."""
+    """See the module's header. `open_backend` makes a backend without a request to it; it may raise `Invalid`."""
 
     def __init__(
         self,
@@ -191,21 +191,21 @@ class Buckets:
             self._kept[bucket.name] = bucket
 
     def all(self) -> list[Bucket]:
-        """Every bucket that is served, by name; those found in the environment too."""
+        """Every bucket that is served, by name, with those found in the environment."""
         implicit = {s.bucket.name: s.bucket for s in self._served.values() if s.implicit}
         return [bucket for _, bucket in sorted((implicit | self._kept).items())]
 
     def served(self) -> list[Served]:
-        """Those whose backend is open."""
+        """The buckets whose backend is open."""
         return list(self._served.values())
 
     def _open_backend(self, bucket: Bucket) -> Backend:
         return self._opener(bucket, self.counters.setdefault(bucket.name, BackendCounters()))
 
     async def leave_uploads(self, served: Served, key: str, known: Collection[str] = ()) -> None:
-        """An upload of `key` was to be begun, and its id was never heard. What the backend has may be another's, so
-        none is aborted: those that may be ours, and are none of those `known`, are told and counted. Raises what keeps
-        the backend from answering for now."""
+        """An upload of `key` may have begun without its id being heard. The backend's uploads may be another writer's,
+        so none is aborted. Those that may be ours, and are not in `known`, are logged and counted. Raises if the
+        backend does not answer now."""
         there = []
         try:
             for seen in await served.backend.list_uploads(key):
@@ -213,7 +213,7 @@ class Buckets:
                     with suppress(NotFound):  # it ended meanwhile
                         if not await served.backend.list_parts(key, seen.upload_id):  # ours has none
                             there.append(seen.upload_id)
-        except (Denied, Invalid, NotSupported) as error:  # it lists no uploads for us: one may be there
+        except (Denied, Invalid, NotSupported) as error:  # it does not list uploads, so one may exist
             there = [f"unknown, since {error}"]
         name = served.bucket.name
         self.counters.setdefault(name, BackendCounters()).uploads_left += len(there)
@@ -221,7 +221,7 @@ class Buckets:
             log.warning("an upload of %s/%s may be ours and stays at the backend: id %s", name, key, upload_id)
 
     def known(self, name: str) -> Served | None:
-        """The bucket if it can be had without asking anybody."""
+        """The bucket, if that needs no request."""
         served = self._served.get(name)
         if served is None and (bucket := self._kept.get(name)) is not None:
             served = self._served[name] = Served(bucket, self._open_backend(bucket))
@@ -233,7 +233,8 @@ class Buckets:
         return now is served or (now is not None and now.same_place(served))
 
     async def get(self, name: str) -> Served:
-        """The bucket; `NotFound` (`NoSuchBucket`) if there is none, `Denied` or `Unavailable` if it cannot be told."""
+        """The bucket. `NotFound` (`NoSuchBucket`) if there is none, `Denied` or `Unavailable` if the backend does not
+        tell."""
         served = self.known(name)
         if served is not None:
             return served
@@ -267,7 +268,7 @@ class Buckets:
         return served
 
     async def put(self, bucket: Bucket, *, probe: bool = True) -> Bucket:
-        """Add or change a bucket. It is opened, and asked unless `probe` is off, before anything is kept."""
+        """Add or change a bucket. Its backend is opened, and probed unless `probe` is off, before anything is kept."""
         check_bucket_name(bucket.name)
         old = self._kept.get(bucket.name)
         created_s = old.created_s if old else self._clock.wall_s()
@@ -293,7 +294,7 @@ class Buckets:
         return bucket
 
     async def delete(self, name: str) -> None:
-        """Forget the bucket; `NotFound` if it was not added. What is cached of it is the caller's to evict."""
+        """Forget the bucket; `NotFound` if it was not added. The caller evicts its cached objects."""
         served = self._served.pop(name, None)
         self._close_later(served)
         kept = self._kept.pop(name, None)

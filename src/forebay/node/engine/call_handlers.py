@@ -1,9 +1,9 @@
-"""What the engine answers to calls (`core/messages/calls.py`): buckets, listings, objects, jobs, and how the node is.
+"""What the engine answers to calls (`core/messages/calls.py`): buckets, listings, objects, jobs, and the node's state.
 
 Theory. One method for each verb, and a table. Nothing here decides about bytes; it asks the parts that do.
 
-Secrets in bucket options leave the engine only towards its fronts' own use (`Welcome`); an answer shows HIDDEN in their
-place, and a bucket that comes back with HIDDEN keeps what it had.
+Secrets in bucket options leave the engine only for its own fronts (`Welcome`). An answer shows HIDDEN in their place,
+and a bucket that comes back with HIDDEN keeps the secret it had.
 
 Invariant. Every verb of `core.messages.calls.VERBS` is served.
 """
@@ -63,7 +63,7 @@ _SECRET_WORDS = ("secret", "token", "password", "key", "sas", "credential")
 
 
 class Engine(Protocol):
-    """The parts of the engine that calls ask."""
+    """The parts of the engine that calls use."""
 
     settings: Settings
     node_id: str
@@ -103,7 +103,7 @@ def _is_secret(option: str) -> bool:
 
 
 def hide_secrets(bucket: Bucket) -> Bucket:
-    """The bucket as people may see it."""
+    """The bucket without its secrets."""
     shown = {name: HIDDEN if _is_secret(name) else value for name, value in bucket.options.items()}
     return msgspec.structs.replace(bucket, options=shown)
 
@@ -113,7 +113,7 @@ class Verbs:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._settings = asyncio.Lock()  # changes that begin from what a bucket is now
+        self._settings = asyncio.Lock()  # held by changes that start from the bucket's current settings
         self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "buckets": self._buckets,
             "bucket_put": self._bucket_put,
@@ -190,11 +190,11 @@ class Verbs:
             if bucket.write != "local":
                 await self._empty(old, "change the bucket")
             if (old.url, old.options.get("endpoint")) != (bucket.url, bucket.options.get("endpoint")):
-                await self._engine.uploads.abort_bucket(bucket.name)  # their halves are at the place that is left
+                await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
             kept = await self._engine.buckets.put(bucket)
             if moved:
                 self._engine.cold.leave(kept.name)
-                await self._engine.work.evict_bucket(kept.name)  # cached from another place, perhaps: not this bucket's
+                await self._engine.work.evict_bucket(kept.name)  # cached objects may be from the old place
         return hide_secrets(kept)
 
     async def _bucket_create(self, bucket: Bucket) -> Bucket:
@@ -232,8 +232,8 @@ class Verbs:
         return calls.Nothing()
 
     async def _settled(self, bucket: str, change: str) -> None:
-        """`Busy` while the node owes the bucket's backend something, which `change` would lose; `VolumeMissing` while
-        nobody knows whether it does; `ObjectLost` while something of it is lost and not given up."""
+        """Check that `change` loses nothing. `Busy` while the node owes the bucket's backend something, `VolumeMissing`
+        while a missing volume may owe something, `ObjectLost` while a lost object is not given up."""
         self._engine.store.check_bucket(bucket)
         for lost in self._engine.store.lost_in(bucket, limit=1):
             raise object_lost(lost)
@@ -246,7 +246,7 @@ class Verbs:
             )
 
     async def _empty(self, bucket: Bucket, change: str) -> None:
-        """`Exists` while a local bucket holds objects, which are nowhere else."""
+        """`Exists` while a local bucket holds objects, which exist nowhere else."""
         self._engine.flush()
         if bucket.write == "local" and self._engine.index.scan(bucket.name, limit=1):
             raise Exists(
@@ -370,7 +370,7 @@ class Verbs:
         return sorted([*whole, *partly], key=lambda each: each.key)[: limits.LIST_KEYS_MAX]
 
     async def _lost_give_up(self, call: calls.LostCall) -> list[LostObject]:
-        found = [each for each in await self._lost(call) if not each.ranges]  # of the others the rest can be read
+        found = [each for each in await self._lost(call) if not each.ranges]  # the others can be read in part
         for each in found:
             await self._engine.writes.give_up(each.bucket, each.key)
         return found
@@ -382,7 +382,7 @@ class Verbs:
         return merge([self.snapshot(), *await self._engine.fronts.snapshots()])
 
     def snapshot(self) -> Snapshot:
-        """What the engine alone counted, and its gauges."""
+        """The engine's own counters and gauges."""
         engine = self._engine
         counted = engine.tally.snapshot(engine.buckets.counters.items())
         values = dict(counted.values)

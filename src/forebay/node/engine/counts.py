@@ -1,7 +1,7 @@
-"""What the engine counts.
+"""The engine's counters.
 
-Theory. Plain integers in one object, put into a `Snapshot` when somebody asks (see `core/metrics.py`). What backends
-are asked and answer is counted by their own layer (`backends/wrap/counting.py`); here it is only given its names.
+Theory. Plain integers in one object, which become a `Snapshot` on request (see `core/metrics.py`). Requests to backends
+are counted by their own layer (`backends/wrap/counting.py`); here their series get their names.
 
 Invariant. Every series is one of `core.metrics.METRICS`.
 """
@@ -29,7 +29,7 @@ class Tally:
         self.hinted_hits = 0  # blocks of them that somebody read
 
     def snapshot(self, backends: Iterable[tuple[str, BackendCounters]]) -> Snapshot:
-        """The counters, those of the backends (by bucket) included. Gauges are added by whoever knows them."""
+        """The counters, with those of the backends (by bucket). The caller adds gauges."""
         values: dict[str, float] = {
             "forebay_evicted_bytes_total": self.evicted_bytes,
             "forebay_passed_bytes_total": self.passed_bytes,
@@ -62,8 +62,8 @@ class Tally:
 
 
 def _bucket_of(index: int) -> int:
-    """The metrics bucket that holds the upper bound of a first-byte bucket (both are upper bounds, so none is moved
-    below its own)."""
+    """The metrics bucket that holds the upper bound of a first-byte bucket. Both are upper bounds, so no count moves
+    below its own."""
     if index >= len(FIRST_BYTE_BUCKETS_S):
         return BUCKETS - 1
     probe = Histogram()

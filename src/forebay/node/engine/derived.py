@@ -1,9 +1,9 @@
-"""Derived objects, the engine's side: what a front made is put into the store, and goes with its source.
+"""Derived objects at the engine: stores what a front derived, and drops it with its source.
 
 Theory. `store/derived.py` says what derived objects are and how a front finds and makes them. The verb `keep` is a put
-like any other, into a reserved bucket, under its own lock, unless the source moved on meanwhile.
+like any other, into a reserved bucket and under its own lock, unless the source has changed meanwhile.
 
-Invariant. What is kept is clean, is never pinned, and is of the version that the store has of its source, if it has it.
+Invariant. A derived object is clean and never pinned. If the store has its source, it is of that version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCAN_LIMIT = 1000
 
 
 def derived_bytes(usages: list[VolumeUsage]) -> int:
-    """How much of the volumes is derived objects."""
+    """How many bytes of the volumes are derived objects."""
     return sum(usage.buckets.get(reserved(kind), 0) for usage in usages for kind in DERIVED_KINDS)
 
 
@@ -60,15 +60,15 @@ class Keeping:
         self._store, self._writes, self._wall_s, self._forget = store, writes, wall_s, forget
 
     def moved_on(self, bucket: str, key: str) -> None:
-        """An object was written or deleted here: what was derived of it as a shard is of no use. (Of one that is no
-        shard by its name it stays until it is evicted: looking would cost every small write.)"""
+        """An object was written or deleted here: drop what was derived from it as a shard. (For an object whose name is
+        no shard's it stays until it is evicted: a look-up would cost every small write.)"""
         if form_of(key, None) is not None and not bucket.startswith("-"):
             name = name_of(bucket, key)
             self._forget(reserved("members"), name)
             self._forget(reserved("plain"), name)
 
     async def keep(self, call: KeepCall) -> Kept:
-        """Put what `call` holds into the store. `NotFound` when its bucket is gone, `Unavailable`
+        """Put the object of `call` into the store. `NotFound` when its bucket is gone, `Unavailable`
         (`InsufficientStorage`) when it does not fit."""
         kept: Kept = await self._writes.finish(self._keep(call))
         return kept
@@ -80,7 +80,7 @@ class Keeping:
             async with self._writes.entered(call.bucket):
                 source = self._store.lookup(call.bucket, call.key) if call.kind != "manifests" else None
                 if source is not None and not is_version(source, call.version):
-                    return Kept(False)  # the object moved on meanwhile: nobody will ask for this
+                    return Kept(False)  # the source changed meanwhile: nobody will ask for this
                 place, name = reserved(call.kind), name_of(call.bucket, call.key)
                 async with self._writes.lock(place, name):
                     await self._writes.commit(self._put(call, place, name))
@@ -105,8 +105,8 @@ class Keeping:
 
 
 def names_in(index: StoreReader, bucket: str, prefix: str = "", keys: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """(reserved bucket, name) of what is derived from objects of a bucket, and committed: from those under `prefix`, or
-    from exactly `keys` (then some may not be there)."""
+    """(reserved bucket, name) of committed objects derived from a bucket's: from those under `prefix`, or from exactly
+    `keys` (then some may not exist)."""
     for kind in DERIVED_KINDS:
         place = reserved(kind)
         if keys:

@@ -1,10 +1,10 @@
 """Waiting for a volume's disk, as long as it answers.
 
-Theory. Who waits for a disk in a thread cannot be called back, but whoever awaits that thread can stop waiting: when
-the disk is stalled. What was begun may still come about, late, so this is only for what does no harm then: reading,
-syncing, notes that are replaced only where they are still the same, a file that nobody knows of.
+Theory. A thread that waits for a disk cannot be called back, but the coroutine that awaits the thread can stop waiting
+when the disk stalls. The work may still complete late. So this is only for work that does no harm then: reading,
+syncing, replacing notes that are still the same, writing a file that nobody knows of.
 
-What takes long is done in steps: a disk that is busy with one thing for seconds looks like one that has stalled.
+Long work runs in steps: a disk that is busy with one request for seconds looks stalled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def by_disk(volume: Volume | None, workers: Executor, work: Callable[[], ResultT], subject: str) -> ResultT:
-    """Have it done by the threads of the volume, or by `workers` where there is none. `Unavailable` if its disk stalls
+    """Run `work` in the volume's threads, or in `workers` if there is no volume. `Unavailable` if the disk stalls
     meanwhile."""
     return await _answered(
         volume, asyncio.get_running_loop().run_in_executor(threads_of(volume, workers), work), subject
@@ -45,8 +45,8 @@ async def by_disk_in_steps(
     subject: str,
     undo: Callable[[], None],
 ) -> ResultT:
-    """As `by_disk`, and what `steps` returns. Whatever keeps it from that, `steps` is closed and `undo` called in the
-    same threads: late if the disk stalled, but never beside a step."""
+    """As `by_disk`, for work in steps; returns what `steps` returns. If anything interrupts it, `steps` is closed and
+    `undo` called in the same threads: late if the disk stalled, but never beside a step."""
     loop, threads = asyncio.get_running_loop(), threads_of(volume, workers)
 
     def end() -> None:
@@ -55,7 +55,7 @@ async def by_disk_in_steps(
 
     def leave(done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
-            done.exception()  # nobody else asks for it
+            done.exception()  # mark it retrieved: nobody else asks
         with suppress(RuntimeError):  # the node stops
             threads.submit(end)
 
@@ -71,12 +71,12 @@ async def by_disk_in_steps(
 
 
 def threads_of(volume: Volume | None, workers: Executor) -> Executor:
-    """Those that wait for its disk."""
+    """The threads that wait for the volume's disk."""
     return volume.desk.bearers if volume is not None else workers
 
 
 def _next(steps: Generator[None, None, ResultT]) -> tuple[ResultT] | None:
-    """Take a step; what came of all of them after the last."""
+    """Take a step. After the last one, return the result in a tuple."""
     try:
         next(steps)
     except StopIteration as end:
@@ -85,6 +85,6 @@ def _next(steps: Generator[None, None, ResultT]) -> tuple[ResultT] | None:
 
 
 def check_flushes(volume: Volume | None, subject: str) -> None:
-    """`VolumeMissing` while the volume's disk does not answer: it could not be noted there what was sent."""
+    """`VolumeMissing` while the volume's disk does not answer: the node could not note there what it sent."""
     if volume is not None and volume.stall.stalled:
         raise VolumeMissing(f"{subject} is flushed when the disk of volume {volume.path} answers: look at the disk")

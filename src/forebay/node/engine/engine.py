@@ -1,13 +1,13 @@
 """The engine: the one writer of a node. It fetches what is missing, keeps what fits, and answers the fronts.
 
-Theory. Everything of the engine is put together here, and this is the only place that knows all of it: store, buckets,
-cold reads, room, fronts, jobs. It runs on one event loop; worker threads only move bytes (writes to data files, checks,
-reclaiming). Changes to the index gather for FLUSH_S and become visible to fronts together.
+Theory. This module puts the engine together, and is the only place that knows all its parts: store, buckets, cold
+reads, room, fronts, jobs. The engine runs on one event loop. Worker threads only move bytes (writes to data files,
+checks, reclaiming). Changes to the index gather for FLUSH_S and become visible to fronts together.
 
-In the background: volumes are looked after every HOUSEKEEP_S, free space is followed, rotten blocks are searched for at
-a low rate, and files that no record names are swept once after each start.
+In the background it looks after the volumes every HOUSEKEEP_S, follows free space, scrubs blocks at a low rate, and
+after each start removes files that no record names.
 
-One engine has a directory: it holds the node's lock, unless its supervisor does and says so.
+A directory has one engine: the engine holds the node's lock, unless its supervisor says that it holds it.
 
 Invariants. (1) A front is welcomed only when the store is open and the buckets are loaded. (2) After `stop` nothing of
 the engine is left: no task, thread, descriptor or socket file.
@@ -81,9 +81,9 @@ from forebay.ports.machine import boot_id
 
 log = logging.getLogger("forebay.engine")
 
-FLUSH_S = 0.003  # one index transaction for what comes within it
+FLUSH_S = 0.003  # changes within it share one index transaction
 HOUSEKEEP_S = 5.0
-WORKERS = 32  # threads for what waits: a few are used, and a disk that stalls must not take all
+WORKERS = 32  # threads for blocking work: few are used, but a stalled disk must not take all
 FILES_NEEDED = 1024
 
 
@@ -99,7 +99,7 @@ def _make_volume_dir(volume: Path) -> None:
 
 
 class Engine:
-    """One engine. `start`, then `stop`; both on the loop that it shall run on. `opener` opens backends."""
+    """One engine. Call `start`, then `stop`, both on the loop that it runs on. `opener` opens backends."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Engine:
         self.clock = clock
         self.node_id = ""
         self.started_s = clock.wall_s()
-        self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which, why, how often
+        self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener
         self._chance = chance
         self._identities = IdentitiesFile(settings.identities, settings.identity_key)
@@ -121,12 +121,12 @@ class Engine:
         self._server: asyncio.Server | None = None
         self._background: list[asyncio.Task[None]] = []
         self._stopping = False
-        self.starts_again = asyncio.Event()  # set: for a volume that may be opened now
+        self.starts_again = asyncio.Event()  # set when a volume that was left out may be opened now
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
 
     # --- starting and stopping ---------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Open everything and accept fronts. Raises what keeps it from starting, and leaves nothing open then."""
+        """Open everything and accept fronts. If something prevents that, raises it and leaves nothing open."""
         directory = Path(self.settings.dir)
         for path in (directory, self.settings.run_dir):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -162,7 +162,8 @@ class Engine:
         self._background = [asyncio.create_task(each) for each in work]
 
     async def _remember_volumes(self) -> None:
-        """Before the node has an id: so that one which has, and does not remember volumes, is known to be older."""
+        """Load the known volumes, before the node gets an id: a node that has an id and remembers no volumes is of an
+        older version."""
         entries, _ = await self._meta.range(BUCKETS)
         owing = [bucket.name for bucket in map(decode_bucket, entries) if bucket.write != "through"]
         paths = [str(path) for path in self.settings.volume_dirs]
@@ -170,7 +171,7 @@ class Engine:
         await self.known.load(paths, ran_before=ran_before, owing_buckets=owing)
 
     async def _open_store(self) -> None:
-        """Open the volumes that are what they were, and make those that were ordered. The others are told."""
+        """Open the volumes that are as remembered, and make those that were ordered. Warn about the others."""
         astray = any(known.astray for known in self.known.memory.volumes)
         expected: dict[str, Expected] = {}
         paths = []
@@ -358,8 +359,8 @@ class Engine:
             os.umask(before)
 
     async def stop(self, *, clean: bool = True, flush: bool = False) -> None:
-        """Let go of everything. `clean` puts all on the disks, so that the next start trusts the index; `flush` first
-        brings to the backends what only this node has, within the settings' bound."""
+        """Close everything. `clean` syncs all state, so that the next start trusts the index. `flush` first sends to
+        the backends what only this node has, within the settings' bound."""
         self._stopping = True
         for task in self._background:
             task.cancel()
@@ -396,7 +397,8 @@ class Engine:
         self.settings.engine_socket.unlink(missing_ok=True)
 
     async def _forget_settled(self) -> None:
-        """What the volumes do not owe any more, is not looked for on them if they are gone at the next start."""
+        """Forget what the volumes no longer owe, so that the next start does not look for it on a volume that is
+        gone."""
         try:
             self.store.settle()
             self.store.flush()
@@ -412,7 +414,7 @@ class Engine:
         )
 
     def told(self, line: bytes) -> None:
-        """What the supervisor has counted changed."""
+        """The supervisor reports how often it restarted the node's processes."""
         self.restarts = msgspec.json.decode(line, type=list[tuple[str, str, int]])
 
     def _begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
@@ -442,13 +444,13 @@ class Engine:
             asyncio.get_running_loop().call_soon(self._volumes_changed)
 
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: a disk that was late has answered."""
-        with suppress(RuntimeError):  # the loop has ended, and with it who would be told
+        """In a thread: a late disk has answered."""
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self.flush)
 
     def _lost(self, lost: Lost) -> None:
         self.flusher.forget(lost.bucket, lost.key, object_lost(lost))
-        self.flush()  # before anybody is told: no front shall answer from the record a moment later
+        self.flush()  # before anybody hears: no front may answer from the record a moment later
 
     def _volumes_changed(self) -> None:
         if not self._stopping:
@@ -459,12 +461,12 @@ class Engine:
 
     # --- the index ---------------------------------------------------------------------------------------------------
     def flush_soon(self) -> None:
-        """Make what changed visible within FLUSH_S."""
+        """Make changes visible within FLUSH_S."""
         if self._flushing is None and not self._stopping:
             self._flushing = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Make what changed visible now, and let fronts close what was dropped."""
+        """Make changes visible now, and let fronts close what was dropped."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -496,7 +498,7 @@ class Engine:
                 self.store.housekeep()
                 self.catching_up.start()
                 self.flush()
-                if not self.store.any_stalled:  # else what is under way there may come to be owed later
+                if not self.store.any_stalled:  # else writes under way there may be owed later
                     await self.known.tend(self.store, self.writes.written_buckets())
                 self.room.follow_volumes()
                 if self.store.finds_room() and not self.starts_again.is_set():

@@ -1,24 +1,24 @@
-"""Room on the volumes: which blocks leave, and their leaving in steps that no reader notices.
+"""Room on the volumes: which blocks leave, and how they leave without readers noticing.
 
-Theory. Each volume has its own eviction machine (`core/machines/eviction.py`), because a key's volume is fixed by
-placement: room on one disk is no help to another. The machine is told what landed and what was used; when a volume is
-above its mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the
-files, and the space is reclaimed in a worker thread. A file that a front still reads is reclaimed later.
+Theory. Each volume has its own eviction machine (`core/machines/eviction.py`), because placement fixes a key's volume:
+room on one disk does not help another. The machine hears what landed and what was used. When a volume is above its
+mark, its victims are dropped from the index at once, the index is flushed, fronts are told to close the files, and a
+worker thread frees the space. A file that a front still reads is freed later.
 
-Room is made in the same turn of the loop in which a block made too much, so a capacity is used up to the last block.
-When much must leave at once (a quota was cut), it leaves BATCH_UNITS a turn, and reads go on in between.
+Room is made in the same turn of the loop in which a block exceeded the mark, so a capacity is used up to the last
+block. When much must leave at once (a quota was cut), it leaves BATCH_UNITS a turn, and reads go on in between.
 
-A filesystem that others fill too gets some distance (`disk/usage.py`), since how much is free is looked at only now
-and then. Units are weighed by what they take: a small object by its pages of the index.
+On a filesystem that others fill too, the mark keeps a distance (`disk/usage.py`), since free space is checked only from
+time to time. Units are weighed by the space they take: a small object by its pages of the index.
 
-Object ids are the store's and never used twice, so a unit that comes back has a new one. Its history in the machine's
-ghost must be found all the same, so it is filed under a number made from bucket, key and block.
+The store never reuses object ids, so a unit that comes back has a new one. Its history in the machine's ghost is
+therefore kept under a number made from bucket, key and block.
 
-Where jobs give hints, `foresight` is asked of all that lands and told of all that leaves, and what is needed last goes
-first (`core/machines/hinted_eviction.py`).
+If jobs give hints, `foresight` hears of all that lands and leaves, and the blocks needed last go first
+(`core/machines/hinted_eviction.py`).
 
-Invariants. (1) What the machine forgot was dropped from the store in the same turn of the loop. (2) One reclaim at a
-time. (3) A block that a flight needs is not a victim.
+Invariants. (1) A unit that the machine forgot is dropped from the store in the same turn of the loop. (2) One reclaim
+at a time for each volume. (3) A block that a flight needs is not a victim.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ log = logging.getLogger("forebay.room")
 _KEPT = PINNED | OWNED
 RECLAIM_AGAIN_S = 0.5  # for files that a reader still holds
 BATCH_BYTES = 64 * limits.MIB  # dropped in one turn of the loop: 16 blocks
-TRIM_UNITS = 100_000  # after so many have left, memory is worth giving back
-BATCH_UNITS = 256  # or so many small objects, some milliseconds' work: then everybody else has a turn
-FLUSH_UNITS = 1024  # of them are committed together, where more must leave
+TRIM_UNITS = 100_000  # after this many units left, memory is given back
+BATCH_UNITS = 256  # units per turn, a few milliseconds' work: then other work has a turn
+FLUSH_UNITS = 1024  # units committed together when more must leave
 
 
 def ghost_name(bucket: str, key: str, block: int) -> int:
-    """What a block's history is filed under, whatever object id it has at the time."""
+    """The number under which a block's history is kept, whatever its object id."""
     return xxhash.xxh3_64_intdigest(f"{bucket}/{key}\0{block}".encode())
 
 
 class Foresight(Protocol):
-    """Who knows which units have hints (`node/engine/jobs/hints.py`)."""
+    """Knows which units have hints (`node/engine/jobs/hints.py`)."""
 
     def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool: ...
 
@@ -81,8 +81,9 @@ class _Blind:
 
 
 class Room:
-    """See the module's header. `busy` says whether a flight needs a block, `evicted` hears what left the store, `held`
-    of objects whose files somebody still has open; `hints` knows when units are due, `foresight` (set it) which."""
+    """See the module's header. `busy`: whether a flight needs a block. `evicted` hears what left the store, `held` of
+    objects whose files somebody still has open. `hints` knows when units are due, `foresight` (set it) which have
+    hints."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class Room:
 
     # --- settings ----------------------------------------------------------------------------------------------------
     def restore(self, buckets: Iterable[Bucket], whole: Callable[[], Awaitable[None]]) -> None:
-        """Learn what the store holds, after a start, in the background, when it is `whole`: what is not known yet is no
-        victim, and counts for its volume, but not yet for its bucket's quota."""
+        """After a start, learn in the background what the store holds, once it is `whole`. Until then unknown units are
+        no victims; they count for their volume, but not for their bucket's quota."""
         self._newest = self._store.newest_minute()
         for usage in self._store.usage():
             if usage.state != "out":
@@ -144,12 +145,12 @@ class Room:
             await asyncio.sleep(0)
 
     async def learned(self) -> None:
-        """Return when all that the store held at the start is known."""
+        """Return when everything that the store held at the start is known."""
         if self._restoring is not None:
             await asyncio.wait([self._restoring])
 
     def set_quotas(self, buckets: Iterable[Bucket]) -> None:
-        """Bound buckets' shares; each volume takes its part by capacity."""
+        """Bound buckets' bytes; each volume takes its part of a quota by capacity."""
         for bucket in buckets:
             self._quotas[bucket.name] = bucket.quota_bytes
         marks = {volume_id: machine.capacity_bytes for volume_id, machine in self._machines.items()}
@@ -194,7 +195,7 @@ class Room:
             self._make_room()
 
     def wrote(self, bucket: str, key: str, record: Record) -> None:
-        """The store has this object whole, from a writer. What is owned is counted, and no victim until `settled`."""
+        """The store has this whole object from a writer. Owned blocks count, but are no victims until `settled`."""
         machine = self._machines.get(self._store.volume_of(bucket, key))
         if machine is None:
             return
@@ -210,7 +211,7 @@ class Room:
             self.make_room()
 
     def settled(self, record: Record) -> None:
-        """The backend has it: it may be evicted like anything else."""
+        """The backend has the object now: it may be evicted."""
         if not record.state & _KEPT:
             self.pin(record.object_id, [block for block, _ in _units_of(record)], False)
             self.make_room()
@@ -222,7 +223,7 @@ class Room:
         self.foresight.touched(object_id, first, end)
 
     def removed(self, object_id: int, blocks: list[int]) -> None:
-        """Blocks left the store by another way."""
+        """Blocks left the store other than by eviction."""
         for machine in self._machines.values():
             for block in blocks:
                 machine.removed(unit_of(object_id, block))
@@ -230,7 +231,7 @@ class Room:
             self.foresight.gone(unit_of(object_id, block))
 
     def pin(self, object_id: int, blocks: list[int], pinned: bool) -> None:
-        """Never evict these, or evict them again."""
+        """Never evict these blocks, or (`pinned` False) allow it again."""
         for machine in self._machines.values():
             for block in blocks:
                 unit = unit_of(object_id, block)
@@ -239,7 +240,7 @@ class Room:
 
     # --- hints -------------------------------------------------------------------------------------------------------
     def hint(self, unit: int) -> bool:
-        """It is known when this unit is due. False if it is not here."""
+        """The unit's due time is known. False if the unit is not here."""
         for machine in self._machines.values():
             if unit in machine:
                 machine.hint(unit)
@@ -247,29 +248,29 @@ class Room:
         return False
 
     def unhint(self, units: list[int]) -> None:
-        """It is known no longer."""
+        """The units' due times are no longer known."""
         for machine in self._machines.values():
             for unit in units:
                 machine.unhint(unit)
 
     def moved(self, units: list[int]) -> None:
-        """They are due later than they were."""
+        """The units are due later than before."""
         for machine in self._machines.values():
             for unit in units:
                 machine.moved(unit)
 
     def all_moved(self) -> None:
-        """Somebody said something else than before."""
+        """Jobs changed their future."""
         for machine in self._machines.values():
             machine.all_moved()
 
     def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool:
-        """Whether so much of an object may be fetched before it is due, and nothing leaves that is due sooner."""
+        """Whether `size_bytes` of an object may be fetched ahead without evicting anything that is due sooner."""
         machine = self._machines.get(self._store.volume_of(bucket, key))
         return machine is not None and machine.spares(size_bytes, due)
 
     def window_bytes(self, share: float) -> int:
-        """How far ahead may be fetched: what is free, or this share of what may be kept, if that is more."""
+        """How far ahead to fetch: the free bytes, or this share of the capacity if that is more."""
         machines = self._machines.values()
         free_bytes = sum(max(0, machine.capacity_bytes - machine.used_bytes) for machine in machines)
         return max(free_bytes, int(sum(machine.capacity_bytes for machine in machines) * share))
@@ -282,7 +283,7 @@ class Room:
 
     def _make_room(self) -> None:
         if self._making is not None:
-            self._making.cancel()  # a landing came between: one of it is enough
+            self._making.cancel()  # called directly by a landing before the scheduled call
             self._making = None
         loop = asyncio.get_running_loop()
         began_s, again, dropped_bytes = loop.time(), False, 0
@@ -305,7 +306,7 @@ class Room:
             self._unflushed = 0
             self._flush()
             self.reclaim()
-        if again:  # and as long for everybody else as it took
+        if again:  # give the same time to other work first
             self._making = loop.call_later(loop.time() - began_s, self._make_room)
         elif self._left >= TRIM_UNITS:
             self._left = 0
@@ -315,7 +316,8 @@ class Room:
         return self._busy(*split_unit(unit))
 
     def drop(self, units: list[tuple[int, int]]) -> None:
-        """Take (object id, block) pairs out of the store; the machines have forgotten them or are told by `removed`."""
+        """Take (object id, block) pairs out of the store. The machines have forgotten them, or hear of them by
+        `removed`."""
         if units:
             self._take_out(units)
             self._flush()
@@ -330,7 +332,7 @@ class Room:
             self._evicted(object_id, gone)
 
     def reclaim(self) -> None:
-        """Give the space of what was dropped back to the disks, in the background."""
+        """Free the space of dropped blocks, in the background."""
         for volume in self._store.to_reclaim():
             if volume.id not in self._reclaiming:
                 self._reclaiming[volume.id] = asyncio.create_task(self._reclaim(volume))
@@ -341,7 +343,7 @@ class Room:
             while True:
                 done = await loop.run_in_executor(volume.desk.bearers, self._store.reclaim, volume)
                 if done.deferred:
-                    self._held(done.deferred)  # opened again since it was dropped, perhaps, and idle by now
+                    self._held(done.deferred)  # a front may have opened it again since the drop, and be done with it
                     await asyncio.sleep(RECLAIM_AGAIN_S)
                 elif not done.freed_bytes:
                     return
@@ -362,7 +364,7 @@ class Room:
 
 
 def _units_of(record: Record) -> Iterator[tuple[int, int]]:
-    """(block, what it takes) of every block that is here."""
+    """(block, bytes it takes) of every block that is here."""
     if record.inline is not None:
         yield 0, taken_bytes(record)
         return

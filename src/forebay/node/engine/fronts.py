@@ -1,16 +1,16 @@
-"""The fronts as the engine sees them: connections on the engine's socket, and their reads and calls.
+"""The fronts as the engine sees them: connections on the engine's socket, with their reads and calls.
 
-Theory. One connection per front carries everything (`core/messages/wire.py`). A front that goes away takes its reads
-and calls with it. What the engine has to say to all (`Welcome`, `Dropped`) goes to each; what it asks of all (`Report`)
-is answered within REPORT_TIMEOUT_S or left out.
+Theory. Each front has one connection, which carries everything (`core/messages/wire.py`). A front that goes away takes
+its reads and calls with it. Messages for all (`Welcome`, `Dropped`) go to each front. A `Report` asks all fronts, and
+those that do not answer within REPORT_TIMEOUT_S are left out.
 
-A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX it is cut.
+A front that does not read its socket would fill the engine's memory: above BUFFERED_BYTES_MAX its connection is cut.
 
-What a front was told stays true while it sees the connection (`wire.Landed`), so its reads are closed when the socket
-is, and not a moment sooner.
+What a front was told stays true while it sees the connection (`wire.Landed`). So its reads close when the socket has
+closed, and not a moment sooner.
 
 Invariants. (1) A read number of a front is open at most once. (2) When a connection is lost, all its reads are closed
-and the bodies that it was receiving are given up. (3) No read is closed for its front while the socket is open.
+and the bodies that its front was receiving are given up. (3) No read is closed for its front while the socket is open.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUFFERED_BYTES_MAX = 64 * limits.MIB
 
 
 class Reads(Protocol):
-    """What opens reads (`node/engine/read/cold.py`)."""
+    """Opens reads (`node/engine/read/cold.py`)."""
 
     def open(self, ask: Ask, out: Out) -> Read: ...
 
@@ -47,7 +47,7 @@ class Reads(Protocol):
 
 
 class Puts(Protocol):
-    """What follows bodies that fronts receive (`node/engine/write/through_streams.py`)."""
+    """Follows bodies that fronts receive (`node/engine/write/through_streams.py`)."""
 
     def grown(self, number: int, upto: int) -> None: ...
 
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
 
     # --- the socket --------------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by birth
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the same methods, but is no subclass
         self._fronts.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
             read.close()
 
     def post(self, message: wire.Message) -> None:
-        """Send, if the front is there. What is said in one turn of the loop goes out together."""
+        """Send, if the front is there. Messages of one turn of the loop go out together."""
         if self._transport is None:
             return
         if not self._outgoing:
@@ -199,11 +199,11 @@ class Connection(asyncio.Protocol):
         self.post(self._fronts.welcome())
 
     def read_failed(self, number: int, error: ErrorOnWire) -> None:
-        """Nothing more will come; the front closes the read when it has taken what it was told of."""
+        """Tell the front that nothing more will come. It closes the read when it has taken what it was told of."""
         self.post(wire.Failed(number, error))
 
     def _begin_put(self, message: wire.Call) -> bool:
-        """Begin a put that waits for nothing but its commit; False, and nothing happened, for any other."""
+        """Begin a put that waits only for its commit. Returns False, with nothing done, for any other."""
         try:
             arguments: PutCall = decode_call("put", message.body)
         except ForebayError:
@@ -222,7 +222,7 @@ class Connection(asyncio.Protocol):
         try:
             arguments = decode_call(message.verb, message.body)
             if isinstance(arguments, PutCall) and arguments.put not in self._puts:
-                arguments = msgspec.structs.replace(arguments, put=0)  # opened with an engine that is no more
+                arguments = msgspec.structs.replace(arguments, put=0)  # it was opened with an earlier engine
             elif isinstance(arguments, PutCall):
                 self._puts.discard(arguments.put)
             answer = await self._fronts.answer(message.verb, arguments)
@@ -243,8 +243,8 @@ class Connection(asyncio.Protocol):
 
 
 class Fronts:
-    """All connections. `welcome` makes the message that greets; `answer` serves a call; `begin` begins a put and calls
-    what it was given with the outcome, or says that it cannot; `touched` hears of hits."""
+    """All connections. `welcome` makes the greeting. `answer` serves a call. `begin` begins a put and calls its
+    callback with the outcome, or returns False. `touched` hears of hits."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Fronts:
         return sorted(FrontSeen(c.hello.front, c.hello.pid) for c in self.connections if c.hello is not None)
 
     def greet_again(self) -> None:
-        """Something in `Welcome` changed."""
+        """Send `Welcome` again: something in it changed."""
         message = self.welcome()
         for connection in list(self.connections):
             if connection.hello is not None:
@@ -286,7 +286,7 @@ class Fronts:
             connection.post(wire.Dropped(object_ids))
 
     async def snapshots(self) -> list[Snapshot]:
-        """What each front counted; those that do not answer in time are left out."""
+        """What each front counted. Fronts that do not answer in time are left out."""
         asked = [connection for connection in self.connections if connection.hello is not None]
         if not asked:
             return []
@@ -316,7 +316,7 @@ class Fronts:
                 done.set()
 
     def beat(self) -> None:
-        """Tell them that the engine lives, from now until `aclose`."""
+        """Send a sign of life to all fronts, regularly until `aclose`."""
         for connection in list(self.connections):
             if connection.hello is not None:
                 connection.post(wire.Beat())

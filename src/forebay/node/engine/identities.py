@@ -1,12 +1,12 @@
 """The identities file as the engine follows it: read at the start, and again when it changes.
 
-Theory. The engine looks every few seconds; `forebay key` replaces the file whole, so what is read is one state of it. A
-file that is broken, or gone, after the start changes nothing: locking everybody out, or letting everybody in, because
-of a slip of an editor would be worse than yesterday's identities. It is tried again each time, and the log says it once
-for each state of the file. At the start it is an error.
+Theory. The engine checks the file every few seconds. `forebay key` replaces it whole, so each read sees one state of
+it. A file that breaks or disappears after the start changes nothing: locking everybody out, or letting everybody in,
+because of an editor's slip would be worse than yesterday's identities. The engine tries again each time, and logs the
+problem once for each state of the file. At the start it is an error.
 
-Invariants. (1) `encoded` is empty only for a node without identities. (2) A secret is in memory and on the engine's
-socket, whose directory is its user's alone; it is never logged.
+Invariants. (1) `encoded` is empty only for a node without identities. (2) A secret is only in memory and on the
+engine's socket, whose directory belongs to its user alone; it is never logged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class IdentitiesFile:
         self._path = Path(path) if path else None
         self._key_path = key_path
         self._seen: tuple[int, ...] = ()  # the state of the file that was read last
-        self._told: tuple[int, ...] = ()  # the one that was complained of last
+        self._told: tuple[int, ...] = ()  # the state whose problem was logged last
 
     def read(self) -> bool:
-        """Read the file if it changed; whether the identities did. `Invalid` only before any were read."""
+        """Read the file if it changed; return whether the identities changed. `Invalid` only before any were read."""
         if self._path is None:
             return False
         try:

@@ -1,10 +1,10 @@
 """The node's volumes as operators see and order them: those in use, and those that should be.
 
-Theory. What is in use is the store's to say, what is not is remembered (`remembered_volumes.py`). Here the two become
-one list, for `status`, metrics and the verbs. An order to take a volume in holds from the next start, since placement
-changes only there; giving one up holds at once, since it only ends refusals.
+Theory. The store knows the volumes in use; the others are remembered (`remembered_volumes.py`). Here the two become one
+list, for `status`, metrics and the verbs. An order to add a volume takes effect at the next start, since placement
+changes only there. Giving a volume up takes effect at once, since it only ends refusals.
 
-Invariant. A volume that owes something is in the list until it is given up.
+Invariant. A volume that owes something stays in the list until it is given up.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger("forebay.volumes")
 
 
 class Volumes:
-    """See the module's header. `paths` are those that the node was told of."""
+    """See the module's header. `paths` are the volumes in the node's settings."""
 
     def __init__(self, store: Store, known: KnownVolumes, flusher: Flusher, paths: Sequence[str]) -> None:
         self._store, self._known, self._flusher, self._paths = store, known, flusher, paths
 
     def states(self, usages: Sequence[VolumeUsage] | None = None) -> list[VolumeState]:
-        """Every volume: those in use first."""
+        """Every volume, those in use first."""
         usages = self._store.usage() if usages is None else usages
         shown = [self._used(usage) for usage in usages]
         there = {usage.volume_id for usage in usages}
@@ -67,7 +67,7 @@ class Volumes:
         )
 
     def missing(self, bucket: str) -> list[str]:
-        """Volumes that are not in use and may hold what only they have of the bucket."""
+        """Volumes not in use that may hold the only copy of something in the bucket."""
         return [known.volume_id for known in self._store.owners.of_bucket(bucket)]
 
     def metrics(self) -> dict[str, float]:
@@ -87,13 +87,13 @@ class Volumes:
         return values
 
     async def add(self, named: VolumeNamed) -> VolumeState:
-        """Have a volume made, or one that lies there taken in, at the next start."""
+        """Order a volume: the next start makes it, or takes in the one that lies there."""
         await self._known.order(named.name, self._paths)
         log.warning("a volume at %s was ordered: the next start makes it", named.name)
         return VolumeState("", named.name, "new", reason="ordered", change="restart the node to use it")
 
     async def give_up(self, named: VolumeNamed) -> VolumeState:
-        """Forget a volume that is not in use, and what it owed; how it was."""
+        """Forget a volume that is not in use, and what it owed. Returns its last state."""
         before = self._known.memory.find(named.name)
         if before is None:
             raise NotFound(f"the node knows no volume {named.name}: `forebay volume ls` lists those it knows")

@@ -1,23 +1,23 @@
-"""Writes back what the node owes: the shell around `core/machines/flush.py` and `gate.py`; `key_flush.py` sends a key.
+"""Writes back what the node owes: the shell around `core/machines/flush.py` and `gate.py`; `key_flush.py` sends one
+key.
 
-Theory. All notes of what is owed are here, in memory, by bucket and key; the store keeps them too, and after a start
-they are taken up from there one by one (`flush/owed_at_start.py`). A queue for each bucket says which key goes next, an
-errand takes it to the backend, and then, under the key's lock, the record becomes clean, if it still is the one that
-was sent. If it was written again meanwhile, the newer note is based on the version that was just made, and the key is
-queued anew. What else was sent of the key, and may still arrive, goes on being known as ours
-(`core/machines/sent_bodies.py`): in the newer note, or here alone where the key owes nothing any more, until its time
-is over.
+Theory. All notes of owed writes are in memory here, by bucket and key. The store keeps them too; after a start they are
+taken up from there one by one (`flush/owed_at_start.py`). Each bucket has a queue that picks the next key. An errand
+takes that key to the backend. Then, under the key's lock, its record becomes clean if it is still the one that was
+sent. If the key was written again meanwhile, the newer note is based on the version just made, and the key is queued
+anew. Other bodies of the key that were sent and may still arrive stay known as ours (`core/machines/sent_bodies.py`)
+until their time is over: in the newer note, or only here if the key owes nothing any more.
 
-A newer write stops an errand that sends the parts of an upload (its parts would be thrown away); a single put is let
-finish, since nobody can call it back. `stop_key` waits for exactly that, and not for the bookkeeping after it, which
+A newer write stops an errand that sends the parts of an upload, whose parts would be thrown away. A single put runs to
+its end, since nobody can call it back. `stop_key` waits for exactly that, and not for the bookkeeping after it, which
 needs the lock that its caller may hold.
 
 Rejected: clearing dirty without the lock (a write that is being committed would lose its note); a pool of threads for
 sending (the backends stream natively).
 
-Invariants. (1) What is owed here is what the store's notes say, but for moments between a write's commit and its `add`.
-(2) A note goes only when the backend has that write, or when its owner says so, or by the bucket's conflict policy.
-(3) Every wait ends: with success, an error that says what to do, or `Closed`.
+Invariants. (1) The debts here are what the store's notes say, except between a write's commit and its `add`. (2) A note
+goes only when the backend has that write, when its owner says so, or by the bucket's conflict policy. (3) Every wait
+ends: with success, an error that says what to do, or `Closed`.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.flush")
 
 SENDS_MAX = 16  # bodies under way at once per bucket: enough for 20 ms at 200 MB/s in bodies of 256 KiB
-TRIES = 3  # failures of a key after which who waits for it is told
-TELL_S = 5.0  # between lines on the progress of the last flush
+TRIES = 3  # attempts before waiters get the error
+TELL_S = 5.0  # between log lines about the last flush
 CAPACITY_KEPT_S = 5.0
-HOPELESS_S = 15.0  # without any success while every backend is ill: the last flush does not wait for its time
+HOPELESS_S = 15.0  # the last flush ends after this long without any success while every backend is sick
 LINGER_S = 5.0
-LOOK_S = 0.2  # how often the last flush looks whether it shall stop
+LOOK_S = 0.2  # how often the last flush checks whether to stop
 PATIENCE_MAX_S = 60.0
-ASKED_AT_ONCE = 2 * limits.FLUSHES_MAX  # keys that one order to flush asks for: enough that none of the starts is idle
+ASKED_AT_ONCE = 2 * limits.FLUSHES_MAX  # keys that one flush asks for at once: enough to keep every start busy
 
 
 class Ledger(Books, Protocol):
@@ -88,7 +88,7 @@ class Ledger(Books, Protocol):
 
 
 class Totals(NamedTuple):
-    """What a bucket owes. `since_s` is Unix time; `error` is why the last flush failed ("" after one that did not)."""
+    """What a bucket owes. `since_s` is Unix time. `error` is why the last flush failed ("" after a success)."""
 
     bytes: int = 0
     objects: int = 0
@@ -112,8 +112,8 @@ class Counts:
 
 
 class _Debt:
-    """What one key owes. `left`: a request with this body or delete may have left. `rewritten_s`: when it was first
-    written again since its errand began."""
+    """What one key owes. `left`: a request with this body or delete may have left. `rewritten_s`: when the key was
+    first written again after its errand began."""
 
     __slots__ = ("left", "owed", "rewritten_s", "waiting")
 
@@ -128,7 +128,7 @@ class _Debt:
 
 
 class _Waiting:
-    """Somebody who waits until the backend has write `seq`."""
+    """A caller that waits until the backend has write `seq`."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -137,7 +137,7 @@ class _Waiting:
 
 
 class _Flight:
-    """An errand under way. `sent` is set when it has nothing to do with the backend any more."""
+    """An errand under way. `sent` is set when the errand has finished with the backend."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -147,8 +147,8 @@ class _Flight:
         self.unwanted = False
 
     def give_up(self) -> None:
-        """Stop it, unless it is past stopping."""
-        self.unwanted = True  # a task that has not begun cannot clean up after itself: it looks at this
+        """Stop it, if it can still be stopped."""
+        self.unwanted = True  # a task that has not begun cannot clean up after itself: it checks this flag
         if self.task is not None and self.errand is not None and self.errand.is_cancellable and not self.sent.is_set():
             self.task.cancel()
 
@@ -173,7 +173,7 @@ class _Bucket:
 
 
 class _Keeping:
-    """Keeps the note of one key for its errand."""
+    """Keeps one key's note up to date for its errand."""
 
     def __init__(self, flusher: Flusher, bucket: str, key: str) -> None:
         self._flusher, self._bucket, self._key = flusher, bucket, key
@@ -191,9 +191,9 @@ class _Keeping:
 class Flusher:
     """See the module's header. Everything runs on the loop that made it.
 
-    `lock` is the key's lock, which writers hold from their judgement to their `add`; `commit` makes a change to the
-    index durable and visible. `capacity_bytes` says what the node may hold now. `cleaned` hears of each record that
-    became clean, which may be evicted from then on; `found_bad` of blocks that do not match their checksums.
+    `lock` is the key's lock, which writers hold from their judgement to their `add`. `commit` makes a change to the
+    index durable and visible. `capacity_bytes` says how much the node may hold now. `cleaned` hears of each record that
+    became clean and may be evicted from then on; `found_bad` of blocks that do not match their checksums.
     """
 
     def __init__(
@@ -223,16 +223,17 @@ class Flusher:
         self._lingering: dict[int, asyncio.TimerHandle] = {}
 
     def take_up(self, owed: Owed) -> None:
-        """It was owed when the node stopped, and may have been sent before. Nothing if the key is known already."""
+        """Add a debt from before the start; it may have been sent already. Nothing happens if the key owes something
+        here."""
         if self.find(owed.bucket, owed.key) is None:
             self.add(owed, left=True)
 
     # --- what is owed ------------------------------------------------------------------------------------------------
     def add(self, owed: Owed, *, left: bool = False) -> None:
-        """A write or delete was acknowledged: it replaces what the key owed. Under the key's lock. `left`: it may have
-        been sent before.
+        """A write or delete was acknowledged: it replaces what the key owed. Call it under the key's lock. `left`: it
+        may have been sent before.
 
-        The note should come from `notes.succeeding`; what a note lacks of that is made up for, a moment later.
+        The note should come from `notes.succeeding`. If it does not, it is corrected in the store a moment later.
         """
         if owed.note.local:
             return
@@ -246,7 +247,7 @@ class Flusher:
             note = succeeding(owed.note, debt.note)
             if note != owed.note:
                 self._background(self.keep(owed.bucket, owed.key, note))
-            elif not debt.left:  # on the disk the body before is one that may have left: it did not
+            elif not debt.left:  # the disk counts the earlier body as one that may have left, but it did not
                 note = succeeding(owed.note, debt.note, left=False)
             debt.left = debt.left and debt.note.seq == note.seq
             debt.owed = msgspec.structs.replace(owed, note=note)
@@ -258,14 +259,15 @@ class Flusher:
         self._step(owed.bucket, Wrote(owed.key, note.seq, note.size_bytes, note.since_s), came_bytes=note.size_bytes)
 
     def find(self, bucket: str, key: str) -> Note | None:
-        """What the key owes now; one that `is_delete` means that there is no such object."""
+        """What the key owes now. If the note `is_delete`, the object does not exist."""
         of = self._of.get(bucket)
         debt = of.debts.get(key) if of is not None else None
         return None if debt is None else debt.note
 
     def leaves(self, bucket: str, key: str, seq: int, left: bool) -> bool:
-        """A request with write `seq` may leave from now on, or (not `left`) none did; whether one may have before.
-        `Superseded` if the key owes something else by now: a body that nothing here names must not leave."""
+        """Note that a request with write `seq` may leave from now on, or (not `left`) that none did. Returns whether
+        one may have left before. `Superseded` if the key owes something else by now: no body may leave that no note
+        here names."""
         of = self._of.get(bucket)
         debt = of.debts.get(key) if of is not None else None
         if debt is None or debt.note.seq != seq:
@@ -274,13 +276,13 @@ class Flusher:
         return before
 
     def sent(self, bucket: str, key: str) -> Sent:
-        """What may still arrive at the backend of a key that owes nothing."""
+        """The bodies of a key without debt that may still arrive at the backend."""
         of = self._of.get(bucket)
         return of.late.get(key, Sent()) if of is not None else Sent()
 
     def forget(self, bucket: str, key: str, error: ForebayError | None = None) -> None:
-        """The key owes nothing any more: it was written through, its bucket went, or (`error`) it is lost. Who waits
-        for it is content, or told so."""
+        """The key owes nothing any more: it was written through, its bucket was removed, or (`error`) it is lost. Its
+        waiters return, or get the error."""
         of = self._of.get(bucket)
         if of is None:
             return
@@ -296,9 +298,8 @@ class Flusher:
             self.forget(bucket, key)
 
     async def stop_key(self, bucket: str, key: str) -> None:
-        """Under the key's lock: return when no flush of the key is on its way to the backend. None starts until the
-        next `add` or `forget`, or until the lock is free again: a write that failed has changed nothing.
-        """
+        """Under the key's lock: return when no flush of the key is on its way to the backend. None starts before the
+        next `add` or `forget`, or before the lock is free again (then the write failed and changed nothing)."""
         of = self._bucket(bucket)
         self._step(bucket, Held(key))
         self._background(self._release(bucket, key))
@@ -312,7 +313,7 @@ class Flusher:
             self._step(bucket, Released(key))
 
     def ask(self, bucket: str, key: str) -> None:
-        """Somebody would like the backend to have this soon."""
+        """Somebody wants the backend to have this key soon."""
         self._step(bucket, Asked(key))
 
     def window(self, bucket: str, prefix: str, start_after: str, limit: int) -> list[tuple[str, Note]]:
@@ -339,7 +340,8 @@ class Flusher:
         return Totals(queue.dirty_bytes, len(queue), queue.oldest_s(), queue.flying, conflicts, of.error)
 
     async def keep(self, bucket: str, key: str, note: Note) -> None:
-        """Replace the note whose `seq` this one has, here and in the store; nothing if the key owes something else."""
+        """Replace the note with the same `seq`, here and in the store. Nothing happens if the key owes something
+        else."""
         of = self._of.get(bucket)
         debt = of.debts.get(key) if of is not None else None
         if debt is None or debt.note.seq != note.seq:
@@ -350,9 +352,9 @@ class Flusher:
 
     # --- backpressure ------------------------------------------------------------------------------------------------
     async def room(self, bucket: Bucket, size_bytes: int) -> None:
-        """Return when the bucket may owe so much more; `Busy` (`SlowDown`) if it does not come to that in DIRTY_WAIT_S.
+        """Return when the bucket may owe `size_bytes` more; `Busy` (`SlowDown`) if that takes longer than DIRTY_WAIT_S.
 
-        Before the key's lock is taken: the flush that makes room may need it.
+        Call it before taking the key's lock: the flush that makes room may need that lock.
         """
         if bucket.write != "back" or self.admits(bucket, size_bytes):
             return
@@ -368,7 +370,7 @@ class Flusher:
             raise
 
     def admits(self, bucket: Bucket, size_bytes: int) -> bool:
-        """As `room` where there is nothing to wait for; else False, and nothing happened."""
+        """As `room` if no wait is needed. Otherwise returns False, and nothing happened."""
         waiting = self._bucket(bucket.name).gate.waiting
         if waiting:
             return False
@@ -379,7 +381,7 @@ class Flusher:
         return True
 
     def _knock(self, bucket: Bucket, size_bytes: int, answer: asyncio.Future[None] | None = None) -> int:
-        """Ask the gate; the writer's number, by which it waits there if it must."""
+        """Ask the gate. Returns the writer's number, under which it waits there if it must."""
         dirty_bytes_max = bucket.dirty_bytes_max if bucket.dirty_bytes_max is not None else self._quarter_bytes()
         self._at_gate(bucket.name, Bounds(dirty_bytes_max, bucket.dirty_age_max_s))
         self._numbers += 1
@@ -390,7 +392,7 @@ class Flusher:
         return self._numbers
 
     def _quarter_bytes(self) -> int:
-        """A quarter of what the node may hold, looked up every few seconds."""
+        """A quarter of what the node may hold, refreshed every few seconds."""
         now = self._clock.monotonic_s()
         if now >= self._quarter[0]:
             self._quarter = (now + CAPACITY_KEPT_S, self._capacity_bytes() // 4)
@@ -489,7 +491,7 @@ class Flusher:
             if self._closed:
                 raise
         except (Superseded, ObjectLost):
-            pass  # what is lost was told, and is owed no more
+            pass  # a lost object was reported, and is no longer owed
         except ForebayError as error:
             event = self._failed(name, of, key, error)
         except Exception as error:
@@ -502,7 +504,7 @@ class Flusher:
         self._step(name, event)
 
     async def _settle(self, name: str, of: _Bucket, key: str, errand: Errand, outcome: Delivered | Yielded) -> Event:
-        """Make it true here that the errand came to its end."""
+        """Record here how the errand ended."""
         note, began_s, now_s = errand.note, errand.began_s, self._clock.wall_s()
         async with self._lock(name, key):
             debt = of.debts.get(key)
@@ -535,7 +537,7 @@ class Flusher:
         return Ended(key, note.seq, since_s)
 
     def _remember_late(self, of: _Bucket, key: str, sent: Sent, now_s: float) -> None:
-        """The key owes nothing, but what was sent of it before may still arrive."""
+        """Remember bodies that may still arrive, of a key that owes nothing."""
         of.late.pop(key, None)
         if sent.late:
             of.late[key] = sent
@@ -577,10 +579,10 @@ class Flusher:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("a note could not be brought up to date: %s", error)  # what is here knows better, until the end
+            log.warning("a note could not be brought up to date: %s", error)  # memory has the right note until the stop
 
     def _linger(self, fd: int) -> None:
-        """Close a file that a thread may still send from, when it has noticed that it shall not."""
+        """Close a file later: a thread may still send from it, and stops soon."""
 
         def close() -> None:
             del self._lingering[fd]
@@ -590,7 +592,7 @@ class Flusher:
 
     # --- flushing on demand ------------------------------------------------------------------------------------------
     def owing(self, bucket: str, prefix: str = "", keys: Iterable[str] = ()) -> list[tuple[str, int, int]]:
-        """(key, seq, bytes) of what is owed now: all under `prefix`, or of exactly `keys` when given."""
+        """(key, seq, bytes) of what is owed now: all under `prefix`, or exactly `keys` if given."""
         of = self._of.get(bucket)
         if of is None:
             return []
@@ -601,10 +603,10 @@ class Flusher:
         return [(key, of.debts[key].note.seq, of.debts[key].note.size_bytes) for key in names]
 
     async def flushed(self, bucket: str, key: str, seq: int) -> None:
-        """Return when the backend has write `seq` of the key, or a later one, or the key owes nothing any more.
+        """Return when the backend has write `seq` of the key or a later one, or when the key owes nothing any more.
 
-        Raises what keeps it from coming about, after TRIES failures, or one where trying again does not help; the key
-        goes on owing then.
+        Raises the flush's error after TRIES failures, or at once if trying again does not help. The key still owes
+        then.
         """
         of = self._of.get(bucket)
         debt = of.debts.get(key) if of is not None else None
@@ -628,9 +630,9 @@ class Flusher:
         keys: Iterable[str] = (),
         progress: Callable[[str, int], None] = lambda key, size_bytes: None,
     ) -> None:
-        """Return when all that was owed at the beginning is in the backend. `progress(key, bytes)` for each.
+        """Return when the backend has all that was owed at the call. `progress(key, bytes)` hears of each key.
 
-        What fails does not stop the rest; the first failure is raised at the end.
+        A failure does not stop the rest; the first is raised at the end.
         """
         failures: list[ForebayError] = []
         todo = self.owing(bucket, prefix, list(keys))
@@ -676,8 +678,8 @@ class Flusher:
     async def aclose(
         self, *, flush: bool, patience_s: float = PATIENCE_MAX_S, skip: Callable[[], bool] = lambda: False
     ) -> Totals:
-        """Stop. With `flush`, first bring to the backends what is owed, for at most `patience_s` and until `skip` says
-        so or nothing more goes; what remains, which is told, stays owed and as durable as it was."""
+        """Stop. With `flush`, first send what is owed to the backends: for at most `patience_s`, and until `skip`
+        returns true or no flush succeeds any more. Returns what remains; it stays owed, and as durable as it was."""
         if flush and patience_s > 0 and not skip():
             await self._flush_all(patience_s, skip)
         self._closed = True
@@ -748,4 +750,4 @@ def _end(future: asyncio.Future[None] | None, error: ForebayError | None = None)
         future.set_result(None)
     else:
         future.set_exception(error)
-        future.exception()  # who waited may be gone
+        future.exception()  # mark it retrieved: the waiter may be gone

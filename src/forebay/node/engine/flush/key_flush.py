@@ -1,25 +1,26 @@
-"""One flush of one key: its bytes, or its deletion, brought to the backend as the note says.
+"""One flush of one key: sends its bytes, or its deletion, to the backend as the note says.
 
-Theory. An errand is conditional on the version that the first write of the dirty spell replaced. When the backend has
-another, that may still be ours: a put whose answer was lost, by this process or the one before it. So what is there is
-compared (by MD5, else by fetching and hashing it) with this body and those before it that may have been sent, and only
-a stranger is a conflict. The bucket's policy then decides, and the errand says what became of it; it never touches the
-index. A write that was based on no version in particular is conditional as well, on what is found there, so that no
-body can land late on top of its successor.
+Theory. An errand is conditional on the version that the first unflushed write replaced. If the backend has another
+version, that may still be ours: a put whose answer was lost, by this process or an earlier one. So the errand compares
+the backend's object (by MD5, else by fetching and hashing it) with this body and with earlier bodies that may have been
+sent. Only a stranger's object is a conflict. Then the bucket's policy decides, and the errand reports the outcome; it
+never touches the index. A write without a base version is conditional too, on the version found there, so that no body
+can land late on top of its successor.
 
-Bodies are compared with their checksums before they are sent, so that what rotted on a disk does not become the truth.
-Large ones go as uploads: the wish to begin one is noted, then its id, then parts are sent, several at once. After a
-restart the parts that the backend has are not sent again. An upload that a later write made useless stands in the later
-note as stale, and is aborted before anything else.
+Bodies are compared with their checksums before they are sent, so that bytes that rotted on a disk do not become the
+truth. Large bodies go as uploads: the errand notes its intention, then the upload's id, and then sends parts, several
+at once. After a restart it does not send the parts again that the backend has. If a later write makes an upload
+useless, the later note lists it as stale, and it is aborted first.
 
-While the bytes of a single put or a completion are on their way nobody can know whether the backend has them, so the
-errand may not be cancelled then (`is_cancellable`): a put that arrives after its successor would be a lost write.
+While the bytes of a single put or a completion are on their way, nobody can know whether the backend has them. The
+errand must not be cancelled then (`is_cancellable`): a put that arrives after its successor would be a lost write.
 
 Rejected: marking objects with metadata of ours (users would see it); trusting the time of modification.
 
-Invariants. (1) Nothing is sent without a condition, unless the backend knows none or names no versions; then it is
-asked first. (2) No part is sent to an upload whose id is not noted durably, and none is aborted whose id was not
-heard. (3) Before a body or a delete may leave, the keeper of the note knows, and it is still what the key owes.
+Invariants. (1) Every request carries a condition, unless the backend supports none or names no versions; then the
+backend's version is checked first. (2) No part is sent to an upload whose id is not noted durably, and no upload is
+aborted whose id was not heard. (3) Before a body or a delete may leave, the keeper of the note knows of it, and it is
+still what the key owes.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ log = logging.getLogger("forebay.flush")
 ResultT = TypeVar("ResultT")
 
 PARTS_AT_ONCE = 8  # of one upload: one connection seldom fills a link
-ROUNDS_MAX = 4  # an object that changes at the backend each time it is looked at: come back later
+ROUNDS_MAX = 4  # give up for now on an object that changes at the backend at every look
 COPIES_MAX = 100  # names tried for the copy of one conflict
 TOLD_MAX = 8
-BEGINNING = "?"  # in place of an upload's id: it was to be begun, and may have been
+BEGINNING = "?"  # its beginning was noted, and the upload may exist
 
 
 class Superseded(Exception):
-    """What was to be flushed is not what the key owes any more."""
+    """The key owes something else by now."""
 
 
 class Books(Protocol):
@@ -71,32 +72,32 @@ class Books(Protocol):
 
 
 class Keeping(Protocol):
-    """The note of the key, kept up to date on behalf of the errand."""
+    """Keeps the key's note up to date for the errand."""
 
     def note(self) -> Note | None:
         """What the key owes now."""
         ...
 
     async def keep(self, note: Note) -> None:
-        """Durably replace the note whose `seq` this one has; nothing if the key owes something else now."""
+        """Durably replace the note with the same `seq`. Nothing happens if the key owes something else now."""
         ...
 
     def leaves(self, seq: int, left: bool = True) -> bool:
-        """A request with write `seq` may leave from now on, or (not `left`) none did; whether one may have before.
-        `Superseded` if the key owes something else now."""
+        """Note that a request with write `seq` may leave from now on, or (not `left`) that none did. Returns whether
+        one may have left before. `Superseded` if the key owes something else now."""
         ...
 
 
 class Delivered(NamedTuple):
-    """The backend has it, as `version` ("" for a delete). `policy` names how a conflict was decided, if there was
-    one."""
+    """The backend has the object, as `version` ("" for a delete). `policy` is the policy that decided a conflict, if
+    any."""
 
     version: str
     policy: str = ""
 
 
 class Yielded(NamedTuple):
-    """The backend's object stands, and ours does not: drop it here. `kept_as`: where ours is now, if it was kept."""
+    """The backend's object wins: drop ours here. `kept_as`: the key under which ours was kept, if it was."""
 
     policy: str
     kept_as: str = ""
@@ -109,8 +110,8 @@ class _Whose(Enum):
 
 
 class Place(NamedTuple):
-    """Where errands of one bucket go, and what they share. `sends` bounds bodies under way; `linger` closes a file
-    later, when no thread can be sending from it any more; `leave` tells of uploads of a key that may be ours."""
+    """Where errands of one bucket go, and what they share. `sends` bounds bodies under way. `linger` closes a file
+    later, when no thread sends from it any more. `leave` reports uploads of a key that may be ours."""
 
     bucket: Bucket
     backend: Backend
@@ -118,14 +119,14 @@ class Place(NamedTuple):
     workers: Executor
     sends: asyncio.Semaphore
     node_id: str
-    told: set[str]  # what the log has said about this backend
+    told: set[str]  # what was logged about this backend
     linger: Callable[[int], None]
     leave: Callable[[str], Coroutine[Any, Any, None]]
-    found_bad: Callable[[str, str, Record, list[int]], object]  # blocks of an object: nobody shall be given them
+    found_bad: Callable[[str, str, Record, list[int]], object]  # bad blocks of an object: do not serve them
 
 
 def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
-    """Where the loser of a conflict is kept: KEY.conflict-NODE-TIME; a key too long for that loses its end.
+    """The key for the loser of a conflict: KEY.conflict-NODE-TIME; a key too long for that loses its end.
 
     The same write gives the same name, so that a repeated errand finds its own copy. `copy` above 1 is appended.
     """
@@ -143,19 +144,19 @@ class Errand:
         self.is_cancellable = True
         self._place, self._key, self._keeping = place, key, keeping
         self._backend = place.backend
-        self._plain: set[str] = set()  # what this backend turned out not to know: "expect", "tags"
+        self._plain: set[str] = set()  # features that this backend does not support: "expect", "tags"
         self._sent_bytes = 0
-        self.is_repeated = False  # an earlier request with this may have left unanswered, and still arrive
-        self._left = False  # it is known that this may have left: it is not asked again whether it may
-        self._fd = -1  # of the data file: what is sent stays readable when a later write takes its name away
+        self.is_repeated = False  # an earlier request with this body may be unanswered, and still arrive
+        self._left = False  # this body is already noted as one that may have left
+        self._fd = -1  # the data file: stays readable when a later write takes its name
 
     @property
     def sent_bytes(self) -> int:
-        """What was sent, repeated parts included."""
+        """Bytes sent, repeated parts included."""
         return self._sent_bytes
 
     async def run(self) -> Delivered | Yielded:
-        """Bring it there. Raises the `ForebayError` that keeps it from coming about, or `Superseded`."""
+        """Flush the key. Raises the `ForebayError` that prevents it, or `Superseded`."""
         done = False
         try:
             outcome = await self._run()
@@ -174,12 +175,13 @@ class Errand:
         if self.note.is_delete:
             return await self._delete()
         await self._know_digest()
-        if self.note.upload_key:  # it was decided before a restart
+        if self.note.upload_key:  # decided before a restart
             return await self._keep_aside()
         return await self._put()
 
     async def abandon(self) -> None:
-        """Leave nothing at the backend of a flush that nobody wants any more; what cannot be reached is logged."""
+        """Leave nothing at the backend of a flush that is no longer wanted. Uploads that cannot be aborted now are
+        logged."""
         try:
             if self.note.upload_id:
                 await self._abort(self.note.upload_key or self._key, self.note.upload_id)
@@ -237,13 +239,13 @@ class Errand:
         return Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`")
 
     def _examine(self) -> None:
-        """`ObjectLost` if the file is gone or has not its size."""
+        """`ObjectLost` if the file is missing or has another size."""
         bucket = self._place.bucket.name
         self._place.books.examine(bucket, self._key, self.note.object_id)
         self._place.books.check_lost(bucket, self._key)
 
     def _let_go(self, *, now: bool) -> None:
-        """Close the file; not before a thread that may still send from it has noticed that it shall not."""
+        """Close the file: `now`, or after any thread that still sends from it has stopped."""
         fd, self._fd = self._fd, -1
         if fd >= 0 and now:
             os.close(fd)
@@ -266,13 +268,13 @@ class Errand:
     # --- putting -----------------------------------------------------------------------------------------------------
     async def _put(self) -> Delivered | Yielded:
         based_on, policy = self.note.based_on, ""
-        expect: str | None = based_on or ""  # where any version will do there is mostly none
+        expect: str | None = based_on or ""  # without a base version the key is mostly new
         asks_first = sent_bodies.asks_first(self.note.sent, self.note.digest)
         for _ in range(ROUNDS_MAX):
             if not asks_first:
                 try:
                     return Delivered((await self._send(self._key, expect)).version, policy)
-                except (Precondition, Unheard):  # here more is known of what may be ours
+                except (Precondition, Unheard):  # find out below whether the object is ours
                     pass
             asks_first = False
             seen = await self._seen(self._key)
@@ -291,7 +293,7 @@ class Errand:
         raise Busy(f"{self._key} changes at the backend faster than it can be written: it is tried again")
 
     async def _keep_aside(self) -> Yielded:
-        """Put ours under a name of its own."""
+        """Put our object under a key of its own."""
         for copy in range(1, COPIES_MAX + 1):
             name = self.note.upload_key or conflict_key(self._key, self._place.node_id, self.note.since_s, copy)
             try:
@@ -309,7 +311,7 @@ class Errand:
         if size_bytes >= limits.MULTIPART_BYTES_MIN and self._backend.part_bytes_min:
             return await self._upload(key, expect)
         if self.note.upload_id:
-            await self._give_up_upload()  # begun for another key, or by a backend that had uploads then
+            await self._give_up_upload()  # begun for another key, or when the backend still had uploads
         body = await self._body(0, size_bytes)
         async with self._place.sends:
 
@@ -323,7 +325,8 @@ class Errand:
     async def _conditionally(
         self, key: str, expect: str | None, act: Callable[[str | None, str], Coroutine[Any, Any, ObjectInfo]]
     ) -> ObjectInfo:
-        """Do what cannot be taken back, in the way that this backend knows: with the condition, or after asking."""
+        """Send a request that cannot be taken back: with the condition if the backend supports it, else after
+        checking."""
         plain = self._plain
         guessed = False
         while True:
@@ -340,7 +343,7 @@ class Errand:
             except NotSupported as error:
                 if given is not None:
                     plain.add("expect")
-                    guessed = bool(tags)  # it may have been the tags
+                    guessed = bool(tags)  # the tags may be what it does not support
                 elif tags:
                     plain.add("tags")
                     if guessed:
@@ -353,7 +356,7 @@ class Errand:
                 self.is_cancellable = True
 
     async def _leaving(self, key: str, request: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Make a request after which this write may be at the backend, unless a refusal is heard."""
+        """Make a request after which the backend may have this write, unless it answers with a refusal."""
         if key != self._key or self._left:
             return await request
         try:
@@ -417,7 +420,7 @@ class Errand:
         return info
 
     async def _resume(self, key: str) -> dict[int, str] | ObjectInfo:
-        """The parts that the backend has, or the object if an earlier completion came about unheard."""
+        """The parts that the backend has, or the object if an earlier completion succeeded without an answer."""
         if self.note.upload_id == BEGINNING:
             await self._give_up_upload()
             return {}
@@ -433,7 +436,7 @@ class Errand:
         }
 
     async def _completed_unheard(self, key: str) -> ObjectInfo | None:
-        """The upload is gone. The object if it was completed; None: it must be done anew."""
+        """The upload is gone: return the object if it was completed, or None, and it must begin anew."""
         seen = await self._seen(key)
         if seen is not None and await self._whose(seen) is _Whose.THIS:
             return seen
@@ -441,7 +444,7 @@ class Errand:
         return None
 
     async def _begin(self, key: str, upload_key: str) -> None:
-        """Begin an upload so that it is known whatever happens meanwhile: a cancelled caller does not stop this."""
+        """Begin an upload and note its id. Cancelling the caller does not interrupt this."""
         least = max(limits.FLUSH_PART_BYTES, self._backend.part_bytes_min, -(-self.note.size_bytes // limits.PARTS_MAX))
         part_bytes = -(-least // limits.BLOCK_BYTES) * limits.BLOCK_BYTES
         tags = "" if "tags" in self._plain else self.note.tags
@@ -510,13 +513,13 @@ class Errand:
                 if policy != "ours":
                     return Yielded(policy)
             expect = seen.version
-            if "expect" in self._plain or not expect:  # looked at: all that a backend without conditions can do
+            if "expect" in self._plain or not expect:  # it was checked; a backend without conditions can do no more
                 await self._delete_if(None)
                 return Delivered("", policy)
         raise Busy(f"{self._key} changes at the backend faster than it can be deleted: it is tried again")
 
     async def _delete_if(self, expect: str | None) -> bool:
-        """Delete that version; False if the backend has another, or must be asked first."""
+        """Delete that version. False if the backend has another, or must be asked first."""
         self.is_cancellable = False
         try:
             await self._leaving(self._key, self._backend.delete(self._key, expect=expect))
@@ -542,7 +545,7 @@ class Errand:
             return None
 
     async def _whose(self, seen: ObjectInfo | None) -> _Whose:
-        """Whether what the backend has is this body, one that this node may have sent before it, or a stranger's."""
+        """Whether the backend's object is this body, an earlier one that this node may have sent, or a stranger's."""
         note = self.note
         if seen is None:
             return _Whose.EARLIER if sent_bodies.ABSENT in note.sent.digests else _Whose.STRANGER
@@ -557,7 +560,7 @@ class Errand:
         return _Whose.EARLIER if digest in note.sent.digests else _Whose.STRANGER
 
     async def _digest_there(self, seen: ObjectInfo) -> str:
-        """The digest of what the backend has, fetched and thrown away."""
+        """The digest of the backend's object, which is fetched and discarded."""
         sums, block, filled = [], xxhash.xxh3_64(), 0
         if seen.size_bytes:
             fetch = await self._backend.fetch(seen.key, version=seen.version)
@@ -604,7 +607,7 @@ def _has_headers(seen: ObjectInfo, headers: Headers) -> bool:
 
 
 def _stored(headers: Headers) -> Headers:
-    """Those that the backend keeps: it makes checksums of its own."""
+    """The headers that the backend stores; it makes checksums of its own."""
     return tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
 
 

@@ -1,20 +1,20 @@
-"""After a start: what the node owes comes into view, and to the flusher, while reads and writes are served.
+"""After a start: restore what the node owes to the visible index and the flusher, while reads and writes are served.
 
-Theory. The store brings it into view in steps (`index_repair.py`), a million entries in some ten seconds of them. The
-first AT_ONCE are made before anything is served, the rest in turns of TURN_S, with everybody else's in between. So that
-nobody notices, whoever names a key (`key`) has that key put into view first, and its debt taken up; whoever asks about
-many (`NEEDS_ALL`) waits until all is there. What fronts serve from the index by themselves is right meanwhile: after a
-process stop the index has all that was acknowledged, since that is when a write is, and after a machine stop it has
-nothing of it that is not owed.
+Theory. The store restores owed records in steps (`index_repair.py`); a million take about ten seconds. The first
+AT_ONCE steps run before anything is served, the rest in turns of TURN_S with other work in between. To hide the delay,
+a call that names a key (`key`) has that key restored first and its debt taken up. A call about many keys (`NEEDS_ALL`)
+waits until everything is restored. Fronts may serve from the index by themselves meanwhile. After a process stop the
+visible index already has every acknowledged write. After a machine stop it has nothing but owed records that were
+restored.
 
-A key whose lock is held is left alone. Its holder came through here before: what is not in view of it is its own.
+A key whose lock is held is left alone: its holder restored it before, so a missing record is the holder's own doing.
 
-The same brings back what was lost when an index could not be written for a while.
+The same steps restore records that were lost when an index could not be written for a while.
 
 Rejected: serving nothing until all is there (10 s per million objects); asking the durable index at each look-up (every
 read of a key that is not here would pay).
 
-Invariants. (1) No read, write or answer that goes through the engine is based on a key that is not in view.
+Invariants. (1) No read, write or answer that goes through the engine is based on a key that is not restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from forebay.node.store.writer.writer import Store
 
 log = logging.getLogger("forebay.engine")
 
-AT_ONCE = 2048  # steps before the first request, some 50 ms
+AT_ONCE = 2048  # steps before the first request, about 50 ms
 TURN_S = 0.005
 NEEDS_ALL = frozenset(
     {"bucket_put", "bucket_create", "bucket_delete", "list", "list_cached", "manifest", "hints", "lost"}
@@ -42,22 +42,22 @@ NEEDS_ALL = frozenset(
 
 
 class CatchingUp:
-    """See the module's header. `is_held` tells keys whose lock is taken."""
+    """See the module's header. `is_held` says whether a key's lock is taken."""
 
     def __init__(self, store: Store, flusher: Flusher, is_held: Callable[[tuple[str, str]], bool]) -> None:
         self._catching = store.catching
         self._flusher = flusher
         self._is_held = is_held
         self._task: asyncio.Task[None] | None = None
-        self._was_whole = False  # since the start: what is behind since is nothing that was acknowledged
+        self._was_whole = False  # all was restored once: what is missing later was never acknowledged
 
     @property
     def is_done(self) -> bool:
-        """Whether all that is owed is in view."""
+        """Whether every owed record is in view."""
         return self._task is None and not self._catching.is_behind
 
     def start(self) -> None:
-        """Begin; much or little may be left to do afterwards. And again, for what a lost flush left behind."""
+        """Begin; some or most steps may remain for the background. Call it again after an index flush was lost."""
         if self._task is not None or not self._catching.may_catch_up:
             return
         steps = self._catching.steps(self._is_held)
@@ -88,12 +88,12 @@ class CatchingUp:
             self._flusher.take_up(owed)
 
     def key(self, bucket: str, key: str) -> None:
-        """Bring this key into view, if it is not. `Unavailable` if its volume cannot."""
+        """Restore this key to view if needed. `Unavailable` if its volume cannot."""
         if not self.is_done and not self._is_held((bucket, key)):
             self._take_up(self._catching.restore_key(bucket, key))
 
     async def before(self, verb: str, arguments: Any) -> None:
-        """Bring into view what a call is about. `Unavailable` if that cannot be."""
+        """Restore to view what a call is about. `Unavailable` if that is impossible."""
         if self.is_done:
             return
         if verb in NEEDS_ALL or isinstance(arguments, JobCall):
@@ -110,7 +110,7 @@ class CatchingUp:
                 self.key(bucket, key)
 
     async def whole(self, patience_s: float | None = None) -> None:
-        """Return when all is in view that can be, or it took too long."""
+        """Return when everything that can be restored is in view, or when `patience_s` has passed."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience_s)
 

@@ -1,1 +1,1 @@
-"""Work in the background that somebody asked for: prefetch, evict, pin, hints."""
+"""Background work on request: prefetch, evict, pin, hints."""

@@ -1,20 +1,20 @@
-"""Hints at work: what jobs told is fetched ahead of them, and what they need last leaves first.
+"""Hints at work: fetches blocks ahead of the jobs that told of them, and evicts first what they need last.
 
-Theory. The machine (`core/machines/hints.py`) speaks of numbered blocks of a manifest; here they are objects. A job's
-manifest is loaded when it first speaks, and blocks that are here, or come, are told to the machine by the key's number
-in it. `Room` asks through `Hinting` whether what landed has hints, and tells what left; eviction is then by hints
+Theory. The machine (`core/machines/hints.py`) knows numbered blocks of a manifest; here they are objects. A job's
+manifest is loaded with its first call. Blocks that are here, or arrive, are reported to the machine by the key's number
+in it. `Room` asks `Hinting` whether what landed has hints, and reports what left; eviction then follows the hints
 (`core/machines/hinted_eviction.py`).
 
-Each job has a task that fetches what is next and not here, through the same flights as any reader: at most FETCHES at
-once, not farther ahead than WINDOW_BYTES (less in a small cache that is full), and nothing for which something that is
-needed sooner would have to leave (`Room.spares`). It is woken by what the job says and by each fetch that ends. A fetch
-that fails is not repeated: the reader who needs the block will say what is wrong.
+Each job has a task that fetches its next missing blocks, through the same flights as any reader. It makes at most
+FETCHES fetches at once, stays within WINDOW_BYTES (less in a small cache that is full), and fetches nothing that would
+evict something needed sooner (`Room.spares`). Every call of the job and the end of each fetch wake it. A failed fetch
+is not repeated: the read of that block will report the error.
 
-Hints are kept in memory only. After a restart of the engine a job that speaks is told `NoSuchHints`, and tells its
-future again. Telling takes the loop in steps of PIECE_ACCESSES, so that hits are served in between.
+Hints live in memory only. After a restart of the engine a job's call gets `NoSuchHints`, and the job tells its future
+again. Long calls run in steps of PIECE_ACCESSES, so that hits are served in between.
 
-Invariants. (1) A unit is known to the machine if and only if an eviction machine treats it as hinted, but for pinned
-ones. (2) Whatever goes wrong here, reads go on as without hints.
+Invariants. (1) The machine knows a unit if and only if an eviction machine treats it as hinted, except pinned units.
+(2) Whatever goes wrong here, reads go on as without hints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger("forebay.hinting")
 FETCHES = 32  # half of what a bucket may have: readers who wait come first
 FLYING_BYTES_MAX = 256 * limits.MIB
 WINDOW_BYTES = 512 * limits.MIB  # half a second of a fast job, and 25 round trips of 20 ms
-WINDOW_SHARE = 0.03  # of the capacity, when that is full: what waits for its use takes the place of what would be kept
+WINDOW_SHARE = 0.03  # of a full cache: what waits for its use takes the place of what would be kept
 PIECE_ACCESSES = 4096
 ATTACH_OBJECTS = 500
 TEND_S = 10.0
@@ -82,14 +82,14 @@ class Space(Protocol):
 
 
 class _Source(NamedTuple):
-    """A manifest that jobs gave hints of."""
+    """A manifest that jobs gave hints for."""
 
     manifest: Manifest
     dataset: Dataset
 
 
 class _Plan:
-    """What is done for one job."""
+    """The work for one job."""
 
     def __init__(self, source: _Source) -> None:
         self.source = source
@@ -121,12 +121,12 @@ class Hinting:
         self._by_bucket: dict[str, list[_Source]] = {}
         self._numbers = 0
         self._telling = asyncio.Lock()
-        self._flying: dict[tuple[str, str], int] = {}  # objects of which something is being fetched ahead
-        self._fetched: set[int] = set()  # units that were fetched ahead and not used yet
+        self._flying: dict[tuple[str, str], int] = {}  # objects with fetches ahead under way
+        self._fetched: set[int] = set()  # units fetched ahead and not used yet
 
     # --- what jobs say -----------------------------------------------------------------------------------------------
     async def tell(self, call: HintsCall) -> HintsState:
-        """A job's future, from an access on. `NotFound` (`NoSuchManifest`) when its manifest is not here any more."""
+        """Take a job's future from an access on. `NotFound` (`NoSuchManifest`) when its manifest is no longer here."""
         check_job_name(call.job)
         if len(call.accesses) % TRIPLE_BYTES:
             raise Invalid("the accesses are not whole triples of u32: object, first block, end block")
@@ -153,12 +153,12 @@ class Hinting:
         return self._state(call.job)
 
     async def close(self, named: HintsNamed) -> Nothing:
-        """A job is over. One that is not known is fine."""
+        """A job is over. It is no error if the job is unknown."""
         self._close(named.job)
         return Nothing()
 
     async def state(self, named: HintsNamed) -> HintsState:
-        """How far a job is. `NotFound` (`NoSuchHints`)."""
+        """A job's progress. `NotFound` (`NoSuchHints`)."""
         return self._state(named.job)
 
     def _state(self, job: str) -> HintsState:
@@ -206,7 +206,7 @@ class Hinting:
 
     # --- what is here ------------------------------------------------------------------------------------------------
     def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool:
-        """Something landed; whether a job has it in its manifest."""
+        """A unit landed; returns whether a job has it in its manifest."""
         known = False
         for source in self._by_bucket.get(bucket, ()):
             known |= self._landed(source, key, unit, block)
@@ -227,7 +227,7 @@ class Hinting:
         return any(source.manifest.find(key) is not None for source in self._by_bucket.get(bucket, ()))
 
     def gone(self, unit: int) -> None:
-        """A unit left."""
+        """A unit left the store."""
         self.hints.gone(unit)
         self._fetched.discard(unit)
 
@@ -241,7 +241,7 @@ class Hinting:
                     self._tally.hinted_hits += 1
 
     async def _attach(self, source: _Source) -> None:
-        """Tell the machine what of a manifest is here already."""
+        """Report to the machine which blocks of a manifest are here already."""
         await self._room.learned()
         bucket, after = source.manifest.bucket, ""
         while found := self._index.scan(bucket, source.manifest.prefix, after, ATTACH_OBJECTS):
@@ -249,13 +249,13 @@ class Hinting:
                 for block in present_blocks(record):
                     unit = unit_of(record.object_id, block)
                     if self._landed(source, key, unit, block) and not self._room.hint(unit):
-                        self.hints.gone(unit)  # it left meanwhile
+                        self.hints.gone(unit)  # the unit left meanwhile
             after = found[-1][0]
             await asyncio.sleep(0)
 
     # --- fetching ahead ----------------------------------------------------------------------------------------------
     async def _fetch_ahead(self, job: str, plan: _Plan) -> None:
-        await asyncio.wait(plan.tasks[:1])  # what is here is not fetched
+        await asyncio.wait(plan.tasks[:1])  # first learn what is here
         while True:
             plan.wake.clear()
             window_bytes = min(WINDOW_BYTES, self._room.window_bytes(WINDOW_SHARE))
@@ -264,7 +264,7 @@ class Hinting:
                 if wanted is None:
                     if self.hints.is_ahead(job, window_bytes):
                         break
-                    await asyncio.sleep(0)  # it looked far enough for one turn
+                    await asyncio.sleep(0)  # it scanned enough for one turn
                     continue
                 key = plan.source.manifest.key(wanted.object)
                 size_bytes = wanted.size_bytes + plan.flying_bytes
@@ -300,7 +300,7 @@ class Hinting:
         asked = None if whole else RangeSpec(start, stop - 1)
         try:
             await prefetched(self._cold, Ask(plan.source.manifest.bucket, key, asked))
-            for _ in range(LISTED_LOOKS):  # bytes are told before their blocks are listed, and only then take room
+            for _ in range(LISTED_LOOKS):  # only listed blocks count as room, and bytes are announced earlier
                 if plan.source.dataset.is_here(wanted.object, wanted.first, wanted.end):
                     break
                 await asyncio.sleep(LISTED_S)
@@ -309,7 +309,7 @@ class Hinting:
 
     # --- in the background -------------------------------------------------------------------------------------------
     async def tend(self) -> None:
-        """Forget jobs that were not heard of for HINT_TTL_S."""
+        """Forget jobs that were silent for HINT_TTL_S."""
         while True:
             await asyncio.sleep(TEND_S)
             for job in self.hints.expired(self._clock.monotonic_s()):

@@ -1,9 +1,9 @@
 """Runs jobs: a plan of units, an action for each, progress, cancel, and a record that survives a restart.
 
-Theory. Every job is one idea: names come from a *plan* (an async iterator of keys with sizes), and an *action* is done
-for each, several at once. Actions are idempotent, so a job that was cut off starts again from its record and passes
-quickly over what is done. A unit that fails is counted and sampled; a job fails only if its plan does, or if more than
-FAILURES_MAX units fail in a row (the backend is away: going on would only make noise).
+Theory. All jobs have the same form. A *plan* (an async iterator) gives keys with sizes, and an *action* runs for each,
+several at once. Actions are idempotent, so a job that was cut off starts again from its record and passes quickly over
+finished units. A failed unit is counted, and the first errors are kept. A job fails only if its plan fails, or if
+FAILURES_MAX units fail in a row (the backend is away, and going on would only make noise).
 
 Invariants. (1) A unit counts as done or failed, once. (2) At most `parallel` units are at work. (3) A job's record is
 in the metadata store exactly while it is running.
@@ -30,7 +30,7 @@ log = logging.getLogger("forebay.jobs")
 PARALLEL = 8
 FAILURES_MAX = 100
 ERRORS_SHOWN_MAX = 5
-JOBS_KEPT_MAX = 100  # finished ones, for `forebay job ls`
+JOBS_KEPT_MAX = 100  # finished jobs, for `forebay job ls`
 PREFIX = "jobs/"
 
 
@@ -53,7 +53,7 @@ class Work(NamedTuple):
     """What a job does. `finish` runs once after the last unit of a job that was not cancelled."""
 
     plan: Callable[[], AsyncIterator[JobUnit]]
-    action: Callable[[JobUnit], Awaitable[int]]  # the bytes that were done
+    action: Callable[[JobUnit], Awaitable[int]]  # returns the bytes it handled
     finish: Callable[[], Awaitable[None]] | None = None
     parallel: int = PARALLEL
 
@@ -69,7 +69,7 @@ class _Job:
 
 
 class Jobs:
-    """See the module's header. `make` gives the work of a verb; it raises for a call that makes no sense."""
+    """See the module's header. `make` gives the work of a verb; it raises for an invalid call."""
 
     def __init__(
         self, meta: MetaStore, clock: Clock, chance: Chance, make: Callable[[JobVerb, JobCall], Awaitable[Work]]
@@ -81,7 +81,7 @@ class Jobs:
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
 
     async def resume(self) -> None:
-        """Start again what a restart cut off."""
+        """Start jobs again that a restart cut off."""
         entries, _ = await self._meta.range(PREFIX)
         for entry in entries:
             job_id = entry.key.removeprefix(PREFIX)
@@ -95,7 +95,8 @@ class Jobs:
             self._begin(job_id, kept.verb, kept.call, kept.started_s, work)
 
     async def start(self, verb: JobVerb, call: JobCall) -> JobState:
-        """Begin a job; its state so far. With `dry_run` only the plan is walked: the totals say what it would do."""
+        """Begin a job; returns its state so far. With `dry_run` only the plan runs: its totals say what the job would
+        do."""
         work = await self._make(verb, call)
         job_id = self._chance.token_hex(4)
         started_s = self._clock.wall_s()
@@ -111,7 +112,7 @@ class Jobs:
         return job
 
     def get(self, job_id: str) -> JobState:
-        """`NotFound` for a job that never was, or is forgotten."""
+        """`NotFound` for a job that never existed, or was forgotten."""
         return self._job(job_id).state
 
     def all(self) -> list[JobState]:
@@ -123,7 +124,7 @@ class Jobs:
         return sum(job.state.state == "running" for job in self._jobs.values())
 
     async def cancel(self, job_id: str) -> JobState:
-        """Stop a job; what is done stays done. A job that has ended is left as it is."""
+        """Stop a job; finished units stay done. A job that has ended is left as it is."""
         job = self._job(job_id)
         if job.task is not None and job.state.state == "running":
             job.task.cancel()
@@ -131,7 +132,7 @@ class Jobs:
         return job.state
 
     async def aclose(self) -> None:
-        """Stop working. Running jobs stay on record, for the next start."""
+        """Stop working. Running jobs keep their records, for the next start."""
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         for job in self._jobs.values():
             if job.task is not None and job.state.state == "running":
@@ -181,7 +182,7 @@ class Jobs:
         job.change(units_total=units, bytes_total=size_bytes)
 
     async def _work_off(self, job: _Job, work: Work) -> None:
-        """Plan ahead of the workers by a few pages, so that totals are known early but memory stays small."""
+        """Plan a few pages ahead of the workers, so that totals are known early but memory stays small."""
         queue: asyncio.Queue[JobUnit | None] = asyncio.Queue(maxsize=4096)
 
         async def plan() -> None:

@@ -1,16 +1,16 @@
-"""What each kind of job does: prefetch, evict, refresh, pin and unpin, as plans and actions.
+"""What each kind of job does: prefetch, evict, refresh, pin and unpin, flush, as plans and actions.
 
-Theory. `prefetch` plans from the backend's listing, since what is not here is its point; `pin` from the index and then
-the listing, so that what is here stays even if the backend does not answer; the others plan from the index, since they
-concern only what is here. A prefetch reads like any reader, through the same flights, but has no
-client: what lands is taken at once. It never passes bytes through memory: where no disk takes them, prefetching means
-nothing.
+Theory. `prefetch` plans from the backend's listing, since it is about objects that are not here. `pin` plans from the
+index and then the listing, so that objects that are here are pinned even if the backend does not answer. The others
+plan from the index, since they concern only what is here. A prefetch reads like any reader, through the same flights,
+but has no client: it takes landed bytes at once. It never passes bytes through memory: if no disk takes them,
+prefetching is pointless.
 
-`flush` plans from what is owed when it begins, and what is written later is not its concern: its work is asking and
-waiting, for the flusher does the rest and tries again where that can help.
+`flush` plans from what is owed when it begins, and ignores later writes. It only asks and waits: the flusher sends, and
+tries again if that can help.
 
-Pinning by prefix is a setting of the bucket, so it holds for what comes later too; the job marks what is here already
-and fetches the rest. `evict` leaves what is pinned: two orders that contradict each other must not cost a second fetch.
+Pinning by prefix is a setting of the bucket, so it also holds for later objects; the job marks the objects that are
+here and fetches the rest. `evict` leaves pinned objects: two contradictory orders must not cost a second fetch.
 
 Invariant. Every action may be done twice.
 """
@@ -75,7 +75,7 @@ class Prefetch:
 
 
 async def prefetched(cold: ColdReads, ask: Ask) -> int:
-    """Have here what is asked for; how many bytes of it were not. Raises why it cannot be."""
+    """Fetch what `ask` names; return how many bytes were not here before. Raises if that fails."""
     out = Prefetch()
     out.read = cold.open(ask, out)
     try:
@@ -109,7 +109,7 @@ class JobWork:
         self._flush_soon = flush_soon
 
     async def make(self, verb: JobVerb, call: JobCall) -> Work:
-        """The work of a call; `NotFound` for an unknown bucket, `Invalid` for a key that cannot be."""
+        """The work of a call. `NotFound` for an unknown bucket, `Invalid` for an invalid key."""
         served = await self._buckets.get(call.bucket)
         for key in call.keys:
             check_key(key)
@@ -134,7 +134,7 @@ class JobWork:
         return Work(plan, actions[verb])
 
     async def evict_bucket(self, bucket: str) -> None:
-        """Drop everything that is cached of a bucket."""
+        """Drop everything cached of a bucket."""
         await self._evict_derived(JobCall(bucket))
         async for unit in self._cached(JobCall(bucket)):
             await self._evict(bucket, unit)
@@ -142,8 +142,8 @@ class JobWork:
 
     # --- plans -------------------------------------------------------------------------------------------------------
     async def _cached(self, call: JobCall, but: State = State.CLEAN) -> AsyncIterator[JobUnit]:
-        """What is here, `but` for records in these states."""
-        self._flush()  # the scan sees what is committed
+        """Objects that are here, except records in the states `but`."""
+        self._flush()  # the scan sees only committed records
         if call.keys:
             for key in call.keys:
                 record = self._index.lookup(call.bucket, key)
@@ -159,7 +159,7 @@ class JobWork:
             await asyncio.sleep(0)
 
     async def _pinning(self, backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
-        """What is here, then what is not (or not whole) of what the backend lists."""
+        """Objects that are here, then listed objects that are missing or incomplete."""
         async for unit in self._cached(call):
             yield unit
         async for unit in _listed(backend, call):
@@ -168,7 +168,8 @@ class JobWork:
                 yield unit
 
     async def _evicting(self, call: JobCall) -> AsyncIterator[JobUnit]:
-        """What is here and may go; what was derived from it goes first, for it is no object of the bucket."""
+        """Objects that are here and may go. Objects derived from them go first, since they belong to no bucket's
+        keys."""
         if not call.dry_run:
             await self._evict_derived(call)
         async for unit in self._cached(call, State.PINNED | State.OWNED):
@@ -214,7 +215,7 @@ class JobWork:
     async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
         record = self._cold.store.lookup(bucket, unit.key)
         if record is None or record.state & (State.PINNED | State.OWNED):
-            return 0  # what is owned is nowhere else
+            return 0  # an owned object exists nowhere else
         return await self._evict(bucket, unit)
 
     async def _evict(self, bucket: str, unit: JobUnit) -> int:
@@ -238,7 +239,7 @@ class JobWork:
         try:
             await self._cold.metadata(Ask(bucket, unit.key, revalidate=True), served)
         except NotFound:
-            pass  # it is gone at the backend, and so here
+            pass  # gone at the backend, and now here too
         return unit.size_bytes
 
     async def _pin(self, bucket: str, unit: JobUnit, pinned: bool) -> int:
@@ -247,7 +248,7 @@ class JobWork:
         if record is None:
             return 0
         store.set_pinned(bucket, unit.key, pinned)
-        if not record.state & State.OWNED:  # never a victim, pinned or not
+        if not record.state & State.OWNED:  # an owned object is never a victim anyway
             self._room.pin(record.object_id, present_blocks(record), pinned)
         self._flush_soon()
         await asyncio.sleep(0)
