@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
-from forebay.torch import ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.decoders import picture
 from forebay.torch.source import Facts
 from tests.core.archives import tar_of
@@ -207,14 +207,20 @@ def test_members_of_a_deflated_zip_are_asked_for_by_name():
 def test_a_shard_that_is_cut_short_is_an_error_or_has_no_samples(shards: MemorySource):
     shards.objects["train/2.tar"] = shards.objects["train/2.tar"][:8492]  # in the head of a member
     with pytest.raises(Corrupt, match=r"2\.tar|cut|short|ends"):
-        ShardDataset("b-1/train", source=shards)
+        ShardDataset("b-1/train", source=shards, index_first=True)
+    with pytest.raises(Corrupt, match=r"2\.tar|cut|short|ends"):
+        len(ShardDataset("b-1/train", source=shards))
     dataset = ShardDataset("b-1/train", source=shards, on_error="skip")
     assert len(dataset) == 80
     assert list(dataset.damaged) == ["train/2.tar"]
     assert dataset[10]["cls"] == 30
     shards.objects = {"a.tar": b"no tar at all" * 100}
     with pytest.raises(NotFound, match="hold no samples"):
+        ShardDataset("b-1", source=shards, on_error="skip", index_first=True)
+    with pytest.raises(NotFound, match="hold no samples"), DataLoader(
         ShardDataset("b-1", source=shards, on_error="skip")
+    ) as loader:
+        next(iter(loader))
 
 
 def test_a_corrupt_member_and_a_missing_part():

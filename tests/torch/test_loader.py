@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -207,9 +208,47 @@ def test_a_state_goes_on_with_another_world(make: Make):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_loop_that_is_left_is_continued_and_can_be_restarted(make: Make, workers: int):
+def test_a_loop_that_is_left_is_begun_anew(make: Make, workers: int):
     expected = flat(make(seed=5))
     loader = make(workers=workers, seed=5)
+    next(iter(loader))
+    assert flat(itertools.islice(loader, 3)) == expected[:24], "a look at the first batch takes nothing away"
+    assert loader.state_dict()["samples"] == 24
+    loader.set_epoch(0)  # as trainers do at the top of every epoch
+    assert flat(loader) == expected
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loop_over_an_epoch_that_was_restored_goes_on_from_there(make: Make, workers: int):
+    whole = make(seed=5)
+    expected, following = flat(whole), flat(whole)
+    loader = make(workers=workers, seed=5)
+    flat(itertools.islice(loader, 3))
+    resumed = make(workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert resumed.state_dict()["samples"] == 32
+    resumed.set_epoch(0)
+    assert flat(resumed) == expected[24:], "a look takes nothing away from what was restored"
+    assert flat(itertools.islice(resumed, 2)) == following[:16]
+    assert flat(resumed) == following
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_sampler_is_begun_anew_too(dataset: ObjectDataset, workers: int):
+    sampler = BatchSampler(dataset, 8, seed=5)
+    plain = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    first = next(iter(plain)).tolist()
+    whole = flat(plain)
+    assert whole[:8] == first
+    assert sorted(whole) == list(range(100))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loop_that_is_left_is_continued_if_that_is_asked_for(make: Make, workers: int):
+    expected = flat(make(seed=5))
+    loader = make(workers=workers, seed=5, continues=True)
     begun = []
     for batch in loader:
         begun += batch.tolist()
@@ -226,7 +265,7 @@ def test_a_loop_that_is_left_is_continued_and_can_be_restarted(make: Make, worke
 
 
 def test_only_one_iteration_at_a_time(make: Make):
-    loader = make(seed=5)
+    loader = make(seed=5, continues=True)
     first = iter(loader)
     begun = next(first).tolist()
     second = iter(loader)
@@ -409,7 +448,7 @@ def test_an_error_of_the_callers_own_comes_through_and_leaves_no_thread(make: Ma
 def test_an_interrupt_leaves_nothing_behind(make: Make, workers: int):
     flat(make(workers=1))  # whatever torch keeps for good
     threads, before, kept = set(threading.enumerate()), descriptors(), set(children())
-    loader = make(workers=workers, seed=5)
+    loader = make(workers=workers, seed=5, continues=True)
     seen = []
     try:
         for batch in loader:

@@ -71,6 +71,8 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
     # --- what kinds define -------------------------------------------------------------------------------------------
     shape = ""
     samples = 0
+    comes_in_parts = False  # whether it has an order that does without knowing all samples
+    arriving = False  # whether epoch 0 has that order, where the user says no more than that it is shuffled
 
     def blocks(self) -> tuple[Column, Column]:
         """Samples and bytes of each block, in order: what a block shuffle keeps together."""
@@ -80,19 +82,37 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         """For each sample a row (object's number in the manifest, first block, end block), uint32."""
         raise NotImplementedError
 
+    def of_blocks(self, blocks: Column) -> Column:
+        """As `accesses`, for all of the blocks of an order in windows."""
+        raise NotImplementedError
+
+    def empty(self) -> NotFound:
+        """The error of a dataset that turned out to have no samples."""
+        raise NotImplementedError
+
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         """The samples at `indices`, in order, but for those skipped; what it took is added to `facts`."""
         raise NotImplementedError
+
+    @property
+    def known_samples(self) -> int | None:
+        """How many there are; None as long as that is not known."""
+        return self.samples
+
+    @property
+    def counted(self) -> bool:
+        """Whether `accesses` can tell of any sample without asking for much."""
+        return True
 
     # --- torch's protocol --------------------------------------------------------------------------------------------
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        index = operator.index(index)
-        if not -self.samples <= index < self.samples:
-            raise IndexError(f"sample {index} of {self.samples}")
-        return self.__getitems__([index % self.samples])[0]
+        index, samples = operator.index(index), len(self)
+        if not -samples <= index < samples:
+            raise IndexError(f"sample {index} of {samples}")
+        return self.__getitems__([index % samples])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return self.fetch(indices, Facts())
@@ -132,10 +152,20 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
     @property
     def fingerprint(self) -> Fingerprint:
         """What the dataset is, for saved states."""
-        return self.listing.fingerprint(self.shape, self.samples)
+        return self.listing.fingerprint(self.shape, 0 if self.comes_in_parts else self.samples)
 
-    def order(self, shuffle: Shuffle, window_bytes: int, seed: int, epoch: int) -> Order:
-        """The order of an epoch."""
+    def order(
+        self,
+        shuffle: Shuffle,
+        window_bytes: int,
+        seed: int,
+        epoch: int,
+        *,
+        arriving: bool = False,
+        window: int = 0,
+        before: int = 0,
+    ) -> Order:
+        """The order of an epoch. The rest matters where samples come in parts: see `ShardDataset.order`."""
         if shuffle == "block":
             return BlockShuffled(*self.blocks(), window_bytes, seed, epoch)
         return Permuted(self.samples, seed, epoch) if shuffle else InOrder(self.samples)

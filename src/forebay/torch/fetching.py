@@ -41,6 +41,7 @@ from torch.utils.data import default_collate
 from forebay.core.errors import ForebayError
 from forebay.ports import clock
 from forebay.torch.dataset import Dataset
+from forebay.torch.schedule import LATER
 from forebay.torch.source import Facts
 from forebay.torch.tokens import Rows
 
@@ -90,7 +91,9 @@ class Fetching(TorchDataset):  # type: ignore[misc]  # torch is not followed by 
         return self.fetch(indices, None)
 
     def fetch(self, indices: Any, ended: threading.Event | None) -> Fetched:
-        """One batch; waiting ends when `ended` is set."""
+        """One batch; waiting ends when `ended` is set. An error in place of indices is handed on in its turn."""
+        if isinstance(indices, ForebayError):
+            return Fetched(None, 0, Facts(), indices)
         facts = Facts(ended=ended)
         try:
             samples = self._samples(indices, facts)
@@ -171,7 +174,8 @@ class _Slot:
 
 
 class Ahead:
-    """Fetches of successive steps, by `threads` threads, `depth` steps ahead. Iterate, then `close`."""
+    """Fetches of successive steps, by `threads` threads, `depth` steps ahead. Iterate, then `close`. `steps` gives
+    LATER for one that is not known yet, unless this is idle."""
 
     def __init__(
         self, fetch: Callable[[Any, threading.Event], Fetched], steps: Iterator[Any], threads: int, depth: int
@@ -189,13 +193,18 @@ class Ahead:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is made or kept ahead: then the next step is waited for."""
+        return not self._row
+
     def __iter__(self) -> Ahead:
         return self
 
     def __next__(self) -> Fetched:
         while len(self._row) < self._depth and not self._ended.is_set():
-            indices = next(self._steps, None)
-            if indices is None:
+            indices = next(self._steps, LATER)
+            if indices is LATER:
                 break
             slot = _Slot(indices)
             self._row.append(slot)

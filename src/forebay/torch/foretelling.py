@@ -5,6 +5,10 @@ accesses in the order of the epoch: one for each sample, the blocks that its byt
 ahead (or as much as it may say), going on into the next epoch before this one ends, and says now and then how far the
 job is. With that the node fetches what comes next and keeps what is needed soonest.
 
+In an epoch that goes from window to window over shards that nobody has counted yet (`shards.py`), an access is a whole
+shard, and the job is where its window begins: that is what is known. What comes after such an epoch is told when all is
+counted, which is some windows before its end.
+
 Accesses are numbered from where the job began, over epochs. The loader only leaves word of where it is; when that is a
 place that the numbers do not lead to (a restart, a jump to another epoch), the future is told anew from there.
 
@@ -18,13 +22,14 @@ waits for this one, but in `close`.
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
 from forebay.torch.dataset import Dataset
-from forebay.torch.order import Order
+from forebay.torch.order import Order, Windows
 from forebay.torch.schedule import Place, Schedule
 from forebay.torch.source import Telling
 
@@ -33,6 +38,20 @@ FIRST_SAMPLES, PIECE_SAMPLES = 2048, 65_536  # told at first, so that fetching b
 _PAUSE_S = 0.2  # between reports: some ten batches of a fast job
 _AWAY_S = 5.0  # after a failure
 _CLOSING_S = 2.0
+
+
+class _Epoch(NamedTuple):
+    """How an epoch is told: `windows`, as whole shards; else by its samples."""
+
+    order: Order
+    accesses: int
+    windows: Windows | None
+
+    def before(self, place: Place) -> int:
+        """How many accesses lie before `place`."""
+        if self.windows is None:
+            return place.samples
+        return int(self.windows.ends[place.window - 1]) if place.window else 0
 
 
 class Foretelling:
@@ -45,7 +64,7 @@ class Foretelling:
         self._origin = place  # the place of access number `_zero`
         self._zero = self._known = self._said = self._reported = 0
         self._ahead_blocks: list[tuple[int, int]] = []  # of each piece that is not consumed: its end, its blocks
-        self._order: tuple[int, Order] | None = None
+        self._epochs: dict[int, _Epoch] = {}
         self._ended = threading.Event()
         self.failed: ForebayError | None = None  # why nothing is told any more
         self._thread = threading.Thread(target=self._run, name="forebay-foretell", daemon=True)
@@ -95,33 +114,75 @@ class Foretelling:
         while self._ahead_blocks and self._ahead_blocks[0][0] <= position:
             self._ahead_blocks.pop(0)
         ahead = self._known - position
-        if ahead >= self._schedule.samples or sum(blocks for _, blocks in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
+        epoch, begin = self._at(self._known)
+        found = self._epoch(epoch)
+        enough = found is None or ahead >= found.accesses
+        if enough or sum(blocks for _, blocks in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
             return False
-        self._tell(FIRST_SAMPLES if not ahead else PIECE_SAMPLES)
+        assert found is not None, "that is enough"
+        self._tell(found, begin, FIRST_SAMPLES if not ahead else PIECE_SAMPLES)
         return True
+
+    def _epoch(self, number: int) -> _Epoch | None:
+        """How an epoch is told, once that was begun always the same; None if nothing is known of it yet."""
+        if number not in self._epochs:
+            counted = self._dataset.counted
+            if not counted and not self._schedule.in_windows(number):
+                return None
+            order = self._schedule.order(number)
+            if counted:
+                self._epochs[number] = _Epoch(order, len(self._dataset), None)
+            else:
+                assert isinstance(order, Windows), "that is what in_windows says"
+                self._epochs[number] = _Epoch(order, len(order.blocks), order)
+        return self._epochs[number]
 
     def _number(self, place: Place) -> int:
         """The number of the access at `place`. A place that cannot be reached from the origin becomes the origin."""
-        samples = self._schedule.samples
-        number = self._zero + (place.epoch - self._origin.epoch) * samples + place.samples - self._origin.samples
+        number, origin_before = self._reached(place), self._before(self._origin)
         if not self._said <= number <= self._known:
             self._origin, self._zero = place, self._said
             self._known = number = self._said
             self._ahead_blocks.clear()
+            self._epochs.clear()
+        while self._origin.epoch < place.epoch:  # epochs that are over need not be kept
+            told = self._epochs.pop(self._origin.epoch).accesses
+            self._zero += told - origin_before
+            self._origin, origin_before = Place(self._origin.epoch + 1, 0), 0
         return number
 
-    def _tell(self, count: int) -> None:
-        """The next accesses, at most `count` and to the end of their epoch."""
-        samples = self._schedule.samples
-        since = self._known - self._zero + self._origin.samples
-        epoch, begin = self._origin.epoch + since // samples, since % samples
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._schedule.order(epoch)
-        end = min(begin + count, samples)
-        accesses = self._dataset.accesses(self._order[1].at(np.arange(begin, end)))
+    def _reached(self, place: Place) -> int:
+        """The number of the access at `place`, counted from the origin; -1 if that leads nowhere."""
+        epoch, begin = self._at(self._known)
+        if not self._origin.epoch <= place.epoch <= epoch:
+            return -1
+        number = self._zero - self._before(self._origin)
+        number += sum(self._epochs[told].accesses for told in range(self._origin.epoch, place.epoch))
+        return number + self._before(place)
+
+    def _before(self, place: Place) -> int:
+        """How many accesses of its epoch lie before `place`."""
+        found = self._epoch(place.epoch) if place.samples else None
+        return 0 if found is None else found.before(place)
+
+    def _at(self, number: int) -> tuple[int, int]:
+        """The epoch of access `number`, which was told or is the next to be, and how many lie before it there."""
+        epoch, left = self._origin.epoch, number - self._zero + self._before(self._origin)
+        while epoch in self._epochs and left >= self._epochs[epoch].accesses:
+            left -= self._epochs[epoch].accesses
+            epoch += 1
+        return epoch, left
+
+    def _tell(self, epoch: _Epoch, begin: int, count: int) -> None:
+        """The next accesses, at most `count` and to the end of their epoch, in which `begin` lie before them."""
+        end = min(begin + count, epoch.accesses)
+        if epoch.windows is None:
+            accesses = self._dataset.accesses(epoch.order.at(np.arange(begin, end)))
+        else:
+            accesses = self._dataset.of_blocks(epoch.windows.blocks[begin:end])
         blocks = int((accesses[:, 2].astype(np.int64) - accesses[:, 1]).sum())
         if blocks > AHEAD_BLOCKS_MAX and end - begin > 1:
-            self._tell((end - begin) // 2)
+            self._tell(epoch, begin, (end - begin) // 2)
             return
         self._hints.future(accesses, self._known)
         self._known += end - begin

@@ -28,7 +28,7 @@ Blob = bytes | memoryview
 
 class Fingerprint(msgspec.Struct, frozen=True):
     """What a dataset was when its state was saved. `shape` says how samples are made of objects and in what kind of
-    order; `rungs` are hexadecimal digits, 2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may
+    order; `samples` is 0 where they were not counted, and follows from the rest; `rungs` are hexadecimal digits, 2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may
     still know the listing that it was made from."""
 
     shape: str
@@ -143,7 +143,7 @@ class Listing(NamedTuple):
             ("samples", saved.samples, now.samples),
             ("bytes", saved.size_bytes, now.size_bytes),
         ):
-            if before != after:
+            if before != after and (what != "samples" or (before and after)):
                 found.append(f"{what}: {before} then, {after} now")
         if saved.id != now.id:
             found.append(self._where(saved))

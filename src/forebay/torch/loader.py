@@ -4,14 +4,16 @@ Theory. A thin layer over `torch.utils.data.DataLoader`, which moves batches bet
 process (`workers=0`). What it adds: the order is the schedule's, so nothing about it is kept in workers; the state
 counts the batches that were *given out*, not those under way; and a meter says how long steps waited, and for what.
 
-One rule for iteration: it begins where the state is, and ends with the epoch. So the first loop over a loader that was
-restored yields the rest of its epoch; a loop that is left early is continued by the next; and a loop that came to its
-end is followed by the next epoch. `set_epoch` with the epoch that is under way changes nothing, so that trainers that
-call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
+One rule for iteration: a loop yields an epoch, or what the state that was loaded leaves of it. So the first loop over a
+loader that was restored yields the rest of its epoch; one that is left early is begun anew by the next, since whoever
+looks at a first batch, or validates on a few, does not mean to have less of the data; and a loop that came to its end is
+followed by the next epoch. With `continues`, a loop that is left early is continued by the next. So is one that an error
+of the loader ended: it is the step that is tried again. `set_epoch` with the epoch that is under way changes nothing, so
+that trainers that call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
 
 Rejected. Counting in the sampler (it runs ahead of what is used by all that is prefetched); state in workers (their
-number would be in it); torch's behaviour of beginning anew at each `iter` (a loop that was left early then repeats
-samples, which is the one thing that this loader promises not to do).
+number would be in it); continuing always (`next(iter(loader))` then takes a batch from the epoch, and the sanity check
+of a trainer half of the first validation, and nobody sees it).
 
 Invariants. (1) A batch that was given out is in the state before its receiver runs; one that was not is not. (2) After
 an error or an interrupt no worker is left that is waited for, and the state is at the first step not given out.
@@ -35,7 +37,7 @@ from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
-from forebay.torch.schedule import Place, Schedule
+from forebay.torch.schedule import LATER, Place, Schedule
 from forebay.torch.stall import StallMeter
 
 THREADS = 4  # with workers=0, while bytes come from far: batches under way at once
@@ -51,7 +53,8 @@ class DataLoader:
     makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'
     or 'forkserver' for workers. `worker_init` is called in each with its number. `rank` and `world` as of `Schedule`.
     `hints`: rank 0 tells the node what all ranks will read, so that it fetches ahead and keeps what is needed soonest;
-    `job` is the name it does that under, by default torchrun's run id or one of its own.
+    `job` is the name it does that under, by default torchrun's run id or one of its own. `continues`: a loop that was
+    left early is continued by the next one, instead of begun anew.
 
     A state (`state_dict`) is less than 1 KiB of plain values, and costs microseconds. Errors are raised at the step
     that they belong to, and the loader stays where it was: iterate again to try that step again.
@@ -76,6 +79,7 @@ class DataLoader:
         worker_init: Callable[[int], None] | None = None,
         hints: bool = True,
         job: str = "",
+        continues: bool = False,
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise Invalid(f"{workers} workers with {prefetch} batches ahead: at least 0 and 1")
@@ -94,7 +98,8 @@ class DataLoader:
         self._prefetch, self._worker_init, self._start_method = prefetch, worker_init, start_method
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._fetching = Fetching(dataset, collate)
-        self._place = Place(0, 0)
+        self._place = self._start = Place(0, 0)  # where the job is, and where the next loop begins
+        self._continues = continues
         self._steps: Iterator[Any] = iter(())
         self._inner: data.DataLoader | None = None
         self._ahead: Ahead | None = None
@@ -104,8 +109,8 @@ class DataLoader:
         self._iteration = 0
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, wherever the state is."""
-        return self.schedule.partition(Place(0, 0)).steps
+        """Steps of a whole epoch, wherever the state is; `TypeError`, saying what to do, while that is not known."""
+        return self.schedule.steps
 
     def __enter__(self) -> DataLoader:
         return self
@@ -142,7 +147,7 @@ class DataLoader:
         if place.epoch < 0:
             raise Invalid(f"epoch {place.epoch}: epochs count from 0")
         self._iteration += 1
-        self._place = place
+        self._place = self._start = place
 
     def state_dict(self) -> dict[str, Any]:
         """Where the job is: after the batches that were given out. The same on all ranks."""
@@ -153,26 +158,38 @@ class DataLoader:
         changed, if the dataset is not the one that it was saved with."""
         place = self.schedule.load(state)
         self._iteration += 1
-        self._place = place
+        self._place = self._start = place
 
     # --- batches -----------------------------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[Any]:
-        """The batches from the state to the end of the epoch. Only one iteration at a time: a new one ends the last."""
+        """The batches of the epoch, or those that are left after the state that was loaded. Only one iteration at a
+        time: a new one ends the last."""
         self._iteration += 1
+        if self._continues:
+            self._start = self._place
+        self._place = self._start
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
         after: list[Place] = []
         epoch = self._place.epoch
-        batches = self.schedule.batches(self._place)
+        batches = self.schedule.batches(self._place, lambda: self._ahead is None or self._ahead.idle)
+        arriving = not self.schedule.counted
 
         def steps() -> Iterator[Any]:
-            for indices, place in batches:
-                after.append(place)
-                yield indices
+            try:
+                for indices, place in batches:
+                    if indices is LATER:
+                        yield LATER
+                        continue
+                    after.append(place)
+                    yield indices
+            except ForebayError as error:  # of finding out what the next step is: it is raised where that is taken
+                yield error
 
         source: Iterator[Fetched] = self._begin(steps())
-        self._foretell()  # after workers were forked: its thread must not hold a lock then
+        if not arriving:  # else once a batch is there: what was fetched ahead would be in its way
+            self._foretell()  # after workers were forked: its thread must not hold a lock then
         given_s = clock.monotonic_s()
         taken = 0
         try:
@@ -182,11 +199,16 @@ class DataLoader:
                 if fetched is None:
                     return
                 if fetched.error is not None:
+                    self._start = self._place
                     raise self._told(fetched.error, epoch)
                 now_s = clock.monotonic_s()
                 self.stall.add(now_s - asked_s, now_s - given_s, fetched.samples, fetched.facts)
                 given_s = now_s
                 self._place = after[taken]
+                if not self._place.samples:
+                    self._start = self._place
+                if not taken and arriving:
+                    self._foretell()
                 taken += 1
                 if self._foretelling is not None:
                     self._foretelling.at(self._place)
@@ -250,10 +272,10 @@ class DataLoader:
 
     def _told(self, error: ForebayError, epoch: int) -> ForebayError:
         """The error with the step that it stopped."""
-        partition = self.schedule.partition(Place(epoch, 0))
-        done = self._place.samples if self._place.epoch == epoch else partition.samples
+        samples = self.schedule.samples
+        done = self._place.samples if self._place.epoch == epoch else samples
         told = type(error)(
-            f"epoch {epoch}, after {done} of {partition.samples} samples: {error.message}",
+            f"epoch {epoch}, after {done}{'' if samples is None else f' of {samples}'} samples: {error.message}",
             code=error.code,
             retry_after_s=error.retry_after_s,
         )

@@ -13,7 +13,8 @@ more if asked for alone, so callers ask in runs.
 
 A block shuffle keeps near in the epoch what is near in storage: blocks (shards, or runs of keys) are permuted, cut in
 that order into windows of at most so many bytes, and the samples of each window are permuted. Only a window's blocks
-are needed at one time. Its memory is three numbers a block.
+are needed at one time. Its memory is three numbers a block. The cut is by bytes, which the listing tells, so windows are
+known before anybody has counted the samples in them: what a shard holds need only be known when its window is reached.
 
 Rejected. A stored permutation (8 bytes a sample, in every worker, before the first batch); a shuffle buffer (order
 depends on how it is read, and its content must be in the state); halves of equal width (up to four passes instead of
@@ -24,6 +25,8 @@ Invariants. (1) `at` is a bijection of 0..n-1 for every n, seed, epoch and strea
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +35,7 @@ from forebay.core.errors import Invalid
 
 SAMPLES_MAX = 1 << 62  # indices are signed 64-bit numbers in torch and NumPy; one bit is kept for sums
 ROUNDS = 8
+_BLOCKS = 1  # the stream of the blocks' permutation
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
@@ -42,14 +46,37 @@ Indices = Any  # numpy.ndarray of int64: numpy is not followed by the type check
 class Order(Protocol):
     """What is at each position of one epoch."""
 
-    samples: int
+    @property
+    def samples(self) -> int | None:
+        """Of the epoch; None as long as that is not known."""
+        ...
+
+    def reach(self, position: int) -> int:
+        """Find out what there is up to `position`; how many samples are known then, fewer only if there are no more."""
+        ...
+
+    def at_once(self, position: int) -> bool:
+        """Whether that can be said without asking anybody."""
+        ...
 
     def at(self, positions: Indices) -> Indices:
         """The indices at `positions`, each in 0..samples-1."""
         ...
 
 
-class InOrder:
+class Counted:
+    """An order of which all samples are known from the beginning."""
+
+    samples: int
+
+    def reach(self, position: int) -> int:
+        return self.samples
+
+    def at_once(self, position: int) -> bool:
+        return True
+
+
+class InOrder(Counted):
     """No shuffle: the sample's index is its position."""
 
     def __init__(self, samples: int) -> None:
@@ -59,7 +86,7 @@ class InOrder:
         return positions
 
 
-class Permuted:
+class Permuted(Counted):
     """All samples in one permutation. Streams of the same seed and epoch are independent permutations."""
 
     def __init__(self, samples: int, seed: int, epoch: int, stream: int = 0) -> None:
@@ -117,50 +144,164 @@ def splitmix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-class BlockShuffled:
+class Windows:
+    """Blocks one after another, cut into windows; the samples of a window mixed.
+
+    `blocks` are the blocks' numbers in the epoch's order, and `ends` how many of them come before the end of each
+    window. `counts(blocks, following)` is how many samples blocks have; it may have to find out, so it is asked for a
+    window only when that is reached, and told which blocks will be asked for after it; `counted(blocks)` is whether it knows that already. An index is `named(blocks, inner)`: block, and number of the sample in it. `seed` None: samples
+    stay as they lie. An epoch that goes on from the middle begins with window `window`, before which `before` samples
+    lie, and asks nothing of the windows before that one.
+    """
+
+    _WINDOWS = 2  # streams: Permuted itself is 0, the blocks of a shuffle are 1, and window w is _WINDOWS + w
+
+    def __init__(
+        self,
+        blocks: Indices,
+        ends: Indices,
+        counts: Callable[[Indices, Indices], Indices],
+        named: Callable[[Indices, Indices], Indices],
+        seed: int | None,
+        epoch: int,
+        window: int = 0,
+        before: int = 0,
+        counted: Callable[[Indices], bool] = lambda blocks: True,
+    ) -> None:
+        self.blocks, self.ends, self._counted = blocks, ends, counted
+        self._counts, self._named, self._seed, self._epoch = counts, named, seed, epoch
+        self._window, self._before = window, before
+        self._inner_ends: list[Indices] = []  # of each window from the first on: after each block, in samples
+        self._sample_ends: list[int] = []  # of these windows, in samples of the epoch
+        self._start: Windows | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """Of the epoch; None while there are windows that were not reached."""
+        return None if self._window + len(self._sample_ends) < len(self.ends) else self._known
+
+    @property
+    def _known(self) -> int:
+        return self._sample_ends[-1] if self._sample_ends else self._before
+
+    def reach(self, position: int) -> int:
+        while self._known < position and self.samples is None:
+            self._advance()
+        return self._known
+
+    def at_once(self, position: int) -> bool:
+        while self._known < position and self.samples is None:
+            if not self._counted(self.of_window(self._window + len(self._sample_ends))):
+                return False
+            self._advance()
+        return True
+
+    def _advance(self) -> None:
+        """Reach one more window."""
+        window = self._window + len(self._sample_ends)
+        inner = np.cumsum(self._counts(self.of_window(window), self.blocks[int(self.ends[window]) :]))
+        self._sample_ends.append(self._known + int(inner[-1]))
+        self._inner_ends.append(inner)
+
+    def at(self, positions: Indices) -> Indices:
+        positions = np.asarray(positions, np.int64)
+        self.reach(int(positions.max(initial=-1)) + 1)
+        found = np.empty_like(positions)
+        early = positions < self._before
+        if early.any():
+            found[early] = self._from_start().at(positions[early])
+            late = np.flatnonzero(~early)
+        else:
+            late = np.arange(len(positions))
+        if not late.size:
+            return found
+        first = self._window_of(int(positions[late].min()))
+        some = np.asarray(self._sample_ends[first : self._window_of(int(positions[late].max())) + 1], np.int64)
+        where = first + np.searchsorted(some, positions[late], "right")
+        for number in np.unique(where).tolist():
+            here = late[where == number]
+            start = self._sample_ends[number - 1] if number else self._before
+            found[here] = self._in_window(number, positions[here] - start)
+        return found
+
+    def _from_start(self) -> Windows:
+        """The same order from its beginning, of which only some samples are asked for: nothing is counted ahead."""
+        if self._start is None:
+            counts = self._counts
+            self._start = Windows(
+                self.blocks, self.ends, lambda blocks, _: counts(blocks, blocks[:0]), self._named, self._seed, self._epoch
+            )
+        return self._start
+
+    def _window_of(self, position: int) -> int:
+        """Which of the windows that were reached a position lies in."""
+        return bisect_right(self._sample_ends, position)
+
+    def _in_window(self, number: int, inner: Indices) -> Indices:
+        """The indices at places of the window that is `number` after the first."""
+        ends, window = self._inner_ends[number], self._window + number
+        if self._seed is not None:
+            inner = Permuted(int(ends[-1]), self._seed, self._epoch, self._WINDOWS + window).at(inner)
+        block = np.searchsorted(ends, inner, "right")
+        return self._named(self.of_window(window)[block], inner - np.where(block > 0, ends[block - 1], 0))
+
+    def of_window(self, window: int) -> Indices:
+        """The blocks of a window; none past the last."""
+        if window >= len(self.ends):
+            return self.blocks[:0]
+        return self.blocks[int(self.ends[window - 1]) if window else 0 : int(self.ends[window])]
+
+    def window_at(self, position: int) -> tuple[int, int]:
+        """The window that `position`, which was reached, lies in, and how many samples there are before it."""
+        number = self._window_of(position)
+        return self._window + number, self._sample_ends[number - 1] if number else self._before
+
+
+class BlockShuffled(Counted):
     """Blocks permuted, then the samples within windows of blocks.
 
     `counts` and `sizes_bytes` are the samples and bytes of each block, in the dataset's order. A window takes blocks
     while they are at most `window_bytes` together, and one block at least.
     """
 
-    _BLOCKS, _WINDOWS = 1, 2  # streams: Permuted itself is 0, and window w is _WINDOWS + w
-
     def __init__(self, counts: Indices, sizes_bytes: Indices, window_bytes: int, seed: int, epoch: int) -> None:
         counts = np.asarray(counts, np.int64)
-        sizes = np.asarray(sizes_bytes, np.int64)
-        if window_bytes < 1 or len(counts) != len(sizes):
-            raise Invalid("a block shuffle needs a window of at least one byte, and a size for each block")
+        if len(counts) != len(sizes_bytes):
+            raise Invalid("a block shuffle needs a size for each block")
         self.samples = int(counts.sum())
-        self._seed, self._epoch = seed, epoch
-        order = Permuted(len(counts), seed, epoch, self._BLOCKS).at(np.arange(len(counts)))
-        self._first = (np.cumsum(counts) - counts)[order]  # index of each block's first sample, in permuted order
-        self._ends = np.cumsum(counts[order])  # position after each block, before windows are mixed
-        self._window_ends = self._ends[_windows(sizes[order], window_bytes) - 1]
+        first = np.cumsum(counts) - counts
+        blocks, ends = shuffled_blocks(sizes_bytes, window_bytes, seed, epoch)
+        self._windows = Windows(
+            blocks, ends, lambda blocks, _: counts[blocks], lambda blocks, inner: first[blocks] + inner, seed, epoch
+        )
 
     def at(self, positions: Indices) -> Indices:
-        positions = np.asarray(positions, np.int64)
-        windows = np.searchsorted(self._window_ends, positions, "right")
-        mixed = np.empty_like(positions)
-        for window in np.unique(windows):
-            here = windows == window
-            start = int(self._window_ends[window - 1]) if window else 0
-            size = int(self._window_ends[window]) - start
-            inner = Permuted(size, self._seed, self._epoch, self._WINDOWS + int(window))
-            mixed[here] = start + inner.at(positions[here] - start)
-        block = np.searchsorted(self._ends, mixed, "right")
-        block_start = np.where(block > 0, self._ends[block - 1], 0)
-        found: Indices = self._first[block] + (mixed - block_start)
-        return found
+        return self._windows.at(positions)
 
 
-def _windows(sizes: Indices, window_bytes: int) -> Indices:
+def shuffled_blocks(
+    sizes_bytes: Indices, window_bytes: int, seed: int | None, epoch: int, first_bytes: int | None = None
+) -> tuple[Indices, Indices]:
+    """Blocks of these sizes in the order of an epoch (as they lie without a seed), and the end of each window. With
+    `first_bytes`, windows begin as small as that and grow: one is a quarter of what came before it, up to
+    `window_bytes`."""
+    if window_bytes < 1:
+        raise Invalid("a block shuffle needs a window of at least one byte")
+    sizes = np.asarray(sizes_bytes, np.int64)
+    order = np.arange(len(sizes))
+    if seed is not None:
+        order = Permuted(len(sizes), seed, epoch, _BLOCKS).at(order)
+    return order, _windows(sizes[order], window_bytes, window_bytes if first_bytes is None else first_bytes)
+
+
+def _windows(sizes: Indices, window_bytes: int, first_bytes: int) -> Indices:
     """For each window the number of the block after its last."""
     total = np.cumsum(sizes)
     ends: list[int] = []
     start, before = 0, 0
     while start < len(sizes):
-        end = max(start + 1, int(np.searchsorted(total, before + window_bytes, "right")))
+        room = min(window_bytes, max(first_bytes, before // 4))
+        end = max(start + 1, int(np.searchsorted(total, before + room, "right")))
         ends.append(end)
         start, before = end, int(total[end - 1])
     return np.asarray(ends, np.int64)

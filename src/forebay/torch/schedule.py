@@ -4,7 +4,9 @@ Theory. A schedule is arithmetic over an `Order` and a `Partition`; it holds no 
 batches out does: `DataLoader` counts the batches that its user has received, `BatchSampler` those that it has yielded,
 for loaders that keep the books themselves (torchdata's StatefulDataLoader).
 
-Indices are computed for some thousand samples at a time, since one alone costs as much as a hundred.
+Indices are computed for some thousand samples at a time, since one alone costs as much as a hundred. Of an order that
+goes window by window no more is asked than the step and what tells whether another follows: how long the epoch is may
+come out only at its end.
 
 Invariants. (1) The batches from (epoch, samples) on depend on nothing but the schedule's arguments. (2) An epoch that
 has no steps left is the start of the next.
@@ -13,7 +15,7 @@ has no steps left is the start of the next.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,18 +27,22 @@ from forebay.core.errors import Invalid
 from forebay.core.formats.manifest import Manifest, build
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.listing import Fingerprint, Listing
-from forebay.torch.order import Indices, InOrder, Order, Permuted
+from forebay.torch.order import Indices, InOrder, Order, Permuted, Windows
 from forebay.torch.partition import Last, Partition
 from forebay.torch.state import VERSION, State, from_dict
 
 _AHEAD_SAMPLES = 16_384  # 2 ms of computing
+_ARRIVING = "shuffled, in epoch 0 in windows"  # in the shape of states
+LATER = None  # in place of a step's indices: they are not known yet
 
 
 class Place(NamedTuple):
-    """A point in a job's data: `samples` of `epoch` are consumed."""
+    """A point in a job's data: `samples` of `epoch` are consumed. `window`, `before`: as of `state.State`."""
 
     epoch: int
     samples: int
+    window: int = 0
+    before: int = 0
 
 
 class Schedule:
@@ -64,44 +70,108 @@ class Schedule:
         self.dataset, self.seed, self.batch, self.last = dataset, seed, batch, last
         self.shuffle: Shuffle = shuffle
         self.window_bytes = window_bytes
-        self.samples = len(dataset)
+        self.arriving = isinstance(dataset, Dataset) and dataset.arriving
         ours = _rank_and_world()
         self.rank = ours[0] if rank is None else rank
         self.world = ours[1] if world is None else world
         self._fingerprint: Fingerprint | None = None
-        if not self.partition(Place(0, 0)).steps:
-            raise Invalid(
-                f"{self.samples} samples are not one step of {batch} for each of {self.world} ranks: "
-                "take a smaller batch, or last='short' or 'fill'"
+        self._split(self.samples or 0, 0)  # says what is wrong with the numbers
+        if self.samples is not None:
+            self._check(self.samples)
+
+    @property
+    def samples(self) -> int | None:
+        """Of an epoch; None as long as that is not known."""
+        return self.dataset.known_samples if isinstance(self.dataset, Dataset) else len(self.dataset)
+
+    @property
+    def counted(self) -> bool:
+        """Whether all of the dataset was looked at."""
+        return not isinstance(self.dataset, Dataset) or self.dataset.counted
+
+    @property
+    def steps(self) -> int:
+        """Of a whole epoch. `TypeError` while that is not known, as Python has it for what has no length."""
+        if self.samples is None:
+            raise TypeError(
+                "how many steps an epoch has is not known before the shards were read once: ask len(dataset) first, "
+                "which reads them now, or say how many samples they have with counts="
             )
+        return self._split(self.samples, 0).steps
 
     # --- order -------------------------------------------------------------------------------------------------------
-    def partition(self, place: Place) -> Partition:
-        """The steps from `place` to the end of its epoch."""
-        return Partition.of(self.samples, place.samples, self.batch, self.rank, self.world, self.last)
+    def in_windows(self, epoch: int) -> bool:
+        """Whether an epoch goes from window to window, with nothing known of those that follow."""
+        if not (isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts):
+            return False
+        return self.shuffle is not True or (self.arriving and not epoch)
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int, window: int = 0, before: int = 0) -> Order:
+        """The order of an epoch, to be used from window `window` on."""
         if isinstance(self.dataset, Dataset):
-            return self.dataset.order(self.shuffle, self.window_bytes, self.seed, epoch)
-        return Permuted(self.samples, self.seed, epoch) if self.shuffle else InOrder(self.samples)
+            return self.dataset.order(
+                self.shuffle, self.window_bytes, self.seed, epoch, arriving=self.arriving, window=window, before=before
+            )
+        samples = len(self.dataset)
+        return Permuted(samples, self.seed, epoch) if self.shuffle else InOrder(samples)
 
-    def batches(self, place: Place) -> Iterator[tuple[Indices, Place]]:
-        """This rank's indices of each step from `place` on, and where the job is after the step."""
-        partition, order = self.partition(place), self.order(place.epoch)
-        together = max(1, _AHEAD_SAMPLES // self.batch)
-        for begin in range(0, partition.steps, together):
-            runs = [partition.run(step) for step in range(begin, min(begin + together, partition.steps))]
-            sizes = [run.size for run in runs]
-            first: Indices = np.repeat(np.asarray([run.first for run in runs]), sizes)
-            ends: Indices = np.cumsum(sizes)
-            inner = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-            indices = order.at((first + inner) % self.samples)
-            for run, end in zip(runs, ends.tolist(), strict=True):
-                yield indices[end - run.size : end], self.settled(Place(place.epoch, run.consumed))
+    def batches(self, place: Place, waits: Callable[[], bool] = lambda: True) -> Iterator[tuple[Indices, Place]]:
+        """This rank's indices of each step from `place` on, and where the job is after the step. They end with the
+        epoch; if nothing was left of it, with the next. While `waits` says no, LATER stands for the indices of a step
+        that cannot be known at once."""
+        order = self.order(place.epoch, place.window, place.before)
+        size = self.batch * self.world
+        needed = size if self.last == "drop" else 1  # for another step
+        at = place.samples
+        while True:
+            while not (waits() or order.at_once(at + size + needed)):
+                yield LATER, place
+            known = order.reach(at + size + needed)
+            if not (known or order.samples):
+                raise self.dataset.empty()
+            if not at:
+                self._check(known, whole=order.samples is not None)
+            partition = self._split(known, at)
+            steps = partition.steps
+            if order.samples is None:  # the last step is one of which it is certain that another follows
+                steps = (known - needed - at) // size
+            if not steps:
+                break
+            steps = min(steps, max(1, _AHEAD_SAMPLES // self.batch))
+            for indices, consumed in _indices(order, partition, steps):
+                yield indices, self._settled(order, Place(place.epoch, consumed))
+            at = consumed
+            if at >= known:
+                return
+        if at == place.samples:
+            yield from self.batches(Place(place.epoch + 1, 0), waits)
 
     def settled(self, place: Place) -> Place:
-        """`place`, or the start of the next epoch if nothing is left of this one."""
-        return place if self.partition(place).steps else Place(place.epoch + 1, 0)
+        """`place`, or the start of the next epoch if nothing is left of this one, as far as that is known."""
+        if self.samples is None or self._split(self.samples, place.samples).steps:
+            return place
+        return Place(place.epoch + 1, 0)
+
+    def _settled(self, order: Order, place: Place) -> Place:
+        """The same in an epoch that was reached beyond that, where it goes on."""
+        if order.samples is not None and not self._split(order.samples, place.samples).steps:
+            return Place(place.epoch + 1, 0)
+        if isinstance(order, Windows):
+            window, before = order.window_at(place.samples)
+            return place._replace(window=window, before=before)
+        return place
+
+    def _split(self, samples: int, start: int) -> Partition:
+        """The steps from `start` to the end of an epoch of `samples`."""
+        return Partition.of(samples, start, self.batch, self.rank, self.world, self.last)
+
+    def _check(self, samples: int, *, whole: bool = True) -> None:
+        """`Invalid` if that many samples are an epoch without a step."""
+        if whole and not self._split(samples, 0).steps:
+            raise Invalid(
+                f"{samples} samples are not one step of {self.batch} for each of {self.world} ranks: "
+                "take a smaller batch, or last='short' or 'fill'"
+            )
 
     # --- state -------------------------------------------------------------------------------------------------------
     @property
@@ -117,22 +187,51 @@ class Schedule:
             found = (
                 self.dataset.fingerprint
                 if isinstance(self.dataset, Dataset)
-                else self._listing.fingerprint("samples", self.samples)
+                else self._listing.fingerprint("samples", len(self.dataset))
             )
-            order = {True: "shuffled", False: "in order", "block": f"shuffled in windows of {self.window_bytes} bytes"}
-            self._fingerprint = msgspec.structs.replace(found, shape=f"{found.shape}, {order[self.shuffle]}")
+            self._fingerprint = msgspec.structs.replace(found, shape=f"{found.shape}, {self._kind()}")
         return self._fingerprint
+
+    def _kind(self) -> str:
+        """What kind of order it is, in a state's words."""
+        if self.shuffle == "block":
+            return f"shuffled in windows of {self.window_bytes} bytes"
+        if not self.shuffle:
+            return "in order"
+        return f"{_ARRIVING} of {self.window_bytes} bytes" if self.arriving else "shuffled"
 
     def save(self, place: Place) -> dict[str, Any]:
         """The state at `place`, as plain values."""
-        return State(VERSION, self.seed, place.epoch, place.samples, self.fingerprint).to_dict()
+        window, before = place.window, place.before
+        return State(VERSION, self.seed, place.epoch, place.samples, self.fingerprint, window, before).to_dict()
 
     def load(self, state: dict[str, Any]) -> Place:
-        """The place in `state`; the seed becomes the state's. Errors as of `state.from_dict`."""
+        """The place in `state`; the seed becomes the state's, and where there are two kinds of shuffle the kind too.
+        Errors as of `state.from_dict`."""
         told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda manifest: ""
+        if self.shuffle is True and isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts:
+            self.arriving, self._fingerprint = _ARRIVING in _shape_in(state), None
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
-        return self.settled(Place(loaded.epoch, loaded.samples))
+        return self.settled(Place(loaded.epoch, loaded.samples, loaded.window, loaded.before))
+
+
+def _indices(order: Order, partition: Partition, steps: int) -> Iterator[tuple[Indices, int]]:
+    """The indices of the first `steps` steps of a partition, and what is consumed after each."""
+    runs = [partition.run(step) for step in range(steps)]
+    sizes = [run.size for run in runs]
+    first: Indices = np.repeat(np.asarray([run.first for run in runs]), sizes)
+    ends: Indices = np.cumsum(sizes)
+    inner = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    indices = order.at((first + inner) % partition.samples)
+    for run, end in zip(runs, ends.tolist(), strict=True):
+        yield indices[end - run.size : end], run.consumed
+
+
+def _shape_in(state: Any) -> str:
+    """The shape that a state says, if it is one."""
+    fingerprint = state.get("fingerprint") if isinstance(state, dict) else None
+    return str(fingerprint.get("shape", "")) if isinstance(fingerprint, dict) else ""
 
 
 def _rank_and_world() -> tuple[int, int]:
@@ -147,27 +246,30 @@ def _rank_and_world() -> tuple[int, int]:
 class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by the type checker
     """Batches of indices for a loader that keeps the state itself: `StatefulDataLoader(dataset, batch_sampler=…)`.
 
-    Each iteration goes on from the state to the end of its epoch; the next one is the next epoch. `state_dict()` counts
-    what was yielded. Arguments as of `Schedule`.
+    An iteration yields the epoch, or what a state that was loaded leaves of it; after one that came to its end the next
+    is the next epoch. `state_dict()` counts what was yielded. Arguments as of `Schedule`.
     """
 
     def __init__(self, dataset: Any, batch: int, **how: Any) -> None:
         self.schedule = Schedule(dataset, batch, **how)
-        self._place = Place(0, 0)
+        self._place = self._begin = Place(0, 0)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
-        return self.schedule.partition(Place(0, 0)).steps
+        """Steps of a whole epoch; `TypeError` as of `Schedule.steps`."""
+        return self.schedule.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices, after in self.schedule.batches(self._place):
+        self._place = self._begin
+        for indices, after in self.schedule.batches(self._begin):
             self._place = after
+            if not after.samples:
+                self._begin = after
             yield indices.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; within it, nothing happens."""
         if epoch != self._place.epoch:
-            self._place = Place(epoch, 0)
+            self._place = self._begin = Place(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Less than 1 KiB of plain values."""
@@ -175,4 +277,4 @@ class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by t
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. `Precondition` if the dataset has changed."""
-        self._place = self.schedule.load(state)
+        self._place = self._begin = self.schedule.load(state)

@@ -2,9 +2,13 @@
 
 Theory. The node knows where each member of a tar or zip lies. From its names, a layout is computed for each shard, as
 columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
-side, so they are read as one range when what is between them is small. All that must be known before the first batch
-is the number of samples in each shard; layouts are kept while they fit LAYOUTS_BYTES_MAX and asked for again at need,
-so a worker holds no more of them than that.
+side, so they are read as one range when what is between them is small. Layouts are kept while they fit LAYOUTS_BYTES_MAX and
+asked for again at need, so a worker holds no more of them than that.
+
+To know what is in a tar is to have read it. So nothing is read when a dataset is made; an epoch comes to one window of
+shards after the other (`order.Windows`), and has those counted that it comes to. The first epoch goes like that even if
+it is shuffled, since a permutation over all samples would begin by asking for most of the shards. Which epochs those are
+depends on nothing that one rank may know and another not: see docs/design/0007-cold-shards.md.
 
 Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, the rest is
 the part's extension. Names without either are not samples. Where WebDataset takes only neighbours for one sample, here
@@ -16,11 +20,12 @@ Invariants. (1) Sample i: shards in byte order of their keys, samples in the ord
 
 from __future__ import annotations
 
+import logging
+import pickle
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -28,20 +33,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.core import limits
-from forebay.core.errors import Corrupt, ForebayError, NotFound
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
-from forebay.torch.dataset import Dataset, OnError, block_rows, decoded
+from forebay.torch.counting import Counting, Placed, is_place, place_of, places_of, shard_and_inner
+from forebay.torch.dataset import Dataset, OnError, Shuffle, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
-from forebay.torch.source import PATIENCE_S, Facts, Source
+from forebay.torch.order import InOrder, Order, Windows, shuffled_blocks
+from forebay.torch.shard_counts import told_counts
+from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst", ".zip")
 LAYOUTS_BYTES_MAX = 2 * limits.GIB  # some 40 million samples; forked workers share them
 GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less than a frame and its handling cost
-_INDEXERS = 8  # shards whose members are asked for at once, when a dataset is made
+ARRIVING_BYTES = 256 * limits.MIB  # of a window of the first epoch: a node holds some of them, whatever its size
+FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first batch
+AHEAD_BYTES = 512 * limits.MIB  # of shards that are counted ahead, and of the next window at least
+log = logging.getLogger("forebay.torch")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 
 
@@ -114,7 +125,14 @@ class ShardDataset(Dataset):
     `{}` leaves everything bytes. With `parts`, only those extensions are read, and a sample must have all of them.
     `transform` gets the dictionary and makes the sample. `on_error`: 'raise', or 'skip' what is missing, damaged or
     cannot be decoded; a shard that is no archive or is cut short then has no samples. See `ObjectDataset` for the rest.
+
+    Shards are read when an epoch comes to them: `Corrupt` and `NotFound` for one that is damaged come then. With
+    `index_first` all are read now, and epoch 0 too is shuffled over all samples. `counts` says how many samples shards
+    have, by their keys or the last parts of them, so that `len` is known at once; by default that is taken from a
+    `shardindex.json` (of WebDataset's wids) beside the shards, if there is one. What is told is checked when it is read.
     """
+
+    comes_in_parts = True
 
     def __init__(
         self,
@@ -124,6 +142,8 @@ class ShardDataset(Dataset):
         parts: Sequence[str] = (),
         transform: Callable[[dict[str, Any]], Any] | None = None,
         suffixes: Sequence[str] = SUFFIXES,
+        index_first: bool = False,
+        counts: Mapping[str, int] | None = None,
         url: str | None = None,
         on_error: OnError = "raise",
         patience_s: float = PATIENCE_S,
@@ -138,6 +158,8 @@ class ShardDataset(Dataset):
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._layouts_bytes = 0
         self._decoder_of: dict[str, Decoder | None] = {}
+        self._counting_source: Patient | None = None
+        self._told: Column | None = None
         super().__init__(
             place,
             suffixes=suffixes,
@@ -148,37 +170,126 @@ class ShardDataset(Dataset):
             direct=direct,
             source=source,
         )
-        with ThreadPoolExecutor(_INDEXERS) as pool:
-            counts = list(pool.map(self._count, range(self.listing.objects)))
-        self._ends = np.cumsum(np.asarray(counts, np.int64))
-        self.samples = int(self._ends[-1])
-        if not self.samples:
-            why = next(iter(self.damaged.values()), "their members have no names like 'sample.ext', or lack the parts")
-            raise NotFound(f"the shards under {place!r} hold no samples: {why}")
+        self._counting = Counting(self.listing.objects, self._count)
+        self._told = told_counts(self._manifest, self.listing, self._source, counts) if on_error == "raise" else None
+        self.arriving = not index_first
+        if index_first:
+            self.all_counts()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_layouts": OrderedDict(), "_layouts_bytes": 0, "_decoder_of": {}}
+        state = super().__getstate__() | {"_layouts": OrderedDict(), "_layouts_bytes": 0, "_decoder_of": {}}
+        return state | {"_counting": None, "_counted": self._counting.counts, "_counting_source": None}
 
-    def blocks(self) -> tuple[Column, Column]:
-        return np.diff(self._ends, prepend=0), self.listing.sizes
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        counted = state.pop("_counted")
+        self.__dict__.update(state)
+        self._counting = Counting(len(counted), self._count)
+        self._counting.counts = counted
 
-    # --- layouts -----------------------------------------------------------------------------------------------------
+    # --- how many ----------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Reads what nobody has read yet; see `known_samples`."""
+        return int(self.all_counts().sum())
+
+    @property
+    def known_samples(self) -> int | None:
+        return int(self._told.sum()) if self._told is not None else self._counting.total
+
+    @property
+    def counted(self) -> bool:
+        return self._counting.total is not None
+
+    def all_counts(self) -> Column:
+        """How many samples each shard has, having all read that were not. `NotFound` if none has any."""
+        if self._told is not None:
+            return self._told
+        shards = np.arange(self.listing.objects)
+        left = shards[self._counting.counts < 0]
+        if self.arriving and left.size:
+            log.warning(
+                "how many samples %s has is asked for: reading %d of %d shards (%.1f GB) to count them; say it with "
+                "counts= to do without", self.place, left.size, shards.size, self.listing.sizes[left].sum() / 1e9,
+            )  # fmt: skip
+        counts = self._counting.of(shards)
+        if not counts.any():
+            raise self.empty()
+        return counts
+
+    def empty(self) -> NotFound:
+        """The error where no shard holds a sample."""
+        why = next(iter(self.damaged.values()), "their members have no names like 'sample.ext', or lack the parts")
+        return NotFound(f"the shards under {self.place!r} hold no samples: {why}")
+
+    def _counts_of(self, shards: Column, following: Column) -> Column:
+        """Of a window, while what follows is counted ahead."""
+        counts = self._counting.of(shards)
+        sizes = self.listing.sizes
+        most = max(AHEAD_BYTES, int(sizes[shards].sum()))
+        self._counting.ahead(following[: int(np.searchsorted(np.cumsum(sizes[following]), most, "right"))])
+        return counts
+
     def _count(self, shard: int) -> int:
+        """From a thread of its own, over connections of its own: a worker may be forked meanwhile."""
+        if self._counting_source is None:
+            self._counting_source = pickle.loads(pickle.dumps(self._source))
+        key = self.listing.key(shard)
         try:
-            return self._layout(shard, Facts()).samples
+            found = self._layout(shard, Facts(), self._counting_source).samples
         except (Corrupt, NotFound) as error:
             if self.on_error == "raise":
                 raise
-            self.damaged[self.listing.key(shard)] = error.message
+            self.damaged[key] = error.message
             return 0
+        if self._told is not None and self._told[shard] != found:
+            raise Invalid(
+                f"{key} holds {found} samples, and {self._told[shard]} were told by counts= or shardindex.json: "
+                "correct that, or pass counts={} to do without"
+            )
+        return found
 
-    def _layout(self, shard: int, facts: Facts) -> Layout:
+    # --- order -------------------------------------------------------------------------------------------------------
+    def order(
+        self,
+        shuffle: Shuffle,
+        window_bytes: int,
+        seed: int,
+        epoch: int,
+        *,
+        arriving: bool = False,
+        window: int = 0,
+        before: int = 0,
+    ) -> Order:
+        """In windows, but for the epochs that are shuffled over all samples: with `arriving` those from 1 on, else all.
+        Where it goes on is `window`, with `before` samples before it. Indices are places."""
+        sizes = self.listing.sizes
+        mixed: int | None = seed
+        if shuffle == "block":
+            blocks, ends = shuffled_blocks(sizes, window_bytes, seed, epoch)
+        elif not shuffle:
+            mixed = None
+            blocks, ends = shuffled_blocks(sizes, ARRIVING_BYTES, None, epoch, FIRST_BYTES)
+        elif arriving and not epoch:
+            blocks, ends = shuffled_blocks(sizes, min(window_bytes, ARRIVING_BYTES), seed, epoch, FIRST_BYTES)
+        else:
+            counts = self.all_counts()
+            self._counting.ahead(np.arange(len(counts)))  # where they were told, their members are needed all the same
+            return Placed(counts, seed, epoch)
+        return Windows(
+            blocks, ends, self._counts_of, place_of, mixed, epoch, window, before, counted=self._counting.knows
+        )
+
+    def of_blocks(self, shards: Column) -> Column:
+        """As `accesses`, for all of each of these shards."""
+        return block_rows(self.listing, shards, np.zeros_like(shards), self.listing.sizes[shards])
+
+    # --- layouts -----------------------------------------------------------------------------------------------------
+    def _layout(self, shard: int, facts: Facts, source: Patient | None = None) -> Layout:
         """Of shard number `shard`. Threads may do the same work twice; what is kept is right either way."""
         found = self._layouts.get(shard)
         if found is not None:
             return found
         listing = self.listing
-        members = self._source.members(listing.bucket, listing.key(shard), listing.etag(shard), facts)
+        members = (source or self._source).members(listing.bucket, listing.key(shard), listing.etag(shard), facts)
         found = lay_out(members, self.parts)
         self._layouts[shard] = found
         self._layouts_bytes += found.memory_bytes
@@ -189,12 +300,9 @@ class ShardDataset(Dataset):
     # --- samples -----------------------------------------------------------------------------------------------------
     def key(self, index: int) -> str:
         """`SHARD/NAME` of a sample."""
-        shard, inner = self._place(index)
-        return f"{self.listing.key(shard)}/{self._layout(shard, Facts()).key(inner)}"
-
-    def _place(self, index: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._ends, index, "right"))
-        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+        shards, inner = self._located(np.asarray([index], np.int64))
+        shard = int(shards[0])
+        return f"{self.listing.key(shard)}/{self._layout(shard, Facts()).key(int(inner[0]))}"
 
     def accesses(self, indices: Column) -> Column:
         """From the first to the last byte of a sample's parts; all of a shard that is compressed as a whole."""
@@ -214,9 +322,12 @@ class ShardDataset(Dataset):
         return block_rows(self.listing, shards, starts, ends)
 
     def _located(self, indices: Column) -> tuple[Column, Column]:
-        """Shards of samples, and their numbers there."""
-        shards: Column = np.searchsorted(self._ends, indices, "right")
-        return shards, indices - np.where(shards > 0, self._ends[shards - 1], 0)
+        """Shards of samples, and their numbers there, by their places or their numbers in the dataset."""
+        numbers = ~is_place(indices)
+        if numbers.any():
+            indices = indices.copy()
+            indices[numbers] = places_of(np.cumsum(self.all_counts()), indices[numbers])
+        return shard_and_inner(indices)
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         shards, inner = self._located(np.asarray(indices, np.int64))

@@ -4,8 +4,11 @@ Theory. The order is computed from (seed, epoch, index), so all there is to reme
 the whole job has consumed, and of which dataset. World size, workers, batch size and what was being prefetched are not
 in it: a run that resumes with others goes on with the same remaining samples in the same order.
 
+Where an order goes window by window (`order.Windows`), the state also says in which window it is, so that nobody has to
+count what lies before it; it is a place that the order alone decides, like all the rest.
+
 Invariants. (1) As JSON it is less than STATE_BYTES_MAX. (2) `samples` is less than the epoch's samples, or both are 0:
-an epoch that is over is saved as the start of the next.
+an epoch that is over is saved as the start of the next. (3) `before` is at most `samples`.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ STATE_BYTES_MAX = 1024
 
 
 class State(msgspec.Struct, frozen=True):
-    """`samples` of epoch `epoch` are consumed by the whole job."""
+    """`samples` of epoch `epoch` are consumed by the whole job; the next one is of window `window` of the epoch's
+    order, before which there are `before`."""
 
     version: int
     seed: int
     epoch: int
     samples: int
     fingerprint: Fingerprint
+    window: int = 0
+    before: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json` or a checkpoint."""
@@ -62,6 +68,7 @@ def from_dict(
             f"the dataset is not the one of the saved state ({changed}), so its order would be another: restore the "
             f"data, or begin an epoch of the new data with set_epoch({loaded.epoch + 1})"
         )
-    if not 0 <= loaded.samples <= now.samples or loaded.epoch < 0:
-        raise Invalid(f"the state says {loaded.samples} of {now.samples} samples: it is damaged")
+    most = now.samples or loaded.samples  # 0: not known yet
+    if not 0 <= loaded.before <= loaded.samples <= most or loaded.epoch < 0 or loaded.window < 0:
+        raise Invalid(f"the state says {loaded.samples} of {now.samples or 'some'} samples: it is damaged")
     return loaded

@@ -1,0 +1,146 @@
+"""How many samples shards have: found out as an epoch comes to them, a little ahead of it.
+
+Theory. What is in a shard is only known once it was read, so a count costs as much as the shard. `of` waits for counts,
+`ahead` has them found out meanwhile; both are done by at most THREADS threads, what is waited for first, and by none
+while there is nothing to do. What was counted is kept. What failed is not, and is tried again by whoever asks again.
+
+Indices are places (`place_of`): a shard and the number of the sample in it. So whoever fetches a sample needs to know of
+that shard alone, and a worker process need not have counted anything.
+
+Invariants. (1) A shard is counted at most once at a time. (2) A process that was forked while others counted begins with
+what was known, and waits for nobody that it does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from forebay.core.errors import ForebayError
+from forebay.torch.listing import Column
+from forebay.torch.order import Counted, Permuted
+
+THREADS = 8  # shards whose members are asked for at once
+UNKNOWN = -1
+_PLACE, _INNER_BITS = 1 << 62, 32  # places are above all numbers of samples; a shard has less than 2**32 of them
+
+
+def place_of(shards: Column, inner: Column) -> Column:
+    """Indices for samples number `inner` of `shards`."""
+    found: Column = _PLACE | (shards << _INNER_BITS) | inner
+    return found
+
+
+def is_place(indices: Column) -> Column:
+    return indices >= _PLACE
+
+
+def shard_and_inner(places: Column) -> tuple[Column, Column]:
+    """What `place_of` was given."""
+    return (places - _PLACE) >> _INNER_BITS, places & ((1 << _INNER_BITS) - 1)
+
+
+class Placed(Counted):
+    """A permutation over all samples, of shards whose counts are known, as places."""
+
+    def __init__(self, counts: Column, seed: int, epoch: int) -> None:
+        self._ends = np.cumsum(counts)
+        self.samples = int(self._ends[-1])
+        self._permuted = Permuted(self.samples, seed, epoch)
+
+    def at(self, positions: Column) -> Column:
+        return places_of(self._ends, self._permuted.at(positions))
+
+
+def places_of(ends: Column, numbers: Column) -> Column:
+    """The places of samples by their numbers in the dataset, where the samples of shards end at `ends`."""
+    shards = np.searchsorted(ends, numbers, "right")
+    return place_of(shards, numbers - np.where(shards > 0, ends[shards - 1], 0))
+
+
+class _Asked:
+    """A count that is being found out."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+class Counting:
+    """`counts` of shards, UNKNOWN where nobody looked; `count` finds one out, in any thread."""
+
+    def __init__(self, shards: int, count: Callable[[int], int]) -> None:
+        self.counts: Column = np.full(shards, UNKNOWN, np.int64)
+        self._count = count
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._asked: dict[int, _Asked] = {}
+        self._waiting: deque[int] = deque()
+        self._threads = 0
+
+    @property
+    def total(self) -> int | None:
+        """Of all shards; None as long as one is not known."""
+        return None if (self.counts == UNKNOWN).any() else int(self.counts.sum())
+
+    def knows(self, shards: Column) -> bool:
+        """Whether nothing has to be found out for `shards`."""
+        return not (self.counts[shards] == UNKNOWN).any()
+
+    def of(self, shards: Column) -> Column:
+        """The counts of `shards`. The first error in finding them out is raised."""
+        wanted = self._ask(shards, first=True)
+        for asked in wanted:
+            asked.done.wait()
+            if isinstance(asked.error, ForebayError):
+                raise asked.error
+            if asked.error is not None:
+                raise RuntimeError("finding out how many samples a shard has failed") from asked.error
+        return self.counts[shards]
+
+    def ahead(self, shards: Column) -> None:
+        """Find these out meanwhile. What goes wrong is said to who asks for them."""
+        self._ask(shards, first=False)
+
+    def _ask(self, shards: Column, *, first: bool) -> list[_Asked]:
+        if self._pid != os.getpid():
+            self._begin()
+        unknown = shards[self.counts[shards] == UNKNOWN].tolist()
+        with self._lock:
+            for shard in reversed(unknown) if first else unknown:
+                if shard not in self._asked:
+                    self._asked[shard] = _Asked()
+                elif first and shard in self._waiting:
+                    self._waiting.remove(shard)
+                else:
+                    continue
+                self._waiting.insert(0 if first else len(self._waiting), shard)
+            wanted = [self._asked[shard] for shard in unknown if shard in self._asked]
+            begun = min(THREADS - self._threads, len(self._waiting))
+            self._threads += max(0, begun)
+        for _ in range(begun):
+            threading.Thread(target=self._work, name="forebay-count", daemon=True).start()
+        return wanted
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                shard = self._waiting.popleft()
+                asked = self._asked[shard]
+            try:
+                self.counts[shard] = self._count(shard)
+            except BaseException as error:  # of whoever waits for it
+                asked.error = error
+            with self._lock:
+                del self._asked[shard]
+            asked.done.set()

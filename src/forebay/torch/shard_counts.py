@@ -1,0 +1,76 @@
+"""How many samples shards have, as told: by the user, or by an index that lies beside them.
+
+Theory. WebDataset's `wids` keeps an index beside shards, `shardindex.json`: `{"shardlist": [{"url": "train-0.tar",
+"nsamples": 1000, …}, …]}`. URLs there may be of another place, so shards are known by the last part of their keys; the
+user may give whole keys as well. Whether there is one is a matter of the listing, which all ranks share.
+
+What is told is a promise: `len` believes it, and a shard that holds another number is an error when it is read. It has
+no part in the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.formats.manifest import Manifest
+from forebay.core.messages.batch import Item
+from forebay.torch.listing import Column, Listing
+from forebay.torch.source import Facts, Patient
+
+INDEX = "shardindex.json"
+
+
+class _Shard(msgspec.Struct):
+    url: str
+    nsamples: int
+
+
+class _Index(msgspec.Struct):
+    shardlist: list[_Shard]
+
+
+def told_counts(
+    manifest: Manifest | None, listing: Listing, source: Patient, counts: Mapping[str, int] | None
+) -> Column | None:
+    """The samples of each shard of `listing`: as `counts` says, else as an index in the manifest does; None if nobody
+    says it. `Invalid` where what `counts` says is not of all shards; an index that says less is not used."""
+    if counts is not None:
+        if not counts:
+            return None
+        found, missing = _matched(listing, counts)
+        if missing:
+            raise Invalid(f"counts= says nothing of {missing}: give a number for each shard, or leave it out")
+        return found
+    assert manifest is not None, "it was listed just now"
+    index = manifest.prefix[: manifest.prefix.rfind("/") + 1] + INDEX
+    if manifest.find(index) is None:
+        return None
+    (value,) = source.get_many([Item(listing.bucket, index)], Facts())
+    if isinstance(value, ForebayError):
+        raise value
+    try:
+        said = msgspec.json.decode(value, type=_Index).shardlist
+    except msgspec.DecodeError:
+        return None  # it is something else
+    found, missing = _matched(listing, {shard.url: shard.nsamples for shard in said})
+    return None if missing else found
+
+
+def _matched(listing: Listing, said: Mapping[str, int]) -> tuple[Column, str]:
+    """What is said of each shard, and the key of one of which nothing is."""
+    by_name: dict[str, int] = {}
+    for name, samples in said.items():
+        last = name.rpartition("/")[2]
+        by_name[last] = samples if by_name.get(last, samples) == samples else -1
+    found: Column = np.zeros(listing.objects, np.int64)
+    for shard in range(listing.objects):
+        key = listing.key(shard)
+        samples = said.get(key, by_name.get(key.rpartition("/")[2], -1))
+        if samples < 0:
+            return found, key
+        found[shard] = samples
+    return found, ""

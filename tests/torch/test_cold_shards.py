@@ -1,0 +1,351 @@
+"""Shards that nobody has read yet: what is read before the first batch, and an order that does without knowing all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import servers
+from bench.shaper import Shaper
+from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
+from forebay.core.formats.members import MemberIndex
+from forebay.core.limits import BLOCK_BYTES
+from forebay.torch import BatchSampler, DataLoader, ShardDataset
+from forebay.torch.order import Windows, shuffled_blocks
+from tests.core.archives import tar_of
+from tests.node.conftest import NodeProcess, until
+from tests.torch.memory_source import MemorySource, label, numbered_shard
+
+SHARD, SHARDS = 25, 40
+
+
+class Counted(MemorySource):
+    """Says of which shards the members were asked for; `waits` holds those of a key back."""
+
+    asked: list[str] = []
+    waits: dict[str, threading.Event] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counted, (self.objects,)
+
+    def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
+        Counted.asked.append(key)
+        if key in Counted.waits:
+            assert Counted.waits[key].wait(90)
+        return super().members(bucket, key, etag)
+
+
+@pytest.fixture
+def many() -> Iterator[Counted]:
+    """SHARDS shards of SHARD samples each, but for some that have none or three."""
+    counts = [0 if n % 9 == 4 else 3 if n % 7 == 2 else SHARD for n in range(SHARDS)]
+    firsts = [sum(counts[:n]) for n in range(SHARDS)]
+    Counted.asked, Counted.waits = [], {}
+    yield Counted(
+        {f"train/{n:03d}.tar": numbered_shard(first, count) for n, (first, count) in enumerate(zip(firsts, counts))}
+    )
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of some shards."""
+    monkeypatch.setattr("forebay.torch.shards.FIRST_BYTES", 20_000)
+    monkeypatch.setattr("forebay.torch.shards.ARRIVING_BYTES", 60_000)
+    monkeypatch.setattr("forebay.torch.shards.AHEAD_BYTES", 50_000)
+
+
+def dataset_of(source: MemorySource, **how: Any) -> ShardDataset:
+    return ShardDataset("b-1/train/", transform=label, source=source, **how)
+
+
+def flat(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch.tolist()]
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+def test_windows_grow_to_a_quarter_of_what_came_before():
+    sizes = [10] * 200
+    blocks, ends = shuffled_blocks(sizes, 400, 3, 0, 20)
+    assert sorted(blocks.tolist()) == list(range(200))
+    widths = np.diff(ends, prepend=0).tolist()
+    assert widths[:6] == [2, 2, 2, 2, 2, 2]
+    assert max(widths) <= 40
+    assert all(width <= max(2, before // 4) for width, before in zip(widths, np.cumsum(widths) - widths))
+    assert sum(widths) == 200
+    assert shuffled_blocks(sizes, 400, None, 0, 20)[0].tolist() == list(range(200))
+
+
+def windows(counts: list[int], asked: list[int], window: int = 0, before: int = 0) -> Windows:
+    blocks, ends = shuffled_blocks([10] * len(counts), 40, 7, 3)
+
+    def count(wanted: Any, _: Any) -> Any:
+        asked.extend(wanted.tolist())
+        return np.asarray(counts)[wanted]
+
+    return Windows(blocks, ends, count, lambda block, inner: block * 1000 + inner, 7, 3, window, before)
+
+
+def test_an_order_can_be_had_from_any_window_on_without_those_before_it():
+    chance = random.Random(5)
+    for _ in range(20):
+        counts = [chance.choice([0, 1, 5, 17]) for _ in range(chance.randint(1, 30))]
+        whole = windows(counts, [])
+        samples = sum(counts)
+        expected = whole.at(np.arange(samples)).tolist()
+        assert sorted(expected) == [block * 1000 + n for block, count in enumerate(counts) for n in range(count)]
+        for position in {chance.randrange(samples) for _ in range(5)} if samples else ():
+            asked: list[int] = []
+            window, before = whole.window_at(position)
+            part = windows(counts, asked, window, before)
+            assert part.samples is None
+            assert part.at(np.arange(position, samples)).tolist() == expected[position:]
+            assert not set(asked) & set(whole.blocks[: whole.ends[window - 1] if window else 0].tolist())
+            some = np.asarray(chance.sample(range(samples), min(samples, 9)))
+            assert part.at(some).tolist() == [expected[at] for at in some], "those before it too, if they are asked for"
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("small_windows")
+def test_nothing_is_read_before_an_epoch_comes_to_it(many: Counted, closing: list[DataLoader]):
+    dataset = dataset_of(many)
+    assert Counted.asked == []
+    loader = DataLoader(dataset, 4, seed=1)
+    closing.append(loader)
+    loader.state_dict()
+    assert Counted.asked == []
+    next(iter(loader))
+    assert 0 < len(set(Counted.asked)) < SHARDS / 2
+    assert sorted(flat(loader)) == list(range(len(dataset)))
+    assert len(Counted.asked) == SHARDS, "each once"
+    assert len(flat(loader)) == len(dataset)
+    assert len(Counted.asked) == SHARDS
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_batches_that_are_there_are_given_out_while_the_next_window_is_read(
+    many: Counted, closing: list[DataLoader]
+):
+    dataset = dataset_of(many)
+    loader = DataLoader(dataset, 4, seed=1, prefetch=4)
+    closing.append(loader)
+    order = loader.schedule.order(0)
+    assert isinstance(order, Windows)
+    first = order.of_window(0).tolist()
+    for key in many.objects:
+        if int(key[6:9]) not in first:
+            Counted.waits[key] = threading.Event()
+    batches = iter(loader)
+    whole = sum(1 for _ in itertools.islice(batches, (order.reach(1) - 1) // 4))
+    assert whole >= 2
+    for event in Counted.waits.values():
+        event.set()
+    assert 4 * whole + len(flat(batches)) == len(dataset)
+
+
+def test_what_has_no_length_yet_says_so(many: Counted, closing: list[DataLoader], caplog: pytest.LogCaptureFixture):
+    loader = DataLoader(dataset_of(many), 4)
+    closing.append(loader)
+    for sized in (loader, BatchSampler(loader.dataset, 4)):
+        with pytest.raises(TypeError, match=r"not known before .* len\(dataset\) first.*counts="):
+            len(sized)
+    assert len(list(loader)) == -(-len(loader.dataset) // 4), "list() asks for the length, and does without"
+    assert not caplog.messages, "it was counted meanwhile"
+    again = DataLoader(dataset_of(many), 4)
+    closing.append(again)
+    assert len(again.dataset) == len(loader.dataset)
+    assert "reading 40 of 40 shards" in caplog.text
+    assert len(again) == len(loader)
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+Kind = dict[str, Any]
+KINDS: list[Kind] = [{}, {"shuffle": "block", "window_bytes": 50_000}, {"shuffle": False}, {"last": "fill"}]
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_any_ranks_workers_and_resumes_read_the_same(many: Counted, closing: list[DataLoader], kind: Kind):
+    """Each start has a dataset of its own, which knows nothing, and another number of ranks, and batch."""
+    chance = random.Random(11)
+    samples = len(dataset_of(many))
+
+    def ranks(world: int, batch: int, state: Any, **how: Any) -> list[DataLoader]:
+        made = [
+            DataLoader(dataset_of(many), batch, seed=5, rank=rank, world=world, **kind, **how) for rank in range(world)
+        ]
+        closing.extend(made)
+        for loader in made if state else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return made
+
+    def read(loaders: list[DataLoader], steps: int) -> tuple[list[int], Any]:
+        took = [[batch.tolist() for batch in itertools.islice(loader, steps)] for loader in loaders]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(state == states[0] for state in states)
+        return [number for step in zip(*took, strict=True) for run in step for number in run], states[0]
+
+    (alone,) = ranks(1, 8, None)
+    expected = [flat(alone)[:samples] for _ in range(3)]
+    assert [sorted(epoch) for epoch in expected] == [list(range(samples))] * 3
+    found: list[list[int]] = [[], [], []]
+    state: Any = None
+    while not state or state["epoch"] < 3:
+        epoch, done = (state["epoch"], state["samples"]) if state else (0, 0)
+        world = chance.choice([1, 2, 3])
+        how = {"workers": chance.choice([0, 0, 0, 1])}
+        took, state = read(ranks(world, chance.choice([1, 3, 8]), state, **how), chance.choice([1, 5, 30, 100]))
+        end = state["samples"] if state["epoch"] == epoch else samples
+        found[epoch] += took[: end - done]  # but for what fills up the last step
+    assert found == expected
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_resumed_job_does_not_read_what_lies_before_it(many: Counted, closing: list[DataLoader]):
+    loader = DataLoader(dataset_of(many), 4, seed=1)
+    closing.append(loader)
+    list(itertools.islice(loader, 150))
+    state = loader.state_dict()
+    assert state["window"] > 3
+    order = loader.schedule.order(0)
+    assert isinstance(order, Windows)
+    passed = {f"train/{block:03d}.tar" for block in order.blocks[: order.ends[state["window"] - 1]].tolist()}
+    Counted.asked.clear()
+    resumed = DataLoader(dataset_of(many), 4)
+    closing.append(resumed)
+    resumed.load_state_dict(state)
+    assert len(flat(resumed)) == len(loader.dataset) - 600
+    assert not passed & set(Counted.asked)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_state_says_which_of_the_two_shuffles_it_was(many: Counted, closing: list[DataLoader]):
+    """Also one that was saved before there were two."""
+    first = DataLoader(dataset_of(many, index_first=True), 8, seed=5)
+    closing.append(first)
+    expected = flat(first)
+    first.restart(0)
+    list(itertools.islice(first, 10))
+    state = first.state_dict()
+    del state["window"], state["before"]
+    state["fingerprint"]["samples"] = len(expected)
+    loader = DataLoader(dataset_of(many), 8)
+    closing.append(loader)
+    assert flat(itertools.islice(loader, 10)) != expected[:80]
+    loader.load_state_dict(state)
+    assert flat(loader) == expected[80:]
+    list(itertools.islice(other := DataLoader(dataset_of(many), 8, seed=5), 10))
+    closing.append(other)
+    first.load_state_dict(other.state_dict())
+    rest = flat(first)
+    assert rest == flat(DataLoader(dataset_of(many), 8, seed=5))[80:]
+    with pytest.raises(Precondition, match="in windows of 9 bytes"):
+        DataLoader(dataset_of(many), 8, window_bytes=9).load_state_dict(other.state_dict())
+    with pytest.raises(Precondition, match="in order"):
+        DataLoader(dataset_of(many), 8, shuffle=False).load_state_dict(state)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_later_epochs_are_shuffled_over_all_samples(many: Counted, closing: list[DataLoader]):
+    ours, full = (DataLoader(dataset_of(many, index_first=first), 8, seed=5) for first in (False, True))
+    closing += [ours, full]
+    assert flat(ours) != flat(full)
+    assert flat(ours) == flat(full)
+    fresh = DataLoader(dataset_of(many), 8, seed=5)
+    closing.append(fresh)
+    fresh.set_epoch(1)
+    full.set_epoch(1)
+    assert flat(fresh) == flat(full), "whatever was read before"
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_shard_is_an_error_where_it_comes_and_after_it_was_mended_the_loop_goes_on(
+    many: Counted, closing: list[DataLoader], workers: int
+):
+    expected = flat(DataLoader(dataset_of(many), 8, seed=5))
+    order = DataLoader(dataset_of(many), 8, seed=5).schedule.order(0)
+    assert isinstance(order, Windows)
+    shard = next(block for block in order.blocks[20:].tolist() if len(many.objects[f"train/{block:03d}.tar"]) > 9000)
+    key = f"train/{shard:03d}.tar"
+    whole = many.objects[key]
+    many.objects[key] = whole[: 2 * 512 + 100] + b"x" * (len(whole) - 2 * 512 - 100)
+    loader = DataLoader(dataset_of(many), 8, seed=5, workers=workers)
+    closing.append(loader)
+    took: list[int] = []
+    with pytest.raises(Corrupt, match=r"epoch 0, after \d+ samples: "):
+        for batch in loader:
+            took += batch.tolist()
+    assert took
+    assert took == expected[: len(took)]
+    skipping = DataLoader(dataset_of(many, on_error="skip"), 8, seed=5, workers=workers)
+    closing.append(skipping)
+    assert len(flat(skipping)) == len(expected) - SHARD
+    assert list(skipping.dataset.damaged) == [key]
+
+
+def test_an_epoch_without_a_step_is_an_error(many: Counted, closing: list[DataLoader]):
+    loader = DataLoader(dataset_of(many), 5000, last="drop")
+    closing.append(loader)
+    with pytest.raises(Invalid, match=r"samples are not one step of 5000"):
+        next(iter(loader))
+    nothing = DataLoader(dataset_of(Counted({"train/0.tar": tar_of([("noextension", b"1")])})), 5)
+    closing.append(nothing)
+    with pytest.raises(NotFound, match="hold no samples: their members have no names"):
+        next(iter(nothing))
+
+
+# --- counts that are told ----------------------------------------------------------------------------------------------
+def told(many: Counted) -> dict[str, int]:
+    counts = dataset_of(many, index_first=True).all_counts().tolist()
+    return {key.removeprefix("train/"): count for key, count in zip(sorted(many.objects), counts, strict=True)}
+
+
+def test_counts_may_be_told(many: Counted, closing: list[DataLoader]):
+    counts = told(many)
+    Counted.asked.clear()
+    loader = DataLoader(dataset_of(many, counts=counts), 8)
+    closing.append(loader)
+    assert len(loader.dataset) == sum(counts.values())
+    assert len(loader) == -(-len(loader.dataset) // 8)
+    assert Counted.asked == []
+    assert len(flat(loader)) == len(loader.dataset)
+    with pytest.raises(Invalid, match="nothing of train/003.tar"):
+        dataset_of(many, counts={name: n for name, n in counts.items() if name != "003.tar"})
+    wrong = DataLoader(dataset_of(many, counts=counts | {"003.tar": 24}), 8)
+    closing.append(wrong)
+    with pytest.raises(Invalid, match="train/003.tar holds 25 samples, and 24 were told"):
+        flat(wrong)
+
+
+def test_an_index_of_wids_beside_the_shards_is_used(many: Counted):
+    counts = told(many)
+    shards = [{"url": f"gs://elsewhere/{name}", "nsamples": n, "filesize": 9} for name, n in counts.items()]
+    many.objects["train/shardindex.json"] = json.dumps({"wids_version": 1, "shardlist": shards}).encode()
+    Counted.asked.clear()
+    assert len(dataset_of(many)) == sum(counts.values())
+    assert Counted.asked == []
+    assert len(dataset_of(many, counts={})) == sum(counts.values())
+    assert len(Counted.asked) == SHARDS
+    many.objects["train/shardindex.json"] = b"{}"
+    assert len(dataset_of(many)) == sum(counts.values())
+
+
+# --- other processes ---------------------------------------------------------------------------------------------------
+def test_a_copy_of_what_is_half_known_finds_out_the_rest(many: Counted):
+    dataset = dataset_of(many)
+    numbers = [dataset[n] for n in (0, 400)]
+    fresh = pickle.loads(pickle.dumps(dataset_of(many)))
+    assert [fresh[n] for n in (0, 400)] == numbers
+    assert fresh.fingerprint == dataset.fingerprint
+
+
