@@ -60,7 +60,6 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of some shards."""
     monkeypatch.setattr("forebay.torch.shards.FIRST_BYTES", 20_000)
     monkeypatch.setattr("forebay.torch.shards.ARRIVING_BYTES", 60_000)
-    monkeypatch.setattr("forebay.torch.shards.AHEAD_BYTES", 50_000)
 
 
 def dataset_of(source: MemorySource, **how: Any) -> ShardDataset:

@@ -4,8 +4,8 @@ Theory. What is in a shard is only known once it was read, so a count costs as m
 `ahead` has them found out meanwhile; both are done by at most THREADS threads, what is waited for first, and by none
 while there is nothing to do. What was counted is kept. What failed is not, and is tried again by whoever asks again.
 
-Indices are places (`place_of`): a shard and the number of the sample in it. So whoever fetches a sample needs to know of
-that shard alone, and a worker process need not have counted anything.
+Indices are places (`place_of`): a block (a shard, or the head of one) and the number of the sample in it. So whoever
+fetches a sample needs to know of that block alone, and a worker process need not have counted anything.
 
 Invariants. (1) A shard is counted at most once at a time. (2) A process that was forked while others counted begins with
 what was known, and waits for nobody that it does not have.
@@ -26,12 +26,12 @@ from forebay.torch.order import Counted, Permuted
 
 THREADS = 8  # shards whose members are asked for at once
 UNKNOWN = -1
-_PLACE, _INNER_BITS = 1 << 62, 32  # places are above all numbers of samples; a shard has less than 2**32 of them
+_PLACE, _INNER_BITS = 1 << 62, 32  # places are above all numbers of samples; a block has less than 2**32 of them
 
 
-def place_of(shards: Column, inner: Column) -> Column:
-    """Indices for samples number `inner` of `shards`."""
-    found: Column = _PLACE | (shards << _INNER_BITS) | inner
+def place_of(blocks: Column, inner: Column) -> Column:
+    """Indices for samples number `inner` of `blocks`."""
+    found: Column = _PLACE | (blocks << _INNER_BITS) | inner
     return found
 
 
@@ -39,7 +39,7 @@ def is_place(indices: Column) -> Column:
     return indices >= _PLACE
 
 
-def shard_and_inner(places: Column) -> tuple[Column, Column]:
+def block_and_inner(places: Column) -> tuple[Column, Column]:
     """What `place_of` was given."""
     return (places - _PLACE) >> _INNER_BITS, places & ((1 << _INNER_BITS) - 1)
 
@@ -62,6 +62,37 @@ def places_of(ends: Column, numbers: Column) -> Column:
     return place_of(shards, numbers - np.where(shards > 0, ends[shards - 1], 0))
 
 
+class Parts:
+    """How the blocks of an order in windows are numbered, of `shards` shards: shard s as s; where it is cut in two, its
+    first bytes, the head, as `shards + s` and the rest as `2 * shards + s`."""
+
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
+
+    def cut(self, blocks: Column, ends: Column) -> tuple[Column, Column]:
+        """The order with its first block, which is a shard, cut in two; the head is a window by itself."""
+        head, rest = self.shards + blocks[:1], 2 * self.shards + blocks[:1]
+        return np.concatenate((head, rest, blocks[1:])), np.concatenate(([1], ends + 1))
+
+    def shard(self, blocks: Column) -> Column:
+        return blocks % self.shards
+
+    def head(self, blocks: Column) -> Column:
+        """The heads of the shards of blocks."""
+        return self.shards + blocks % self.shards
+
+    def is_head(self, blocks: Column) -> Column:
+        return blocks // self.shards == 1
+
+    def is_rest(self, blocks: Column) -> Column:
+        return blocks // self.shards == 2
+
+    def needed(self, blocks: Column) -> Column:
+        """What must be counted for the counts of blocks: shards and heads, in order."""
+        heads = self.head(blocks[self.is_rest(blocks)])
+        return np.concatenate((heads, np.where(self.is_head(blocks), blocks, self.shard(blocks))))
+
+
 class _Asked:
     """A count that is being found out."""
 
@@ -71,10 +102,11 @@ class _Asked:
 
 
 class Counting:
-    """`counts` of shards, UNKNOWN where nobody looked; `count` finds one out, in any thread."""
+    """`counts` of shards, and of their heads, UNKNOWN where nobody looked; `count` finds one out, in any thread."""
 
     def __init__(self, shards: int, count: Callable[[int], int]) -> None:
-        self.counts: Column = np.full(shards, UNKNOWN, np.int64)
+        self.counts: Column = np.full(2 * shards, UNKNOWN, np.int64)
+        self._shards = shards
         self._count = count
         self._begin()
 
@@ -88,7 +120,8 @@ class Counting:
     @property
     def total(self) -> int | None:
         """Of all shards; None as long as one is not known."""
-        return None if (self.counts == UNKNOWN).any() else int(self.counts.sum())
+        shards = self.counts[: self._shards]
+        return None if (shards == UNKNOWN).any() else int(shards.sum())
 
     def knows(self, shards: Column) -> bool:
         """Whether nothing has to be found out for `shards`."""

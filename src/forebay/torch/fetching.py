@@ -87,11 +87,14 @@ class Fetching(TorchDataset):  # type: ignore[misc]  # torch is not followed by 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, indices: Any) -> Fetched:
+    def __getitems__(self, indices: Any) -> Any:
         return self.fetch(indices, None)
 
-    def fetch(self, indices: Any, ended: threading.Event | None) -> Fetched:
-        """One batch; waiting ends when `ended` is set. An error in place of indices is handed on in its turn."""
+    def fetch(self, indices: Any, ended: threading.Event | None) -> Any:
+        """One batch (`Fetched`); waiting ends when `ended` is set. What stands in place of indices, LATER or an error,
+        is handed on in its turn."""
+        if indices is LATER:
+            return LATER
         if isinstance(indices, ForebayError):
             return Fetched(None, 0, Facts(), indices)
         facts = Facts(ended=ended)
@@ -175,7 +178,7 @@ class _Slot:
 
 class Ahead:
     """Fetches of successive steps, by `threads` threads, `depth` steps ahead. Iterate, then `close`. `steps` gives
-    LATER for one that is not known yet, unless this is idle."""
+    LATER for one that is not known yet, as long as others are under way."""
 
     def __init__(
         self, fetch: Callable[[Any, threading.Event], Fetched], steps: Iterator[Any], threads: int, depth: int
@@ -192,11 +195,6 @@ class Ahead:
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is made or kept ahead: then the next step is waited for."""
-        return not self._row
 
     def __iter__(self) -> Ahead:
         return self

@@ -6,8 +6,9 @@ ahead (or as much as it may say), going on into the next epoch before this one e
 job is. With that the node fetches what comes next and keeps what is needed soonest.
 
 In an epoch that goes from window to window over shards that nobody has counted yet (`shards.py`), an access is a whole
-shard, and the job is where its window begins: that is what is known. What comes after such an epoch is told when all is
-counted, which is some windows before its end.
+shard, and the job is where its window begins: that is what is known. Some windows are told at a time, so that the link
+is not shared with what is needed much later. What comes after such an epoch is told when all is counted, which is some
+windows before its end.
 
 Accesses are numbered from where the job began, over epochs. The loader only leaves word of where it is; when that is a
 place that the numbers do not lead to (a restart, a jump to another epoch), the future is told anew from there.
@@ -46,6 +47,10 @@ class _Epoch(NamedTuple):
     order: Order
     accesses: int
     windows: Windows | None
+
+    def told_up_to(self, window: int) -> int:
+        """How many accesses may be told while the job is in `window`."""
+        return self.accesses if self.windows is None else self.windows.end_after(window)
 
     def before(self, place: Place) -> int:
         """How many accesses lie before `place`."""
@@ -106,7 +111,8 @@ class Foretelling:
 
     def _step(self) -> bool:
         """Say how far the job is, or one piece of its future; whether there is more to say at once."""
-        position = self._number(self._word)
+        place = self._word
+        position = self._number(place)
         self._said = position
         if self._reported < position < self._known:
             self._hints.at(position)
@@ -116,11 +122,12 @@ class Foretelling:
         ahead = self._known - position
         epoch, begin = self._at(self._known)
         found = self._epoch(epoch)
-        enough = found is None or ahead >= found.accesses
-        if enough or sum(blocks for _, blocks in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
+        if found is None or ahead >= found.accesses or sum(count for _, count in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
             return False
-        assert found is not None, "that is enough"
-        self._tell(found, begin, FIRST_SAMPLES if not ahead else PIECE_SAMPLES)
+        end = found.told_up_to(place.window if place.epoch == epoch else -1)
+        if begin >= end:
+            return False
+        self._tell(found, begin, min(end - begin, FIRST_SAMPLES if not ahead else PIECE_SAMPLES))
         return True
 
     def _epoch(self, number: int) -> _Epoch | None:

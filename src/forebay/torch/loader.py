@@ -44,6 +44,9 @@ THREADS = 4  # with workers=0, while bytes come from far: batches under way at o
 AHEAD = 4  # batches made ahead, in all by threads and for each by a worker
 
 
+_END = object()
+
+
 class DataLoader:
     """Batches of `batch_size` for this rank, in an order that is a function of `seed` and the epoch.
 
@@ -171,40 +174,45 @@ class DataLoader:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        after: list[Place] = []
+        after: list[tuple[Place, float]] = []  # of the steps under way and before them, and how long each was not known
+        taken = 0
         epoch = self._place.epoch
-        batches = self.schedule.batches(self._place, lambda: self._ahead is None or self._ahead.idle)
+        batches = self.schedule.batches(self._place, lambda: taken == len(after))
         arriving = not self.schedule.counted
 
         def steps() -> Iterator[Any]:
             try:
+                began_s = clock.monotonic_s()
                 for indices, place in batches:
                     if indices is LATER:
                         yield LATER
-                        continue
-                    after.append(place)
-                    yield indices
+                    else:
+                        after.append((place, clock.monotonic_s() - began_s))
+                        yield indices
+                    began_s = clock.monotonic_s()
             except ForebayError as error:  # of finding out what the next step is: it is raised where that is taken
                 yield error
 
-        source: Iterator[Fetched] = self._begin(steps())
+        source: Iterator[Any] = self._begin(steps())
         if not arriving:  # else once a batch is there: what was fetched ahead would be in its way
             self._foretell()  # after workers were forked: its thread must not hold a lock then
         given_s = clock.monotonic_s()
-        taken = 0
         try:
+            asked_s = given_s
             while True:
-                asked_s = clock.monotonic_s()
-                fetched = next(source, None)
-                if fetched is None:
+                fetched: Any = next(source, _END)
+                if fetched is _END:
                     return
+                if fetched is LATER:
+                    continue
                 if fetched.error is not None:
                     self._start = self._place
                     raise self._told(fetched.error, epoch)
                 now_s = clock.monotonic_s()
+                fetched.facts.index_s = after[taken][1]
                 self.stall.add(now_s - asked_s, now_s - given_s, fetched.samples, fetched.facts)
                 given_s = now_s
-                self._place = after[taken]
+                self._place = after[taken][0]
                 if not self._place.samples:
                     self._start = self._place
                 if not taken and arriving:
@@ -213,6 +221,7 @@ class DataLoader:
                 if self._foretelling is not None:
                     self._foretelling.at(self._place)
                 yield fetched.batch
+                asked_s = clock.monotonic_s()
                 if iteration != self._iteration:
                     raise Invalid("the loader was restarted, closed or iterated anew in the middle of this iteration")
         except GeneratorExit:
@@ -267,7 +276,7 @@ class DataLoader:
         return iter(self._inner)
 
     def _fetch(self, indices: Any, ended: Any) -> Fetched:
-        fetched = self._fetching.fetch(indices, ended)
+        fetched: Fetched = self._fetching.fetch(indices, ended)
         return fetched.pin_memory() if self._pin and fetched.error is None else fetched
 
     def _told(self, error: ForebayError, epoch: int) -> ForebayError:

@@ -35,6 +35,7 @@ from forebay.core.errors import Invalid
 
 SAMPLES_MAX = 1 << 62  # indices are signed 64-bit numbers in torch and NumPy; one bit is kept for sums
 ROUNDS = 8
+WINDOWS_AHEAD = 2  # that are looked at while one is read: more would only share a narrow link with what is needed first
 _BLOCKS = 1  # the stream of the blocks' permutation
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -199,7 +200,8 @@ class Windows:
     def _advance(self) -> None:
         """Reach one more window."""
         window = self._window + len(self._sample_ends)
-        inner = np.cumsum(self._counts(self.of_window(window), self.blocks[int(self.ends[window]) :]))
+        following = self.blocks[int(self.ends[window]) : self.end_after(window)]
+        inner = np.cumsum(self._counts(self.of_window(window), following))
         self._sample_ends.append(self._known + int(inner[-1]))
         self._inner_ends.append(inner)
 
@@ -250,6 +252,10 @@ class Windows:
         if window >= len(self.ends):
             return self.blocks[:0]
         return self.blocks[int(self.ends[window - 1]) if window else 0 : int(self.ends[window])]
+
+    def end_after(self, window: int) -> int:
+        """How many blocks come before the end of the WINDOWS_AHEAD windows after this one."""
+        return int(self.ends[min(window + WINDOWS_AHEAD, len(self.ends) - 1)])
 
     def window_at(self, position: int) -> tuple[int, int]:
         """The window that `position`, which was reached, lies in, and how many samples there are before it."""

@@ -34,10 +34,10 @@ import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
-from forebay.core.formats.members import MemberIndex
+from forebay.core.formats.members import Form, MemberIndex, build, form_of
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
-from forebay.torch.counting import Counting, Placed, is_place, place_of, places_of, shard_and_inner
+from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
 from forebay.torch.dataset import Dataset, OnError, Shuffle, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
@@ -51,7 +51,7 @@ LAYOUTS_BYTES_MAX = 2 * limits.GIB  # some 40 million samples; forked workers sh
 GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less than a frame and its handling cost
 ARRIVING_BYTES = 256 * limits.MIB  # of a window of the first epoch: a node holds some of them, whatever its size
 FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first batch
-AHEAD_BYTES = 512 * limits.MIB  # of shards that are counted ahead, and of the next window at least
+HEADER_BYTES = 64 * limits.KIB  # read at once where headers lie close together
 log = logging.getLogger("forebay.torch")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 
@@ -80,6 +80,18 @@ class Layout(NamedTuple):
     def key(self, sample: int) -> str:
         start = self.key_ends[sample - 1] if sample else 0
         return self.keys[start : self.key_ends[sample]].decode("utf-8", "surrogateescape")
+
+    def first(self, samples: int) -> Layout:
+        """Of the first `samples` alone."""
+        members = self.ends[samples - 1] if samples else 0
+        return self._replace(
+            keys=self.keys[: self.key_ends[samples - 1] if samples else 0],
+            key_ends=self.key_ends[:samples],
+            ends=self.ends[:samples],
+            offsets=self.offsets[:members],
+            sizes=self.sizes[:members],
+            kinds=self.kinds[:members],
+        )
 
     def members(self, sample: int) -> range:
         return range(self.ends[sample - 1] if sample else 0, self.ends[sample])
@@ -170,6 +182,7 @@ class ShardDataset(Dataset):
             direct=direct,
             source=source,
         )
+        self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)
         self._told = told_counts(self._manifest, self.listing, self._source, counts) if on_error == "raise" else None
         self.arriving = not index_first
@@ -183,7 +196,7 @@ class ShardDataset(Dataset):
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted = state.pop("_counted")
         self.__dict__.update(state)
-        self._counting = Counting(len(counted), self._count)
+        self._counting = Counting(len(counted) // 2, self._count)
         self._counting.counts = counted
 
     # --- how many ----------------------------------------------------------------------------------------------------
@@ -204,7 +217,7 @@ class ShardDataset(Dataset):
         if self._told is not None:
             return self._told
         shards = np.arange(self.listing.objects)
-        left = shards[self._counting.counts < 0]
+        left = shards[self._counting.counts[shards] < 0]
         if self.arriving and left.size:
             log.warning(
                 "how many samples %s has is asked for: reading %d of %d shards (%.1f GB) to count them; say it with "
@@ -220,32 +233,53 @@ class ShardDataset(Dataset):
         why = next(iter(self.damaged.values()), "their members have no names like 'sample.ext', or lack the parts")
         return NotFound(f"the shards under {self.place!r} hold no samples: {why}")
 
-    def _counts_of(self, shards: Column, following: Column) -> Column:
+    def _counts_of(self, blocks: Column, following: Column) -> Column:
         """Of a window, while what follows is counted ahead."""
-        counts = self._counting.of(shards)
-        sizes = self.listing.sizes
-        most = max(AHEAD_BYTES, int(sizes[shards].sum()))
-        self._counting.ahead(following[: int(np.searchsorted(np.cumsum(sizes[following]), most, "right"))])
-        return counts
+        parts, counting = self._parts, self._counting
+        counting.of(parts.needed(blocks))
+        counting.ahead(parts.needed(following))
+        rest = parts.is_rest(blocks)
+        for block in parts.shard(blocks[rest]).tolist():
+            self._check_head(block)
+        counts: Column = counting.counts[np.where(parts.is_head(blocks), blocks, parts.shard(blocks))]
+        return counts - np.where(rest, counting.counts[parts.head(blocks)], 0)
 
-    def _count(self, shard: int) -> int:
+    def _named(self, blocks: Column, inner: Column) -> Column:
+        """The places of samples of an order's blocks."""
+        parts = self._parts
+        inner = inner + np.where(parts.is_rest(blocks), self._counting.counts[parts.head(blocks)], 0)
+        return place_of(np.where(parts.is_head(blocks), blocks, parts.shard(blocks)), inner)
+
+    def _count(self, number: int) -> int:
         """From a thread of its own, over connections of its own: a worker may be forked meanwhile."""
         if self._counting_source is None:
             self._counting_source = pickle.loads(pickle.dumps(self._source))
+        shard = number % self.listing.objects
         key = self.listing.key(shard)
         try:
-            found = self._layout(shard, Facts(), self._counting_source).samples
+            found = self._layout(number, Facts(), self._counting_source).samples
         except (Corrupt, NotFound) as error:
             if self.on_error == "raise":
                 raise
             self.damaged[key] = error.message
             return 0
-        if self._told is not None and self._told[shard] != found:
+        if number == shard and self._told is not None and self._told[shard] != found:
             raise Invalid(
                 f"{key} holds {found} samples, and {self._told[shard]} were told by counts= or shardindex.json: "
                 "correct that, or pass counts={} to do without"
             )
         return found
+
+    def _check_head(self, shard: int) -> None:
+        """What was taken from the head of a shard is what the whole of it says."""
+        if self.listing.key(shard) in self.damaged:
+            return
+        head, whole = (self._layout(number, Facts()) for number in (self.listing.objects + shard, shard))
+        if head.ends != whole.ends[: head.samples]:
+            raise Invalid(
+                f"members of one sample lie far apart in {self.listing.key(shard)}: pass index_first=True, which looks "
+                "at whole shards before the first batch"
+            )
 
     # --- order -------------------------------------------------------------------------------------------------------
     def order(
@@ -274,39 +308,85 @@ class ShardDataset(Dataset):
             counts = self.all_counts()
             self._counting.ahead(np.arange(len(counts)))  # where they were told, their members are needed all the same
             return Placed(counts, seed, epoch)
-        return Windows(
-            blocks, ends, self._counts_of, place_of, mixed, epoch, window, before, counted=self._counting.knows
-        )
+        if shuffle != "block" and self._is_cut(int(blocks[0])):
+            blocks, ends = self._parts.cut(blocks, ends)
 
-    def of_blocks(self, shards: Column) -> Column:
-        """As `accesses`, for all of each of these shards."""
-        return block_rows(self.listing, shards, np.zeros_like(shards), self.listing.sizes[shards])
+        def counted(blocks: Column) -> bool:
+            return self._counting.knows(self._parts.needed(blocks))
+
+        return Windows(blocks, ends, self._counts_of, self._named, mixed, epoch, window, before, counted)
+
+    def _is_cut(self, shard: int) -> bool:
+        """Whether an epoch that begins with this shard gives out samples of its head before it has the rest."""
+        plain = form_of(self.listing.key(shard), None) == Form("tar", "")
+        return plain and int(self.listing.sizes[shard]) >= 2 * FIRST_BYTES
+
+    def of_blocks(self, blocks: Column) -> Column:
+        """As `accesses`, for all of each of an order's blocks."""
+        shards = self._parts.shard(blocks)
+        starts = np.where(self._parts.is_rest(blocks), FIRST_BYTES, 0)
+        ends = np.where(self._parts.is_head(blocks), FIRST_BYTES, self.listing.sizes[shards])
+        return block_rows(self.listing, shards, starts, ends)
 
     # --- layouts -----------------------------------------------------------------------------------------------------
-    def _layout(self, shard: int, facts: Facts, source: Patient | None = None) -> Layout:
-        """Of shard number `shard`. Threads may do the same work twice; what is kept is right either way."""
-        found = self._layouts.get(shard)
+    def _layout(self, number: int, facts: Facts, source: Patient | None = None) -> Layout:
+        """Of shard number `number`, or of the head of a shard (`Parts`). Threads may do the same work twice; what is
+        kept is right either way."""
+        found = self._layouts.get(number)
         if found is not None:
             return found
-        listing = self.listing
-        members = (source or self._source).members(listing.bucket, listing.key(shard), listing.etag(shard), facts)
-        found = lay_out(members, self.parts)
-        self._layouts[shard] = found
+        listing, source = self.listing, source or self._source
+        if number < listing.objects:
+            key, etag = listing.key(number), listing.etag(number)
+            found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts)
+        else:
+            found = self._lay_out_head(number - listing.objects, facts, source)
+        self._layouts[number] = found
         self._layouts_bytes += found.memory_bytes
         while self._layouts_bytes > LAYOUTS_BYTES_MAX and len(self._layouts) > 1:
             self._layouts_bytes -= self._layouts.popitem(last=False)[1].memory_bytes
         return found
 
+    def _lay_out_head(self, shard: int, facts: Facts, source: Patient) -> Layout:
+        """The samples of which the first part begins in the first FIRST_BYTES of a tar, from these bytes alone: the
+        headers in them, and those after them up to the next sample."""
+        listing = self.listing
+        key, etag, size = listing.key(shard), listing.etag(shard), int(listing.sizes[shard])
+
+        def asked(start: int, end: int) -> bytes:
+            (value,) = source.get_many([Item(listing.bucket, key, start, min(end, size), "", etag)], facts)
+            if isinstance(value, ForebayError):
+                raise value
+            return bytes(value)
+
+        head = asked(0, FIRST_BYTES)
+
+        def read(start: int, length: int) -> bytes:
+            end = start + length
+            return head[start:end] if end <= len(head) else asked(start, end)
+
+        until = FIRST_BYTES
+        while True:
+            members = build("tar", read, size, version="", etag=etag, window_bytes=HEADER_BYTES, until=until)
+            found = lay_out(members, self.parts)
+            offsets = np.frombuffer(found.offsets, np.uint64)
+            firsts = offsets[[found.ends[n - 1] if n else 0 for n in range(found.samples)]]
+            samples = int(np.searchsorted(np.maximum.accumulate(firsts), FIRST_BYTES, "left"))
+            if samples < found.samples or members.end < until:
+                return found.first(samples)
+            until = members.end + 1
+
     # --- samples -----------------------------------------------------------------------------------------------------
     def key(self, index: int) -> str:
         """`SHARD/NAME` of a sample."""
-        shards, inner = self._located(np.asarray([index], np.int64))
-        shard = int(shards[0])
-        return f"{self.listing.key(shard)}/{self._layout(shard, Facts()).key(int(inner[0]))}"
+        blocks, inner = self._located(np.asarray([index], np.int64))
+        layout = self._layout(int(blocks[0]), Facts())
+        return f"{self.listing.key(int(self._parts.shard(blocks)[0]))}/{layout.key(int(inner[0]))}"
 
     def accesses(self, indices: Column) -> Column:
         """From the first to the last byte of a sample's parts; all of a shard that is compressed as a whole."""
-        shards, inner = self._located(indices)
+        blocks, inner = self._located(indices)
+        shards = self._parts.shard(blocks)
         starts, ends = np.zeros_like(shards), self.listing.sizes[shards]
         by_shard = np.argsort(shards, kind="stable")
         edges = np.flatnonzero(np.diff(shards[by_shard], prepend=-1, append=-1))
@@ -322,17 +402,18 @@ class ShardDataset(Dataset):
         return block_rows(self.listing, shards, starts, ends)
 
     def _located(self, indices: Column) -> tuple[Column, Column]:
-        """Shards of samples, and their numbers there, by their places or their numbers in the dataset."""
+        """Shards of samples (or heads of shards), and their numbers there, by their places or their numbers in the
+        dataset."""
         numbers = ~is_place(indices)
         if numbers.any():
             indices = indices.copy()
             indices[numbers] = places_of(np.cumsum(self.all_counts()), indices[numbers])
-        return shard_and_inner(indices)
+        return block_and_inner(indices)
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
-        shards, inner = self._located(np.asarray(indices, np.int64))
-        views = {shard: self._view(shard, facts) for shard in set(shards.tolist())}
-        places = [(views[shard], sample) for shard, sample in zip(shards.tolist(), inner.tolist(), strict=True)]
+        blocks, inner = self._located(np.asarray(indices, np.int64))
+        views = {block: self._view(block, facts) for block in set(blocks.tolist())}
+        places = [(views[block], sample) for block, sample in zip(blocks.tolist(), inner.tolist(), strict=True)]
         items: list[Item] = []
         cuts = [_cuts(view, sample, items) for view, sample in places]
         values = self._source.get_many(items, facts)
@@ -341,9 +422,9 @@ class ShardDataset(Dataset):
         facts.decode_s += clock.monotonic_s() - began_s
         return self._kept(lambda number: places[number][0].name(places[number][1]), made, facts)
 
-    def _view(self, shard: int, facts: Facts) -> _View:
-        listing = self.listing
-        return _View(listing.bucket, listing.key(shard), listing.etag(shard), self._layout(shard, facts))
+    def _view(self, block: int, facts: Facts) -> _View:
+        listing, shard = self.listing, block % self.listing.objects
+        return _View(listing.bucket, listing.key(shard), listing.etag(shard), self._layout(block, facts))
 
     def _sample(self, view: _View, sample: int, cuts: list[_Cut], values: list[Any], facts: Facts) -> Any:
         made: dict[str, Any] = {"__key__": view.layout.key(sample), "__shard__": view.key}

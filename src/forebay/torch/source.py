@@ -87,8 +87,10 @@ class Source(Protocol):
 
 
 class Facts(msgspec.Struct):
-    """What one fetch was spent on; see `stall.py`. `ended`, if set, ends waiting."""
+    """What one fetch was spent on; see `stall.py`. `index_s`: finding out what there is to fetch. `ended`, if set, ends
+    waiting."""
 
+    index_s: float = 0.0
     read_s: float = 0.0
     busy_s: float = 0.0
     decode_s: float = 0.0

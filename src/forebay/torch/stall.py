@@ -1,8 +1,8 @@
 """How long steps waited for data, and why.
 
 Theory. A step waits from the moment it asks for a batch until it has it. What the batch itself took says why: bytes
-that were not at the node (`cold`), a node that was busy or away (`busy`), bytes read past a node that is gone
-(`direct`), decoding (`decode`), and else reading what was there (`read`). When batches are made ahead, most of that is
+that were not at the node, or shards that nobody had looked into (`cold`), a node that was busy or away (`busy`), bytes
+read past a node that is gone (`direct`), decoding (`decode`), and else reading what was there (`read`). When batches are made ahead, most of that is
 hidden, and only what shows is counted: the wait is shared out in proportion. Cost: about 2 µs a step, two looks at the
 clock among them.
 
@@ -48,8 +48,8 @@ class StallMeter:
             self.skipped += len(facts.skipped)
             self.skipped_names = (self.skipped_names + facts.skipped)[:10]
         direct_s = facts.read_s if facts.direct else 0.0
-        cold_s = facts.read_s if facts.cold and not facts.direct else 0.0
-        whole_s = facts.read_s + facts.busy_s + facts.decode_s
+        cold_s = facts.index_s + (facts.read_s if facts.cold and not facts.direct else 0.0)
+        whole_s = facts.index_s + facts.read_s + facts.busy_s + facts.decode_s
         share = waited_s / whole_s if whole_s > 0 else 0.0
         others = (cold_s, facts.busy_s, direct_s, facts.decode_s)
         for reason, spent_s in zip(

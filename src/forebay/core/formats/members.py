@@ -294,12 +294,14 @@ def build(
     plain: bool = False,
     window_bytes: int = 65536,
     members_max: int = limits.MEMBERS_MAX,
+    until: int | None = None,
 ) -> MemberIndex:
-    """Read an archive of `size_bytes` through `read(start, size)`. `Corrupt` saying where it is damaged or cut,
+    """Read an archive of `size_bytes` through `read(start, size)`; of a tar only the members whose headers begin before
+    byte `until`, and one header more. `Corrupt` saying where it is damaged or cut,
     `NotSupported` for what cannot be a range (sparse files) or be had (several files), `Invalid` (`TooManyMembers`)."""
     if kind == "tar":
         scan = tar.TarScan(read, size_bytes, members_max=members_max, window_bytes=window_bytes)
-        scan.run()
+        scan.run(until)
         places = (len(scan.names), b"\0".join(scan.names), _bytes(scan.offsets), _bytes(scan.sizes))
         return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, scan.end, *places))
     zipped = ZipScan(read, size_bytes, members_max=members_max)

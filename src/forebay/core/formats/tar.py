@@ -53,9 +53,9 @@ class TarScan:
         self._global: dict[str, bytes] = {}
         self._window, self._from = b"", 0
 
-    def run(self) -> None:
-        """`Corrupt` where a header is none, or the archive ends early; `NotSupported` for sparse files; `Invalid` for
-        too many members."""
+    def run(self, until: int | None = None) -> None:
+        """To the archive's end, or to the first member whose header does not begin before byte `until`. `Corrupt` where
+        a header is none, or the archive ends early; `NotSupported` for sparse files; `Invalid` for too many members."""
         position, gap, size_bytes = 0, 0, self._size_bytes
         if not size_bytes:
             raise Corrupt("the archive is empty: a tar without members has 1,024 bytes")
@@ -68,6 +68,8 @@ class TarScan:
             fields = _HEAD.unpack_from(window, at)
             header = window[at : at + BLOCK]
             if not window[at] and header == _ZERO:
+                break
+            if until is not None and position >= until and not special:
                 break
             _check_sum(header, fields[2], position)
             size, type_ = _number(fields[1], position), fields[3]
