@@ -37,7 +37,7 @@ def main(place: str) -> float:
     dataset = ShardDataset(place, parts=["npy", "cls"], transform=pair)
     # Rank and world size are torchrun's. `fill` gives every rank a whole last batch, with some samples twice.
     with DataLoader(dataset, BATCH, seed=1, shuffle="block", window_bytes=1 << 30, last="fill") as loader:
-        print(f"{len(dataset)} samples in {dataset.listing.objects} shards, {len(loader)} steps an epoch")
+        print(f"{dataset.listing.objects} shards, {dataset.listing.size_bytes} bytes")
         loss = torch.tensor(0.0)
         for epoch in range(EPOCHS):
             loader.set_epoch(epoch)

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import pickle
 import random
-import threading
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import servers
+from bench.servers import SeaweedFS
 from bench.shaper import Shaper
 from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
 from forebay.core.formats.members import MemberIndex
-from forebay.core.limits import BLOCK_BYTES
 from forebay.torch import BatchSampler, DataLoader, ShardDataset
 from forebay.torch.order import Windows, shuffled_blocks
+from forebay.torch.source import Facts
 from tests.core.archives import tar_of
-from tests.node.conftest import NodeProcess, until
+from tests.node.conftest import NodeProcess
 from tests.torch.memory_source import MemorySource, label, numbered_shard
 
 SHARD, SHARDS = 25, 40
 
 
 class Counted(MemorySource):
-    """Says of which shards the members were asked for; `waits` holds those of a key back."""
+    """Says of which shards the members were asked for; `waits` holds those of a key back, in forked workers too."""
 
     asked: list[str] = []
-    waits: dict[str, threading.Event] = {}
+    waits: dict[str, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Counted, (self.objects,)
@@ -141,7 +142,7 @@ def test_batches_that_are_there_are_given_out_while_the_next_window_is_read(
     first = order.of_window(0).tolist()
     for key in many.objects:
         if int(key[6:9]) not in first:
-            Counted.waits[key] = threading.Event()
+            Counted.waits[key] = multiprocessing.Event()
     batches = iter(loader)
     whole = sum(1 for _ in itertools.islice(batches, (order.reach(1) - 1) // 4))
     assert whole >= 2
@@ -339,6 +340,78 @@ def test_an_index_of_wids_beside_the_shards_is_used(many: Counted):
     assert len(dataset_of(many)) == sum(counts.values())
 
 
+# --- the head of the first shard ----------------------------------------------------------------------------------------
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    """Three shards that are large beside FIRST_BYTES."""
+    monkeypatch.setattr("forebay.torch.shards.FIRST_BYTES", 30_000)
+    monkeypatch.setattr("forebay.torch.shards.ARRIVING_BYTES", 60_000)
+    Counted.asked, Counted.waits = [], {}
+    yield Counted({f"train/{n}.tar": numbered_shard(200 * n, 200) for n in range(3)})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_batches_need_no_more_than_the_head_of_a_shard(
+    large: Counted, closing: list[DataLoader], workers: int
+):
+    read: list[tuple[str, int, int | None]] = []
+    large.before = lambda items: read.extend((item.key, item.start, item.end) for item in items)
+    Counted.waits = {key: multiprocessing.Event() for key in large.objects}
+    dataset = dataset_of(large)
+    loader = DataLoader(dataset, 4, seed=1, workers=workers, prefetch=8)
+    closing.append(loader)
+    batches = iter(loader)
+    first = flat([next(batches)])
+    assert len(set(first)) == 4
+    for event in Counted.waits.values():
+        event.set()
+    assert sorted(first + flat(batches)) == list(range(600))
+    assert len(flat(loader)) == 600
+    for how in ({"shuffle": False}, {"rank": 1, "world": 2, "shuffle": False}):
+        other = DataLoader(dataset_of(large), 3, **how)  # type: ignore[arg-type]
+        closing.append(other)
+        rank, world = other.schedule.rank, other.schedule.world
+        runs = [list(range(at + 3 * rank, at + 3 * rank + 3)) for at in range(0, 600, 3 * world)]
+        assert [batch.tolist() for batch in other] == runs
+
+
+def test_a_head_ends_where_its_last_sample_does(large: Counted):
+    """Whatever lies at the cut: before, in and after any member, the samples of both parts are those of the whole."""
+    source = MemorySource({"0.tar": tar_of([(f"{n}.{part}", b"%d" % n * 300) for n in range(40) for part in "abc"])})
+    whole = ShardDataset("b-1", source=source, index_first=True)
+    layout = whole._layout(0, Facts())
+    for cut in range(512, 20_000, 256):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("forebay.torch.shards.FIRST_BYTES", cut)
+            dataset = ShardDataset("b-1", source=source)
+            head = dataset._layout(1, Facts())
+            firsts = [layout.offsets[layout.ends[n - 1] if n else 0] for n in range(40)]
+            assert head.samples == sum(first < cut for first in firsts)
+            assert head == layout.first(head.samples)._replace(extensions=head.extensions)
+            assert head.extensions == layout.extensions[: len(head.extensions)]
+            dataset._check_head(0)
+
+
+def test_samples_whose_members_lie_apart_are_found_out(large: Counted, closing: list[DataLoader]):
+    names = [f"{n:04d}.{part}" for part in ("bin", "cls") for n in range(100)]
+    source = MemorySource({f"train/{n}.tar": tar_of([(name, b"7" * 700) for name in names]) for n in range(2)})
+    with pytest.raises(Invalid, match=r"members of one sample lie far apart in train/\d\.tar: pass index_first"):
+        list(DataLoader(ShardDataset("b-1/train", source=source, decode={}), 4, collate=len))
+    whole = DataLoader(ShardDataset("b-1/train", source=source, decode={}, index_first=True), 4, collate=len)
+    closing.append(whole)
+    assert sum(whole) == 200
+
+
+def test_a_shard_that_is_damaged_has_no_head_either(large: Counted, closing: list[DataLoader]):
+    for key in list(large.objects):
+        large.objects[key] = large.objects[key][:20_000] + b"x" * 50_000 if key == "train/1.tar" else large.objects[key]
+    for seed in range(3):
+        loader = DataLoader(dataset_of(large, on_error="skip"), 4, seed=seed)
+        closing.append(loader)
+        assert sorted(flat(loader)) == [*range(200), *range(400, 600)]
+        assert list(loader.dataset.damaged) == ["train/1.tar"]
+
+
 # --- other processes ---------------------------------------------------------------------------------------------------
 def test_a_copy_of_what_is_half_known_finds_out_the_rest(many: Counted):
     dataset = dataset_of(many)
@@ -348,3 +421,59 @@ def test_a_copy_of_what_is_half_known_finds_out_the_rest(many: Counted):
     assert fresh.fingerprint == dataset.fingerprint
 
 
+
+
+# --- a real node -------------------------------------------------------------------------------------------------------
+FAR, FAR_BYTES = 8, 12 << 20
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_job_reads_what_it_is_about_to_read_and_all_of_it_once(
+    seaweed: SeaweedFS, tmp_path: Path, closing: list[DataLoader], monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    monkeypatch.setattr("forebay.torch.shards.FIRST_BYTES", 4 << 20)
+    bucket = f"cold-shards-{workers}"
+    seaweed.create_bucket(bucket)
+    total = 0
+    for number in range(FAR):
+        parts = [(f"{number}-{n:03d}.bin", bytes([n]) * 50_000) for n in range(FAR_BYTES // 50_000)]
+        data = tar_of(parts)
+        total += len(data)
+        request = urllib.request.Request(f"{seaweed.endpoint}/{bucket}/train/{number}.tar", data, method="PUT")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+    node = NodeProcess(tmp_path / "node-0", "--fronts", "1")
+    with Shaper(seaweed.endpoint) as link:
+        node.start()
+        try:
+            node.add_bucket("far", f"s3://{bucket}", **(seaweed.options() | {"endpoint": link.endpoint}))
+            before = link.counters()["response_bytes"]
+
+            def sent() -> int:
+                return link.counters()["response_bytes"] - before
+
+            dataset = ShardDataset("far/train/", decode={}, url=node.endpoint)
+            assert sent() < 64 * 1024, "it lists"
+            loader = DataLoader(dataset, 8, seed=3, workers=workers, collate=names, hints=False)
+            closing.append(loader)
+            batches = iter(loader)
+            found = list(next(batches))
+            assert sent() < total / 2, "the head of a shard, and two windows after it, however long that took"
+            found += [name for batch in batches for name in batch]
+            assert len(set(found)) == len(found) == len(dataset)
+            assert total <= sent() <= 1.02 * total
+            for batch in loader:
+                assert batch
+            assert sent() <= 1.02 * total
+            again = ShardDataset("far/train/", decode={}, url=node.endpoint)
+            assert len(again) == len(dataset)
+            assert sent() <= 1.02 * total, "what was found out stays at the node"
+        finally:
+            node.stop()
+
+
+def names(samples: list[dict[str, Any]]) -> list[str]:
+    for sample in samples:
+        assert sample["bin"] == bytes([int(sample["__key__"].partition("-")[2])]) * 50_000
+    return [sample["__key__"] for sample in samples]

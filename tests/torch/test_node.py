@@ -83,7 +83,7 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
     (folder / "a.tar").write_bytes(numbered_shard(10, 10)[:8492])  # in the head of a member
     (folder / "b.tar").write_bytes(numbered_shard(10, 10))
     with pytest.raises(Corrupt):
-        ShardDataset("corpus/damaged/", url=node.endpoint)
+        len(ShardDataset("corpus/damaged/", url=node.endpoint))
     skipping = ShardDataset("corpus/damaged/", url=node.endpoint, on_error="skip")
     assert len(skipping) == 10
     assert list(skipping.damaged) == ["damaged/a.tar"]
@@ -92,13 +92,30 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
 
 
 def test_the_node_knows_what_is_read_next(node: NodeProcess):
-    with DataLoader(ShardDataset("corpus/train/", url=node.endpoint), 8, job="told", seed=1, workers=1) as loader:
+    dataset = ShardDataset("corpus/train/", url=node.endpoint, index_first=True)
+    with DataLoader(dataset, 8, job="told", seed=1, workers=1) as loader:
         batches = iter(loader)
         for _ in range(3):
             next(batches)
         # Both come in calls of their own.
         until(lambda: (state := node.json("GET", "hints/told"))["position"] == 24 and state["known"] >= 24 + 160)
     assert node.ask("GET", "/-/v1/hints/told")[0] == 404, "the job is over"
+
+
+def test_the_node_knows_which_shards_come_next_and_later_what_is_read_of_them(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("forebay.torch.shards.FIRST_BYTES", 20_000)
+    dataset = ShardDataset("corpus/train/", url=node.endpoint)
+    with DataLoader(dataset, 8, job="whole", seed=1, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        until(lambda: node.ask("GET", "/-/v1/hints/whole")[0] == 200)
+        state = node.json("GET", "hints/whole")
+        assert (state["position"], state["known"]) == (0, 3), "the head of a shard, its rest, and another shard"
+        list(batches)
+        next(iter(loader))
+        until(lambda: (state := node.json("GET", "hints/whole"))["known"] >= state["position"] + 152)
 
 
 def test_an_asyncio_program_tells_what_it_will_read(node: NodeProcess):

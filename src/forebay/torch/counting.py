@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -102,12 +103,13 @@ class _Asked:
 
 
 class Counting:
-    """`counts` of shards, and of their heads, UNKNOWN where nobody looked; `count` finds one out, in any thread."""
+    """`counts` of shards, and of their heads, UNKNOWN where nobody looked. `count`, a method of whoever
+    holds this, finds one out, in any thread; when that object is gone, nothing more is found out."""
 
     def __init__(self, shards: int, count: Callable[[int], int]) -> None:
         self.counts: Column = np.full(2 * shards, UNKNOWN, np.int64)
         self._shards = shards
-        self._count = count
+        self._count = weakref.WeakMethod(count)  # else the two would hold each other, and its connections
         self._begin()
 
     def _begin(self) -> None:
@@ -164,16 +166,18 @@ class Counting:
 
     def _work(self) -> None:
         while True:
+            count = self._count()
             with self._lock:
-                if not self._waiting:
+                if not self._waiting or count is None:
                     self._threads -= 1
                     return
                 shard = self._waiting.popleft()
                 asked = self._asked[shard]
             try:
-                self.counts[shard] = self._count(shard)
+                self.counts[shard] = count(shard)
             except BaseException as error:  # of whoever waits for it
                 asked.error = error
             with self._lock:
                 del self._asked[shard]
             asked.done.set()
+            del count
