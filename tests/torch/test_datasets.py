@@ -217,9 +217,10 @@ def test_a_shard_that_is_cut_short_is_an_error_or_has_no_samples(shards: MemoryS
     shards.objects = {"a.tar": b"no tar at all" * 100}
     with pytest.raises(NotFound, match="hold no samples"):
         ShardDataset("b-1", source=shards, on_error="skip", index_first=True)
-    with pytest.raises(NotFound, match="hold no samples"), DataLoader(
-        ShardDataset("b-1", source=shards, on_error="skip")
-    ) as loader:
+    with (
+        pytest.raises(NotFound, match="hold no samples"),
+        DataLoader(ShardDataset("b-1", source=shards, on_error="skip")) as loader,
+    ):
         next(iter(loader))
 
 

@@ -7,8 +7,8 @@ while there is nothing to do. What was counted is kept. What failed is not, and 
 Indices are places (`place_of`): a block (a shard, or the head of one) and the number of the sample in it. So whoever
 fetches a sample needs to know of that block alone, and a worker process need not have counted anything.
 
-Invariants. (1) A shard is counted at most once at a time. (2) A process that was forked while others counted begins with
-what was known, and waits for nobody that it does not have.
+Invariants. (1) A shard is counted at most once at a time. (2) A process that was forked while others counted begins
+with what was known, and waits for nobody that it does not have.
 """
 
 from __future__ import annotations

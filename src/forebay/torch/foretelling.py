@@ -122,7 +122,11 @@ class Foretelling:
         ahead = self._known - position
         epoch, begin = self._at(self._known)
         found = self._epoch(epoch)
-        if found is None or ahead >= found.accesses or sum(count for _, count in self._ahead_blocks) >= AHEAD_BLOCKS_MAX:
+        if (
+            found is None
+            or ahead >= found.accesses
+            or sum(count for _, count in self._ahead_blocks) >= AHEAD_BLOCKS_MAX
+        ):
             return False
         end = found.told_up_to(place.window if place.epoch == epoch else -1)
         if begin >= end:
@@ -160,7 +164,7 @@ class Foretelling:
 
     def _reached(self, place: Place) -> int:
         """The number of the access at `place`, counted from the origin; -1 if that leads nowhere."""
-        epoch, begin = self._at(self._known)
+        epoch, _ = self._at(self._known)
         if not self._origin.epoch <= place.epoch <= epoch:
             return -1
         number = self._zero - self._before(self._origin)

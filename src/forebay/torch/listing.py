@@ -28,8 +28,9 @@ Blob = bytes | memoryview
 
 class Fingerprint(msgspec.Struct, frozen=True):
     """What a dataset was when its state was saved. `shape` says how samples are made of objects and in what kind of
-    order; `samples` is 0 where they were not counted, and follows from the rest; `rungs` are hexadecimal digits, 2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may
-    still know the listing that it was made from."""
+    order; `samples` is 0 where they were not counted, and follows from the rest; `rungs` are hexadecimal digits,
+    2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may still know the listing that it was made
+    from."""
 
     shape: str
     samples: int

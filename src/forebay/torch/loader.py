@@ -6,10 +6,10 @@ counts the batches that were *given out*, not those under way; and a meter says 
 
 One rule for iteration: a loop yields an epoch, or what the state that was loaded leaves of it. So the first loop over a
 loader that was restored yields the rest of its epoch; one that is left early is begun anew by the next, since whoever
-looks at a first batch, or validates on a few, does not mean to have less of the data; and a loop that came to its end is
-followed by the next epoch. With `continues`, a loop that is left early is continued by the next. So is one that an error
-of the loader ended: it is the step that is tried again. `set_epoch` with the epoch that is under way changes nothing, so
-that trainers that call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
+looks at a first batch, or validates on a few, does not mean to have less of the data; and a loop that came to its end
+is followed by the next epoch. With `continues`, a loop that is left early is continued by the next. So is one that an
+error of the loader ended: it is the step that is tried again. `set_epoch` with the epoch that is under way changes
+nothing, so that trainers that call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
 
 Rejected. Counting in the sampler (it runs ahead of what is used by all that is prefetched); state in workers (their
 number would be in it); continuing always (`next(iter(loader))` then takes a batch from the epoch, and the sanity check

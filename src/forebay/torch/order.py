@@ -13,8 +13,8 @@ more if asked for alone, so callers ask in runs.
 
 A block shuffle keeps near in the epoch what is near in storage: blocks (shards, or runs of keys) are permuted, cut in
 that order into windows of at most so many bytes, and the samples of each window are permuted. Only a window's blocks
-are needed at one time. Its memory is three numbers a block. The cut is by bytes, which the listing tells, so windows are
-known before anybody has counted the samples in them: what a shard holds need only be known when its window is reached.
+are needed at one time. Its memory is three numbers a block. The cut is by bytes, which the listing tells, so windows
+are known before anybody has counted the samples in them: what a shard holds is asked for when its window is reached.
 
 Rejected. A stored permutation (8 bytes a sample, in every worker, before the first batch); a shuffle buffer (order
 depends on how it is read, and its content must be in the state); halves of equal width (up to four passes instead of
@@ -150,9 +150,10 @@ class Windows:
 
     `blocks` are the blocks' numbers in the epoch's order, and `ends` how many of them come before the end of each
     window. `counts(blocks, following)` is how many samples blocks have; it may have to find out, so it is asked for a
-    window only when that is reached, and told which blocks will be asked for after it; `counted(blocks)` is whether it knows that already. An index is `named(blocks, inner)`: block, and number of the sample in it. `seed` None: samples
-    stay as they lie. An epoch that goes on from the middle begins with window `window`, before which `before` samples
-    lie, and asks nothing of the windows before that one.
+    window only when that is reached, and told which blocks will be asked for after it; `counted(blocks)` is
+    whether it knows that already. An index is `named(blocks, inner)`: block, and number of the sample in it. `seed`
+    None: samples stay as they lie. An epoch that goes on from the middle begins with window `window`, before which
+    `before` samples lie, and asks nothing of the windows before that one.
     """
 
     _WINDOWS = 2  # streams: Permuted itself is 0, the blocks of a shuffle are 1, and window w is _WINDOWS + w
@@ -231,7 +232,12 @@ class Windows:
         if self._start is None:
             counts = self._counts
             self._start = Windows(
-                self.blocks, self.ends, lambda blocks, _: counts(blocks, blocks[:0]), self._named, self._seed, self._epoch
+                self.blocks,
+                self.ends,
+                lambda blocks, _: counts(blocks, blocks[:0]),
+                self._named,
+                self._seed,
+                self._epoch,
             )
         return self._start
 

@@ -2,13 +2,13 @@
 
 Theory. The node knows where each member of a tar or zip lies. From its names, a layout is computed for each shard, as
 columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
-side, so they are read as one range when what is between them is small. Layouts are kept while they fit LAYOUTS_BYTES_MAX and
-asked for again at need, so a worker holds no more of them than that.
+side, so they are read as one range when what is between them is small. Layouts are kept while they fit LAYOUTS_BYTES_MAX,
+and asked for again at need, so a worker holds no more of them than that.
 
 To know what is in a tar is to have read it. So nothing is read when a dataset is made; an epoch comes to one window of
-shards after the other (`order.Windows`), and has those counted that it comes to. The first epoch goes like that even if
-it is shuffled, since a permutation over all samples would begin by asking for most of the shards. Which epochs those are
-depends on nothing that one rank may know and another not: see docs/design/0007-cold-shards.md.
+shards after the other (`order.Windows`), and has those counted that it comes to. The first epoch goes like that even
+if it is shuffled, since a permutation over all samples would begin by asking for most of the shards. Which epochs those
+are depends on nothing that one rank may know and another not: see docs/design/0007-cold-shards.md.
 
 Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, the rest is
 the part's extension. Names without either are not samples. Where WebDataset takes only neighbours for one sample, here
@@ -41,7 +41,7 @@ from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_
 from forebay.torch.dataset import Dataset, OnError, Shuffle, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.listing import Column
-from forebay.torch.order import InOrder, Order, Windows, shuffled_blocks
+from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
 from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
 from forebay.torch.switch import DIRECT_AFTER_S
@@ -141,7 +141,8 @@ class ShardDataset(Dataset):
     Shards are read when an epoch comes to them: `Corrupt` and `NotFound` for one that is damaged come then. With
     `index_first` all are read now, and epoch 0 too is shuffled over all samples. `counts` says how many samples shards
     have, by their keys or the last parts of them, so that `len` is known at once; by default that is taken from a
-    `shardindex.json` (of WebDataset's wids) beside the shards, if there is one. What is told is checked when it is read.
+    `shardindex.json` (of WebDataset's wids) beside the shards, if there is one. What is told is checked when a shard is
+    read.
     """
 
     comes_in_parts = True

@@ -2,9 +2,9 @@
 
 Theory. A step waits from the moment it asks for a batch until it has it. What the batch itself took says why: bytes
 that were not at the node, or shards that nobody had looked into (`cold`), a node that was busy or away (`busy`), bytes
-read past a node that is gone (`direct`), decoding (`decode`), and else reading what was there (`read`). When batches are made ahead, most of that is
-hidden, and only what shows is counted: the wait is shared out in proportion. Cost: about 2 µs a step, two looks at the
-clock among them.
+read past a node that is gone (`direct`), decoding (`decode`), and else reading what was there (`read`). When batches
+are made ahead, most of that is hidden, and only what shows is counted: the wait is shared out in proportion. Cost:
+about 2 µs a step, two looks at the clock among them.
 
 Invariant. The reasons together are the wait.
 """
