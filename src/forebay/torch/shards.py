@@ -2,8 +2,8 @@
 
 Theory. The node knows where each member of a tar or zip lies. From its names, a layout is computed for each shard, as
 columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
-side, so they are read as one range when what is between them is small. Layouts are kept while they fit LAYOUTS_BYTES_MAX,
-and asked for again at need, so a worker holds no more of them than that.
+side, so they are read as one range when what is between them is small. Layouts are kept while they fit
+LAYOUTS_BYTES_MAX and asked for again at need, so a worker holds no more of them than that.
 
 To know what is in a tar is to have read it. So nothing is read when a dataset is made; an epoch comes to one window of
 shards after the other (`order.Windows`), and has those counted that it comes to. The first epoch goes like that even
