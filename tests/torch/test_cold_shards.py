@@ -17,7 +17,9 @@ import pytest
 from bench.servers import SeaweedFS
 from bench.shaper import Shaper
 from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
+from forebay.core.formats.manifest import Manifest, build, pack
 from forebay.core.formats.members import MemberIndex
+from forebay.core.types import ListEntry
 from forebay.torch import BatchSampler, DataLoader, ShardDataset
 from forebay.torch.order import Windows, shuffled_blocks
 from forebay.torch.source import Facts
@@ -87,6 +89,47 @@ def test_windows_grow_to_a_quarter_of_what_came_before():
     assert all(width <= max(2, before // 4) for width, before in zip(widths, np.cumsum(widths) - widths))
     assert sum(widths) == 200
     assert shuffled_blocks(sizes, 400, None, 0, 20)[0].tolist() == list(range(200))
+
+
+def test_the_order_of_the_first_epoch_is_the_same_in_every_release():
+    """Windows as they are cut, and the head; what follows from them is in the published vectors."""
+    sizes = {f"train/{n:02d}.tar": (5 + 7 * n) << 20 for n in range(24)}
+
+    class Sparse(MemorySource):
+        def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+            entries = [ListEntry(key, size, "e" * 32, 1.0) for key, size in sizes.items()]
+            return Manifest(build(bucket, prefix, [pack(entries)]))
+
+    order = DataLoader(ShardDataset("b-1/train", source=Sparse({})), seed=9).schedule.order(0)
+    assert isinstance(order, Windows)
+    assert order.blocks.tolist() == [
+        33,
+        57,
+        12,
+        15,
+        16,
+        5,
+        13,
+        20,
+        4,
+        10,
+        6,
+        18,
+        22,
+        17,
+        2,
+        23,
+        0,
+        3,
+        7,
+        19,
+        1,
+        21,
+        11,
+        8,
+        14,
+    ]
+    assert order.ends.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 15, 19, 21, 23, 25]
 
 
 def windows(counts: list[int], asked: list[int], window: int = 0, before: int = 0) -> Windows:
@@ -412,6 +455,15 @@ def test_a_shard_that_is_damaged_has_no_head_either(large: Counted, closing: lis
         closing.append(loader)
         assert sorted(flat(loader)) == [*range(200), *range(400, 600)]
         assert list(loader.dataset.damaged) == ["train/1.tar"]
+    large.objects["train/1.tar"] = numbered_shard(200, 200)[:90_000] + b"x" * 50_000
+    heads = []
+    for seed in range(3):
+        loader = DataLoader(dataset_of(large, on_error="skip"), 4, seed=seed)
+        closing.append(loader)
+        found = sorted(flat(loader))
+        heads.append([number for number in found if 200 <= number < 400])
+        assert [number for number in found if number not in heads[-1]] == [*range(200), *range(400, 600)]
+        assert heads[-1] == list(range(200, 200 + len(heads[-1]))), "what was given out before it showed"
 
 
 # --- other processes -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ Invariants. (1) Sample i: shards in byte order of their keys, samples in the ord
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
 from array import array
@@ -49,6 +50,7 @@ from forebay.torch.switch import DIRECT_AFTER_S
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst", ".zip")
 LAYOUTS_BYTES_MAX = 2 * limits.GIB  # some 40 million samples; forked workers share them
 GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less than a frame and its handling cost
+# These two are part of the order, and of what saved states mean.
 ARRIVING_BYTES = 256 * limits.MIB  # of a window of the first epoch: a node holds some of them, whatever its size
 FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first batch
 HEADER_BYTES = 64 * limits.KIB  # read at once where headers lie close together
@@ -171,7 +173,7 @@ class ShardDataset(Dataset):
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._layouts_bytes = 0
         self._decoder_of: dict[str, Decoder | None] = {}
-        self._counting_source: Patient | None = None
+        self._counting_source: tuple[int, Patient | None] = (0, None)  # of a process
         self._told: Column | None = None
         super().__init__(
             place,
@@ -192,7 +194,7 @@ class ShardDataset(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | {"_layouts": OrderedDict(), "_layouts_bytes": 0, "_decoder_of": {}}
-        return state | {"_counting": None, "_counted": self._counting.counts, "_counting_source": None}
+        return state | {"_counting": None, "_counted": self._counting.counts, "_counting_source": (0, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted = state.pop("_counted")
@@ -243,7 +245,7 @@ class ShardDataset(Dataset):
         for block in parts.shard(blocks[rest]).tolist():
             self._check_head(block)
         counts: Column = counting.counts[np.where(parts.is_head(blocks), blocks, parts.shard(blocks))]
-        return counts - np.where(rest, counting.counts[parts.head(blocks)], 0)
+        return np.maximum(0, counts - np.where(rest, counting.counts[parts.head(blocks)], 0))  # 0: damaged after it
 
     def _named(self, blocks: Column, inner: Column) -> Column:
         """The places of samples of an order's blocks."""
@@ -253,12 +255,14 @@ class ShardDataset(Dataset):
 
     def _count(self, number: int) -> int:
         """From a thread of its own, over connections of its own: a worker may be forked meanwhile."""
-        if self._counting_source is None:
-            self._counting_source = pickle.loads(pickle.dumps(self._source))
+        pid, source = self._counting_source
+        if source is None or pid != os.getpid():
+            source = pickle.loads(pickle.dumps(self._source))
+            self._counting_source = os.getpid(), source
         shard = number % self.listing.objects
         key = self.listing.key(shard)
         try:
-            found = self._layout(number, Facts(), self._counting_source).samples
+            found = self._layout(number, Facts(), source).samples
         except (Corrupt, NotFound) as error:
             if self.on_error == "raise":
                 raise
