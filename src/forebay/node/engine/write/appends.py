@@ -1,23 +1,23 @@
-"""Appending a member to a tar at the engine: a new version of the object, built beside the old one.
+"""Appends a member to a tar at the engine: a new version of the object, built beside the old one.
 
-Theory. The new shard is the old one up to where its end mark begins, a header, the member's bytes, and an end mark. It
-is built in a temp file on the key's volume, by copy_file_range where there are files, so filesystems that can share do
-so; hashed once; and committed like any put, on the condition that the old version is still there. So it is whole or
-not at all, readers have the old version until the new one is there, and an append costs as much as a copy of the shard
-where the filesystem cannot share.
+Theory. The new shard is the old one up to its end mark, a header, the member's bytes, and an end mark. It is built in a
+temp file on the key's volume, with copy_file_range if there are files, so that filesystems can share blocks. It is
+hashed once, and committed like any put, on the condition that the old version is still there. So it appears whole or
+not at all, and readers have the old version until then. If the filesystem cannot share blocks, an append costs a copy
+of the shard.
 
-Where the old shard ends is in its index, a derived object; without one its headers are read. The index of the new one
-is the old one and one entry, and is kept at once, so that nobody reads headers again.
+The old shard's index, a derived object, says where the shard ends; without an index its headers are read. The new
+shard's index is the old one plus one entry, and is kept at once, so that nobody reads headers again.
 
-Appends to one shard come after one another. A put in between is a new shard, and the append begins again with that.
+Appends to one shard run one after another. A put in between makes a new shard, and the append begins again with that.
 
-The shard must be here, whole. Where it is not, `Busy` (`NotHere`) has the front fetch it, as it does for readers.
+The whole shard must be here. If it is not, `Busy` (`NotHere`) makes the front fetch it, as for readers.
 
 Rejected: appending in place (readers of the old version, and a stop in the middle); appends to buckets written through
 (the backend has no such thing, and the whole shard would go there for each member).
 
-Invariants. (1) The temp file is gone at the end. (2) A member is in the shard exactly if the answer says so, or nobody
-knows because the connection went.
+Invariants. (1) The temp file is gone at the end. (2) A member is in the shard exactly if the answer says so, unless the
+connection was lost before the answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.records import own_version
 from forebay.node.store.writer.writer import Store
 
-TRIES = 8  # a shard that is overwritten so often while it is appended to is not appended to
+TRIES = 8  # an append gives up on a shard that is overwritten this often meanwhile
 _CHUNK = limits.MIB
 _STEP_BYTES = 8 * limits.MIB
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -57,7 +57,7 @@ _HEADERS = (("content-type", "application/x-tar"),)
 
 
 class _Old(NamedTuple):
-    """The shard as it is, and what is known of it; the fields of one that is not there are None."""
+    """The shard as it is. All fields are None if there is none."""
 
     info: ObjectInfo | None
     record: Record | None
@@ -65,7 +65,7 @@ class _Old(NamedTuple):
 
 
 class _Built(NamedTuple):
-    """The shard as it will be. `start`: of the member's bytes; `end`: of the last member's."""
+    """The new shard. `start`: of the member's bytes; `end`: of the last member's."""
 
     size_bytes: int
     sums: list[int]
@@ -77,7 +77,7 @@ class _Built(NamedTuple):
 
 
 class Appends:
-    """See the module's header. `flush` makes what is pending in the index visible."""
+    """See the module's header. `flush` makes pending changes of the index visible."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Appends:
         self._locks = KeyLocks()
 
     async def append(self, call: AppendCall) -> Written:
-        """Make one more member. `Precondition` and `NotFound` for conditions, `NotSupported` in buckets written
-        through, `Corrupt` for what is no tar, `Busy` (`NotHere`)."""
+        """Append a member. `Precondition` and `NotFound` for conditions, `NotSupported` in buckets written through,
+        `Corrupt` if the object is no tar, `Busy` (`NotHere`)."""
         check_key(call.key)
         if (call.body is None) == (not call.path):
             raise Invalid("a member came without a body: please report it")
@@ -133,7 +133,7 @@ class Appends:
         raise AssertionError("unreachable")
 
     async def _once(self, served: Served, call: AppendCall, info: ObjectInfo | None) -> tuple[Written, _Built]:
-        """One try: `Precondition` when the shard changed meanwhile."""
+        """One try. `Precondition` when the shard changed meanwhile."""
         path = self._index.incoming(call.bucket, call.key)
         if not path:
             raise Unavailable("no volume takes the shard: see `forebay status`", code="InsufficientStorage")
@@ -173,7 +173,7 @@ class Appends:
         return written, built
 
     def _kept(self, call: AppendCall, old: _Old) -> bytes | LeasedFile | None:
-        """The old shard's index as it was kept."""
+        """The old shard's kept index."""
         record = old.record
         for version in (record.version, own_version(record.object_id)) if record is not None else ():
             found = self._derived.find("members", call.bucket, call.key, version)
@@ -182,7 +182,7 @@ class Appends:
         return None
 
     def _old(self, call: AppendCall, info: ObjectInfo | None) -> _Old:
-        """The shard's bytes. `Busy` (`NotHere`) when they are elsewhere."""
+        """The shard's bytes. `Busy` (`NotHere`) if they are not here."""
         if info is None:
             return _Old(None, None, None)
         self._flush()
@@ -207,7 +207,7 @@ class Appends:
                 yield from _copy(old.file.fd, fd, min(index.end, index.size_bytes))
             elif old.record is not None:
                 _write(fd, (old.record.inline or b"")[: index.end])
-            os.ftruncate(fd, index.end)  # a last member that was not filled up is, with zeros
+            os.ftruncate(fd, index.end)  # pads a last member that was cut short with zeros
             os.lseek(fd, index.end, os.SEEK_SET)
             head = tar.header_of(call.name, call.size_bytes, self._wall_s())
             _write(fd, head)
@@ -228,7 +228,7 @@ class Appends:
 
 
 def _index_of(old: _Old, kept: bytes | LeasedFile | None) -> MemberIndex:
-    """The old shard's index: as it was kept, or by its headers."""
+    """The old shard's index: the kept one, or built from its headers."""
     record, file = old.record, old.file
     if record is None:
         return members.empty()
@@ -239,7 +239,7 @@ def _index_of(old: _Old, kept: bytes | LeasedFile | None) -> MemberIndex:
             if index.kind == "tar" and not index.plain and index.size_bytes == record.size_bytes:
                 return index
         except Corrupt:
-            pass  # the headers say it too
+            pass  # build it from the headers
     inline = record.inline
 
     def read(start: int, size: int) -> bytes:
@@ -252,7 +252,7 @@ def _index_of(old: _Old, kept: bytes | LeasedFile | None) -> MemberIndex:
 
 
 def _copy(source: int, target: int, size_bytes: int) -> Generator[None, None, None]:
-    """From the source's beginning to the target's position, by the filesystem if it can."""
+    """Copy from the source's beginning to the target's position, by the filesystem if it can."""
     done = 0
     while done < size_bytes:
         try:

@@ -1,16 +1,16 @@
-"""Uploads that this node begins at backends for whole bodies, noted so that a stop leaves none behind unknown.
+"""Notes of uploads that this node begins at backends for whole bodies, so that a stop leaves none unknown.
 
-Theory. A body that is written through goes as an upload, of which nothing is visible before it is completed. A process
-that is killed midway leaves the backend with its parts, which nobody sees and somebody pays for. So before one is begun
-that is noted in the metadata store, then its id, and the note goes when the upload has come to an end. The next start
-aborts those whose id is noted. Where the stop came between note and id nobody knows which upload it is: one of that key
-may be another writer's, about to get its first part. Such a one is never aborted, but told and counted
-(`Buckets.leave_uploads`).
+Theory. A large body that is written through goes as an upload, which is invisible until it is completed. If the process
+is killed midway, its parts stay at the backend, where nobody sees them and somebody pays for them. So the metadata
+store gets a note before an upload begins, then its id; the note is removed when the upload has ended. The next start
+aborts the uploads whose id is noted. If the stop came between note and id, nobody knows which upload it is: an upload
+of that key may be another writer's that is about to get its first part. Such an upload is never aborted, but logged and
+counted (`Buckets.leave_uploads`).
 
 Rejected: aborting what has no parts yet (a stranger's has none either, for a moment); a lifecycle rule alone (not every
 service has them).
 
-Invariant. Nothing is aborted here whose id this node did not hear.
+Invariant. No upload is aborted here whose id this node did not hear.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from forebay.ports.chance import Chance
 log = logging.getLogger("forebay.writes")
 
 PREFIX = "begun/"
-AGAIN_S = 60.0  # between attempts to abort what a backend did not abort yet
+AGAIN_S = 60.0  # between attempts to abort an upload
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True):
-    """An upload for a whole body. `upload_id`: empty before it is known."""
+    """An upload for a whole body. `upload_id` is empty until it is known."""
 
     bucket: str
     key: str
@@ -48,7 +48,7 @@ class Begun:
 
     def __init__(self, meta: MetaStore, buckets: Buckets, chance: Chance) -> None:
         self._meta, self._buckets, self._chance = meta, buckets, chance
-        self._left: dict[str, Noted] = {}  # by an engine before this one
+        self._left: dict[str, Noted] = {}  # left by an earlier engine
 
     async def load(self) -> None:
         """Find what a stop left behind."""
@@ -56,13 +56,13 @@ class Begun:
         self._left = {entry.key: _decode(entry.value) for entry in entries}
 
     async def begins(self, bucket: str, key: str) -> str:
-        """An upload is about to be begun; the name of its note. "" where the disk takes none: that keeps no write from
-        the backend."""
+        """An upload is about to begin; returns the name of its note, or "" if the disk takes none (the write goes on
+        anyway)."""
         name = PREFIX + self._chance.token_hex(12)
         return name if await self._put(name, Noted(bucket, key)) else ""
 
     async def began(self, name: str, bucket: str, key: str, upload_id: str) -> None:
-        """It was, and this is its id."""
+        """The upload has begun, and this is its id."""
         if name:
             await self._put(name, Noted(bucket, key, upload_id))
 
@@ -75,16 +75,16 @@ class Begun:
         return True
 
     async def ended(self, name: str) -> None:
-        """It is completed, aborted, or was never begun."""
+        """The upload was completed or aborted, or never began."""
         if name:
             await self._meta.delete(name)
 
     async def leave(self, served: Served, key: str) -> None:
-        """It may have been begun, and nobody heard its id."""
+        """The upload may have begun, and nobody heard its id."""
         await self._buckets.leave_uploads(served, key)
 
     async def tend(self) -> None:
-        """Abort what is left, until nothing is."""
+        """Abort what is left, until nothing is left."""
         while self._left:
             for name, noted in list(self._left.items()):
                 try:
@@ -105,4 +105,4 @@ class Begun:
             else:
                 await self.leave(served, noted.key)
         except (NotFound, NotSupported):
-            pass  # there is no such bucket any more, or none that has uploads
+            pass  # the bucket is gone, or its backend has no uploads

@@ -1,24 +1,24 @@
-"""Group commit: changes that arrive while others are being made durable go out together in the next sync.
+"""Group commit: changes that arrive during a sync go out together in the next one.
 
-Theory. An acknowledged write costs a disk's flush, a few milliseconds however many writes share it. So changes queue;
-one worker takes all that are waiting, has the store decide about them (`prepare`, on the loop), makes them durable (in
-a thread of its own, so that no slow reader's bytes stand before it), and makes them visible (`publish`, on the loop).
-Whoever waits longer than that shares the next turn, which begins before this one is shown, so that the disk rests as
-little as can be. What must be true together with the change, such as the note of what is owed, is told in the same turn
-of the loop (`published`), before anybody can look. Where nothing has to reach a disk, nothing leaves the loop.
+Theory. An acknowledged write costs a disk's flush, a few milliseconds however many writes share it. So changes queue.
+One worker takes all that wait, has the store decide about them (`prepare`, on the loop), makes them durable (in a
+thread of its own, so that no slow reader's bytes stand before it), and makes them visible (`publish`, on the loop). The
+next group begins before this one is shown, so that the disk rests as little as possible. What must become true together
+with the change, such as the note of what is owed, is told in the same turn of the loop (`published`), before anybody
+can look. Changes that need no disk never leave the loop.
 
-Who asks gives a function to call with the outcome (`begin`), since a future and a wake-up for each small write would
-cost more than the write; `commit` is the same for who would rather wait.
+`begin` takes a callback for the outcome, since a future and a wake-up for each small write would cost more than the
+write. `commit` is the same for callers that would rather wait.
 
-Each volume has a queue and a thread of its own: a disk that does not answer holds up nobody but who writes to it. Where
-it has taken the changes and the index cannot show them yet, who asked is told when it can (`flushed`).
+Each volume has its own queue and thread, so a disk that does not answer holds up only its own writers. If a disk has
+taken the changes and the index cannot show them yet, their callers hear when it can (`flushed`).
 
 A large file is best synced before its change is queued (`Writes` does): then the group does not wait for its bytes.
 
 Rejected: waiting a moment for company (a lone writer would pay, and under load company comes by itself).
 
-Invariants. (1) A change is performed though its asker went away. (2) An asker hears only when its change is visible to
-every front. (3) Changes of one key are never under way together: their lock sees to it.
+Invariants. (1) A change is performed even if its caller goes away. (2) A caller hears only when its change is visible
+to every front. (3) Changes of one key are never under way together: their lock prevents it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Queue:
     def __init__(self, volume_id: str) -> None:
         self.volume_id = volume_id
         self.waiting: list[_Asked] = []
-        self.refuses: ForebayError | None = None  # the disk does not answer
+        self.refuses: ForebayError | None = None  # set while the disk does not answer
         self.group: list[_Asked] = []
         self.syncing = False  # the thread has this group
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-commit")
@@ -58,7 +58,7 @@ class _Queue:
 
 class Commits:
     """See the module's header. `published(change, before, after)` hears of each change on the loop as it becomes true;
-    `flush` makes the index visible. For the loop that first begins something."""
+    `flush` makes the index visible. All calls come from one loop."""
 
     def __init__(self, store: Store, *, published: Published, flush: Callable[[], None]) -> None:
         self.groups = 0  # syncs so far
@@ -67,18 +67,18 @@ class Commits:
         self.flush = flush
         self._loop: asyncio.AbstractEventLoop
         self._queues: dict[str, _Queue] = {}  # by volume
-        self._unshown: list[tuple[list[_Asked], Prepared]] = []  # of disks that have not answered
+        self._unshown: list[tuple[list[_Asked], Prepared]] = []  # waiting for disks that have not answered
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def commit(self, change: Change) -> Record | None:
-        """Make it so; the record (None for a delete). Raises what kept it from being so: nothing changed then."""
+        """Perform the change; return the record (None for a delete). If it raises, nothing changed."""
         done: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
         self.begin(change, functools.partial(resolve, done))
         return await done
 
     def begin(self, change: Change, done: Done) -> None:
-        """Make it so, and call `done` with the record (None for a delete), or with what kept it from being so."""
+        """Perform the change, and call `done` with the record (None for a delete), or with the error."""
         key = change.info.key if isinstance(change, Put) else change.key
         volume_id = self._store.volume_of(change.bucket, key)
         queue = self._queue(volume_id)
@@ -89,7 +89,7 @@ class Commits:
         if len(queue.waiting) == 1 and not queue.syncing:
             self._idle.clear()
             self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._start, queue)  # what else comes in this turn goes with it
+            self._loop.call_soon(self._start, queue)  # changes of the same turn join the group
 
     def _refuse(self, queue: _Queue, change: Change, done: Done) -> None:
         self._store.give_up([change])
@@ -104,7 +104,7 @@ class Commits:
             self._idle.set()
 
     def _go_on(self, queue: _Queue) -> None:
-        """Begin the next group, unless the thread has one."""
+        """Begin the next group, unless the thread is busy with one."""
         while queue.waiting and not queue.syncing:
             group, queue.waiting = queue.waiting[:GROUP_MAX], queue.waiting[GROUP_MAX:]
             self.groups += 1
@@ -143,7 +143,7 @@ class Commits:
         self._start(queue)
 
     def _show(self, group: list[_Asked], prepared: Prepared) -> None:
-        """Show what was made durable, and tell who asked."""
+        """Publish what was made durable, and call the callers back."""
         try:
             outcomes = self._store.publish(prepared)
         except Exception as error:
@@ -155,7 +155,7 @@ class Commits:
             self._end(group, prepared, outcomes)
 
     def flushed(self) -> None:
-        """The index was flushed: tell who waited for it, of disks that have answered."""
+        """The index was flushed: call back those whose disks have answered."""
         if not self._unshown:
             return
         unshown, self._unshown = self._unshown, []
@@ -180,8 +180,8 @@ class Commits:
             _tell(done, outcome)
 
     def stalled(self, volume_id: str, error: ForebayError) -> None:
-        """The volume's disk does not answer: whoever waits for it is told so. What waits for its turn is not done; what
-        was begun ends when the disk answers, and is then as if its asker had gone away."""
+        """The volume's disk does not answer: everyone who waits for it gets `error`. Queued changes are not performed.
+        Changes under way end when the disk answers, as if their callers had gone away."""
         queue = self._queue(volume_id)
         queue.refuses = error
         waiting, queue.waiting = queue.waiting, []
@@ -194,7 +194,7 @@ class Commits:
                 _tell(done, error)
 
     def answers(self, volume_id: str) -> None:
-        """The volume's disk answers: what was begun before it stalled must be shown before anything else is begun."""
+        """The volume's disk answers. Changes that began before it stalled must be shown before new ones begin."""
         queue = self._queue(volume_id)
         if not queue.syncing and not any(volume_id in prepared.needs for _, prepared in self._unshown):
             queue.refuses = None
@@ -210,7 +210,7 @@ class Commits:
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Finish what is queued. Twice is fine."""
+        """Finish what is queued. May be called twice."""
         await self.settled()
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(None, queue.thread.shutdown) for queue in self._queues.values()))

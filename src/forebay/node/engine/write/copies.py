@@ -1,14 +1,14 @@
-"""Copying an object: at the backend where it can be, else through the node.
+"""Copies an object: at the backend if it can, else through the node.
 
 Theory. Within one backend a clean object is copied by the backend itself, and the node forgets what it had of the
-target. Everything else (between buckets, from or to objects that only the node has, under conditions on the target) is
-a read of the source, pinned to one version, into a temp file of the target's volume, and then a put. Pieces that lie in
-a file go there by copy_file_range, so filesystems that can share blocks do; the bytes are read once for their
-checksums: the one that the caller asks for, or the source's. Of a source that was put together of parts that is not
-its checksum (a checksum of parts), but one of the whole by the same algorithm, as S3 makes it.
+target. Every other copy (between buckets, from or to objects that only the node has, under conditions on the target)
+reads the source, pinned to one version, into a temp file of the target's volume, and then puts it. Pieces that lie in a
+file are moved by copy_file_range, so that filesystems can share blocks. The bytes are read once for their checksum: the
+one the caller asks for, or the source's algorithm. If the source was assembled from parts, its own checksum is one of
+parts; the copy gets a checksum of the whole by the same algorithm, as in S3.
 
-A copy of an object onto itself changes what is stored with it. It must not bring back bytes that another write has
-replaced meanwhile, so it insists on the version that it read and begins again if that is gone.
+A copy of an object onto itself changes its headers or tags. It must not bring back bytes that another write has
+replaced meanwhile, so it insists on the version that it read, and begins again if that is gone.
 
 Rejected: holding the source's lock (a version is pinned; two copies in opposite directions would wait for each other).
 
@@ -57,7 +57,7 @@ from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store
 
-TRIES = 4  # a source that changes so often while it is copied is not copied
+TRIES = 4  # a copy gives up on a source that changes this often meanwhile
 _CHUNK = limits.MIB
 _STEP_BYTES = 8 * limits.MIB
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -103,7 +103,7 @@ class _Target(NamedTuple):
 
 
 class Drawn:
-    """The bytes of an object, drawn into a new file `path` (into memory when it is ""), and what is known of them."""
+    """The bytes of an object, copied into a new file `path` (into memory when it is ""), and their checksums."""
 
     def __init__(self, path: str, size_bytes: int, *, md5: bool, algorithm: str = "") -> None:
         self.path = path
@@ -126,12 +126,12 @@ class Drawn:
 
     @property
     def checksum(self) -> str:
-        """By the algorithm that was asked for, as S3 writes it; "" for none."""
+        """By the requested algorithm, in S3's form; "" for none."""
         return self._digest.base64() if self._digest is not None else ""
 
     @property
     def etag(self) -> str:
-        """Of an owned object with these bytes."""
+        """The ETag of an owned object with these bytes."""
         return self.md5 or f"{self._whole.hexdigest()}-x"
 
     def take(self, piece: _Piece) -> Generator[None, None, None]:
@@ -176,13 +176,13 @@ class Drawn:
             self._digest.update(data)
 
     def close(self) -> None:
-        """No more bytes. Twice is fine."""
+        """No more bytes come. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def discard(self) -> None:
-        """Not wanted: the file goes. In a worker thread, while none takes a piece. Twice is fine."""
+        """Remove the file. In a worker thread, while none takes a piece. May be called twice."""
         self.close()
         if self.path:
             forget(self.path)
@@ -206,7 +206,7 @@ class Copies:
         self._writes, self._workers = writes, workers
 
     async def copy(self, call: CopyCall) -> Written:
-        """Copy an object. `NotFound` (`NoSuchKey`) for the source, `Precondition` for what is judged of either."""
+        """Copy an object. `NotFound` (`NoSuchKey`) for the source, `Precondition` for conditions on either."""
         check_key(call.source_key)
         check_key(call.key)
         onto_itself = (call.source_bucket, call.source_key) == (call.bucket, call.key)
@@ -276,7 +276,8 @@ class Copies:
             raise
 
     async def copy_part(self, call: UploadPartCopyCall) -> PartState:
-        """Make a part of an upload from (a range of) an object. Errors as `copy`, and as `part` of the uploads."""
+        """Make a part of an upload from (a range of) an object. Errors as for `copy`, and as for `part` of the
+        uploads."""
         check_key(call.source_key)
         check_key(call.key)
         return await self._writes.finish(self._copy_part(call))
@@ -318,7 +319,7 @@ class Copies:
         raise AssertionError("unreachable")
 
     async def _source(self, source: Served, call: CopyCall | UploadPartCopyCall, *, again: bool) -> ObjectInfo:
-        """What is to be copied, if the conditions want it."""
+        """The source's metadata, if it meets the conditions."""
         info = await self._writes.current(source, call.source_key, revalidate=again)
         if info is None:
             raise NotFound(f"there is no object {call.source_key!r} to copy: check the name", code="NoSuchKey")
@@ -356,7 +357,7 @@ class Copies:
         return call.tags is None and call.if_match is None and call.if_none_match is None
 
     async def _at_backend(self, call: CopyCall, served: Served, info: ObjectInfo) -> Written | None:
-        """Have the backend copy; None where it cannot."""
+        """Let the backend copy. None if it cannot."""
         async with self._writes.lock(call.bucket, call.key):
             async with self._writes.asking(served.bucket, call.key):
                 try:
@@ -384,7 +385,7 @@ class Copies:
         start: int = 0,
         end: int | None = None,
     ) -> Drawn:
-        """Read [start, end) of the source, as whoever reads it does. `Unavailable` if the target's disk stalls."""
+        """Read [start, end) of the source, like any reader. `Unavailable` if the target's disk stalls."""
         out = _Pieces()
         end = info.size_bytes if end is None else end
         drawn = Drawn(target.path, end - start, md5=md5, algorithm=algorithm)
@@ -396,7 +397,7 @@ class Copies:
                     await by_disk_in_steps(
                         target.volume, self._workers, drawn.take(piece), target.subject, drawn.discard
                     )
-                except FileNotFoundError as error:  # it was replaced, and its file has gone since we were told of it
+                except FileNotFoundError as error:  # the source was replaced, and its file is gone
                     gone = Precondition("the source changed while it was copied: copy it again")
                     raise _SourceChanged(gone) from error
                 except OSError as error:
@@ -411,7 +412,7 @@ class Copies:
         return drawn
 
     async def _next(self, out: _Pieces, drawn: Drawn, target: _Target) -> _Piece | None:
-        """What comes next of the source; None at its end."""
+        """The next piece of the source; None at its end."""
         try:
             piece = await out.queue.get()
             if isinstance(piece, ForebayError):
@@ -423,7 +424,7 @@ class Copies:
 
 
 class _SourceChanged(Exception):
-    """The source is another version by now: begin again."""
+    """The source has another version by now: begin again."""
 
     def __init__(self, error: ForebayError) -> None:
         super().__init__(str(error))
@@ -440,7 +441,7 @@ def _check_size(size_bytes: int) -> None:
 
 
 def _share(source: int, target: int, length: int, offset: int, at: int) -> bool:
-    """Let the filesystem copy, if it can."""
+    """Copy by the filesystem, if it can."""
     done = 0
     try:
         while done < length:

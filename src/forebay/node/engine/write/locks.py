@@ -1,14 +1,14 @@
 """One writer per key: first come, first served.
 
-Theory. A write judges its conditions against what the key is and then changes it; two that do so at once would both be
-right about a state that is gone. So whoever writes a key holds its lock from the judgement to the index. A key that
-nobody writes has no lock object: the table holds only keys in use, so memory is bounded by the writes under way.
+Theory. A write judges its conditions against the key's state and then changes it. Two writes that do so at once would
+both judge a state that is gone. So a writer holds the key's lock from the judgement to the change of the index. A key
+that nobody writes has no lock object: the table holds only keys in use, so memory is bounded by the writes under way.
 
-Rejected: a fixed set of striped locks (a slow write to the backend would hold up strangers); asyncio.Lock per key
-(no rule for when it may be thrown away while others wait).
+Rejected: a fixed set of striped locks (a slow write to the backend would hold up strangers); asyncio.Lock per key (no
+rule for when it may be thrown away while others wait).
 
-Invariants. (1) At most one holder per key. (2) Waiters get it in the order they came; one that was cancelled passes
-its turn on. (3) A key without holder is not in the table.
+Invariants. (1) At most one holder per key. (2) Waiters get the lock in order of arrival; a cancelled waiter passes its
+turn on. (3) A key without a holder is not in the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import TracebackType
 
 
 class _Held:
-    """One wish for one key's lock; an asynchronous context."""
+    """One request for one key's lock; an asynchronous context."""
 
     __slots__ = ("_locks", "_name")
 
@@ -46,22 +46,22 @@ class KeyLocks:
         return len(self._waiting)
 
     def __contains__(self, name: tuple[str, str]) -> bool:
-        """Whether somebody has the key."""
+        """Whether somebody holds the key's lock."""
         return name in self._waiting
 
     def lock(self, bucket: str, key: str) -> _Held:
-        """`async with locks.lock(bucket, key):` is alone with the key."""
+        """`async with locks.lock(bucket, key):` holds the key's lock inside."""
         return _Held(self, (bucket, key))
 
     def take_free(self, name: tuple[str, str]) -> bool:
-        """Take the key if nobody has it; whether that was so."""
+        """Take the lock if nobody holds it; return whether it did."""
         if name in self._waiting:
             return False
         self._waiting[name] = deque()
         return True
 
     async def take(self, name: tuple[str, str]) -> None:
-        """Wait for the key. Cancelling the wait takes nothing."""
+        """Wait for the lock. A cancelled wait takes nothing."""
         if self.take_free(name):
             return
         waiting = self._waiting[name]
@@ -70,12 +70,12 @@ class KeyLocks:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was ours already
+            if turn.done() and not turn.cancelled():  # the lock was passed to us just before
                 self.give(name)
             raise
 
     def give(self, name: tuple[str, str]) -> None:
-        """Pass the key on to who waits longest."""
+        """Pass the lock to the longest waiter."""
         waiting = self._waiting[name]
         while waiting:
             turn = waiting.popleft()

@@ -1,15 +1,16 @@
 """Parts of uploads on a disk: placed, listed, joined, removed. Everything here blocks, so it runs in worker threads.
 
-Theory. An upload's directory holds one file for each part, named by what the part is (`core/machines/uploads.py`), so
-that a rename makes it all true at once. Joining needs no second copy of the first part: its file gets a second name (a
-hard link) and the others are appended to it; they are shared with the filesystem's help where it can (reflink), else
-copied. What was appended is cut off again when the object does not come to be, or after a stop in the midst of it: the
-name says how long the part is. Where both names cannot be (another filesystem), all is copied.
+Theory. An upload's directory holds one file for each part. The file's name describes the part
+(`core/machines/uploads.py`), so one rename makes the part whole and described at once. Joining needs no second copy of
+the first part: its file gets a second name (a hard link), and the other parts are appended to it, shared by the
+filesystem if it can (reflink), else copied. The appended bytes are cut off again if the object is not made, or after a
+stop in the middle: the name says how long the part is. If a second name is impossible (another filesystem), all parts
+are copied.
 
 The checksum of each block is made in the same pass as the copy.
 
-Invariants. (1) A part's file has its name only when it is whole, and, if durable, on the disk. (2) A part's bytes are
-never changed: a file only grows behind them, and is cut back to them. (3) A file with two names is never cut.
+Invariants. (1) A part's file gets its name only when it is whole and, if durable, on disk. (2) A part's bytes never
+change: a file only grows behind them, and is cut back to them. (3) A file with two names is never cut.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ALIGNED = 64 * 1024  # every filesystem's block size divides it
 
 
 def place(source: str, directory: str, part: Part, *, durable: bool) -> None:
-    """Make the file `source` the part. `OSError` of the disk: then `source` may still be there."""
+    """Make the file `source` the part. If the disk raises `OSError`, `source` may still be there."""
     if durable:
         _sync(source)
     ensure(directory, durable=durable)
@@ -42,7 +43,7 @@ def place(source: str, directory: str, part: Part, *, durable: bool) -> None:
 
 
 def ensure(directory: str, *, durable: bool) -> None:
-    """Have an upload's directory, and the one that holds it."""
+    """Make an upload's directory and its parent if they are missing."""
     for each in (os.path.dirname(directory), directory):
         if not os.path.isdir(each):
             os.makedirs(each, mode=0o700, exist_ok=True)
@@ -56,7 +57,7 @@ def _rename(source: str, target: str) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        shutil.copyfile(source, target + ".new")  # the key's volume is another by now
+        shutil.copyfile(source, target + ".new")  # the key is on another volume by now
         _sync(target + ".new")
         os.replace(target + ".new", target)
         os.unlink(source)
@@ -71,7 +72,7 @@ def _sync(path: str) -> None:
 
 
 def write(path: str, data: bytes) -> None:
-    """A new file of these bytes; a failure leaves nothing."""
+    """Write a new file with these bytes; a failure leaves nothing."""
     try:
         with open(path, "xb") as file:
             file.write(data)
@@ -81,7 +82,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def forget(path: str) -> None:
-    """Unlink; missing already is fine."""
+    """Unlink. It is no error if the file is missing."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -89,7 +90,7 @@ def forget(path: str) -> None:
 
 
 def remove(directory: str) -> None:
-    """Remove an upload's directory and all in it; missing already is fine."""
+    """Remove an upload's directory with its contents. It is no error if it is missing."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -111,8 +112,8 @@ def checksum(path: str, algorithm: str) -> str:
 
 
 def scan(directory: str) -> dict[int, Part]:
-    """The parts that are here, by number. What is no part, was replaced or is too short is removed, and what a join
-    appended is cut off."""
+    """The parts that are here, by number. Removes files that are no part, were replaced or are too short, and cuts off
+    what a join appended."""
     found = []
     try:
         names = os.listdir(directory)
@@ -134,7 +135,7 @@ def scan(directory: str) -> dict[int, Part]:
 
 
 def holds(directory: str, parts: Sequence[Part], data_path: str) -> bool:
-    """Whether the object's data file is one of these parts, grown: then they have been joined and committed."""
+    """Whether the object's data file is one of these parts, grown: then the parts were joined and committed."""
     try:
         inode = os.stat(data_path)
     except OSError:
@@ -149,8 +150,8 @@ def holds(directory: str, parts: Sequence[Part], data_path: str) -> bool:
 
 
 def cut_back(directory: str, part: Part) -> None:
-    """Take off what a join has appended to the part's file; not while the file has another name: it may be the object
-    by now."""
+    """Cut off what a join appended to the part's file, unless the file has another name: it may be the object by
+    now."""
     path = os.path.join(directory, name_of(part))
     seen = os.stat(path)
     if seen.st_size > part.size_bytes and seen.st_nlink == 1:
@@ -158,9 +159,9 @@ def cut_back(directory: str, part: Part) -> None:
 
 
 def join(directory: str, parts: Sequence[Part], target: str) -> list[int]:
-    """Make `target` the parts, one after the other; the xxh3-64 of each block. `OSError` leaves everything as it was.
+    """Make `target` from the parts, in order; return the xxh3-64 of each block. On `OSError` everything is as before.
 
-    On success the first part's file is `target`: `unjoin` undoes it, as long as the object is not committed.
+    On success the first part's file is `target`; `unjoin` undoes it while the object is not committed.
     """
     try:
         first = os.path.join(directory, name_of(parts[0]))
@@ -184,7 +185,7 @@ def join(directory: str, parts: Sequence[Part], target: str) -> list[int]:
 
 
 def unjoin(directory: str, first: Part, target: str) -> None:
-    """The object did not come to be: the first part is itself again."""
+    """The object was not made: make the first part's file itself again."""
     forget(target)
     try:
         cut_back(directory, first)
@@ -194,7 +195,7 @@ def unjoin(directory: str, first: Part, target: str) -> None:
 
 def _link(first: str, target: str) -> bool:
     if os.stat(first).st_nlink > 1:
-        return False  # it is an object's file: not to be changed
+        return False  # it is an object's file, which must not change
     try:
         os.link(first, target)
     except OSError as error:
@@ -221,7 +222,7 @@ def _append(path: str, target: int, at: int, size_bytes: int, sums: _Sums) -> No
 
 
 def _share(source: int, target: int, at: int, size_bytes: int) -> bool:
-    """Let the filesystem share the bytes, if it can; whether it did."""
+    """Let the filesystem share the bytes; return whether it did."""
     whole_bytes = size_bytes if size_bytes % _ALIGNED == 0 else 0
     if at % _ALIGNED or not whole_bytes:
         return False
@@ -267,7 +268,7 @@ class _Sums:
                 self._close_block()
 
     def read(self, fd: int, start: int, size_bytes: int) -> None:
-        """Pass bytes that are in place already."""
+        """Hash bytes that are in place already."""
         done = 0
         while done < size_bytes:
             count = _read(fd, self.window[: size_bytes - done], start + done)

@@ -1,14 +1,14 @@
-"""Tags of objects that are there: read, and changed without rewriting a byte.
+"""Tags of existing objects: read, and changed without rewriting a byte.
 
-Theory. Whoever has the truth about an object has it about its tags. Of an owned object that is this node: its record
-and its note say them, and what is to be flushed is flushed with them. Of any other it is the backend: tags are changed
-there at once, whatever the bucket's write mode, since the backend has the object and nothing needs to wait; what is
-cached here is then made to say the same. Reading asks the same authority.
+Theory. Whoever is the authority for an object is the authority for its tags. For an owned object that is this node: its
+record and its note have the tags, and the flush sends them. For any other object it is the backend: tags are changed
+there at once, whatever the bucket's write mode, since the backend has the object and nothing needs to wait. The cached
+record is then updated. Reading asks the same authority.
 
-To the flusher new tags are a new write of the same bytes: the note gets a `seq` of its own, so a flush that was under
-way with the old ones is followed by another, and none is waited for.
+To the flusher new tags are a new write of the same bytes. The note gets a `seq` of its own, so a flush under way with
+the old tags is followed by another, and nothing waits.
 
-Invariants. (1) Tags are answered after they are true where the truth is, and durable if the object is. (2) Neither
+Invariants. (1) The answer comes after the tags are set at the authority, durably if the object is durable. (2) Neither
 bytes nor version nor ETag of an object change.
 """
 
@@ -46,7 +46,7 @@ class Tags:
         self._workers = workers
 
     async def read(self, named: ObjectNamed) -> TagsSaid:
-        """The object's tags. `NotFound`; `NotSupported` where only a backend knows them that does not tell."""
+        """The object's tags. `NotFound`; `NotSupported` if only a backend knows them and does not tell."""
         bucket, key = named.bucket, check_key(named.key)
         served = await self._buckets.get(bucket)
         record = self._owned(bucket, key, served)
@@ -64,7 +64,7 @@ class Tags:
             return TagsSaid(known)
 
     async def tag(self, call: TagCall) -> Nothing:
-        """Make these the object's tags. `NotFound`, `Invalid`; `NotSupported` where the backend has none."""
+        """Set the object's tags. `NotFound`, `Invalid`; `NotSupported` if the backend has none."""
         check_key(call.key)
         parse_tags(call.tags)
         return await self._writes.finish(self._tag(call))
@@ -84,7 +84,7 @@ class Tags:
         return Nothing()
 
     def _owned(self, bucket: str, key: str, served: Served) -> Record | None:
-        """The record if this node has the truth about the object; `NotFound` if it knows that there is none."""
+        """The record if this node is the authority for the object. `NotFound` if it knows that there is none."""
         self._store.check_present(bucket, key)
         record = self._store.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:

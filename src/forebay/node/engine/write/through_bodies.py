@@ -1,19 +1,20 @@
 """Bodies on their way to the backend of a bucket written through.
 
-Theory. A body goes as one put, or, from MULTIPART_BYTES_MIN on where the backend has uploads, as an upload of parts
-that travel beside each other: one connection seldom fills a link, and nobody wants to send 50 GiB again for one broken
-connection. Nothing of an upload is visible before it is completed, and it is aborted when it is given up.
+Theory. A body goes as one put. From MULTIPART_BYTES_MIN on, if the backend has uploads, it goes as an upload of parts
+that travel in parallel: one connection seldom fills a link, and a broken connection must not cost 50 GiB again. An
+upload is invisible until it is completed, and it is aborted when it is given up.
 
-Parts of equal length that begin together end together, and then the link would rest while the backend thinks about all
-of them. So a part gives its turn to the next as its last piece leaves; what waits for an answer is bounded apart.
+Parts of equal length that begin together end together, and then the link would rest while the backend processes them
+all. So a part gives its turn to the next as its last piece leaves. A separate bound holds for parts that wait for an
+answer.
 
-`ready` of a body may wait: for bytes that a client still sends, and at the very end for leave to make it visible
-(`node/engine/write/through_streams.py`). A put holds its last bytes back for that; an upload asks before it completes.
+A body's `ready` may wait: for bytes that a client still sends, and at the very end for permission to become visible
+(`node/engine/write/through_streams.py`). A put holds back its last bytes for that; an upload asks before it completes.
 
 Rejected: trying again here (the backend's own layer does); leaving uploads to be found later (the vendor charges for
 parts that nobody sees); parts of different lengths, which would end apart (some services want them equal).
 
-Invariant. After `put` raised, no upload of it is left at a backend that answers; nor after a stop
+Invariant. After `put` raised, or after a stop, no upload of it is left at a backend that answers
 (`write/begun_uploads.py`).
 """
 
@@ -36,8 +37,8 @@ from forebay.node.engine.write.begun_uploads import Begun
 
 log = logging.getLogger("forebay.writes")
 
-SENDING_AT_ONCE = 4  # parts whose bytes leave
-PARTS_AT_ONCE = 8  # those, and parts that were sent and not answered
+SENDING_AT_ONCE = 4  # parts that are being sent
+PARTS_AT_ONCE = 8  # those, and parts sent but not answered
 Leave = Callable[[], Awaitable[None]]  # returns when the object may become visible
 
 
@@ -63,7 +64,7 @@ class Through:
         tags: str = "",
         leave: Leave = _at_once,
     ) -> ObjectInfo:
-        """Make `body` the object at the backend; what it is there. Errors as `Backend.put`. Cancelling it leaves
+        """Make `body` the object at the backend; return its metadata there. Errors as `Backend.put`. Cancelling leaves
         nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them."""
         headers = tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
         backend = served.backend
@@ -113,7 +114,7 @@ class Through:
                     async def ready(upto: int) -> None:
                         await part.ready(upto)
                         if upto == part.size_bytes:
-                            turn.close()  # its last piece leaves now
+                            turn.close()  # the last piece leaves now
 
                     await part.ready(1)  # a part that has not begun to arrive holds no connection
                     return number, await backend.put_part(key, upload_id, number, part._replace(ready=ready))
@@ -129,7 +130,7 @@ class Through:
             raise
 
     async def _give_up(self, served: Served, key: str, noted: str, beginning: asyncio.Task[str]) -> None:
-        """Have the backend forget the upload, which may be about to be begun still."""
+        """Abort the upload at the backend, even if its beginning is still under way."""
         try:
             upload_id = await beginning
         except ForebayError as error:
@@ -154,12 +155,12 @@ class Through:
             log.warning("the note of an upload could not be removed: %s", error)
 
     async def aclose(self) -> None:
-        """Wait for what is being cleaned up."""
+        """Wait for clean-up under way."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 def part_size(size_bytes: int, part_bytes_min: int) -> int:
-    """How large the parts of an upload are: as few as PARTS_MAX allows, in whole blocks."""
+    """The size of an upload's parts: whole blocks, and at most PARTS_MAX parts."""
     least = max(limits.FLUSH_PART_BYTES, part_bytes_min, -(-size_bytes // limits.PARTS_MAX))
     return -(-least // limits.BLOCK_BYTES) * limits.BLOCK_BYTES
 
@@ -176,7 +177,7 @@ def piece(body: Body, start: int, length: int) -> Body:
 
 
 def _held_back(body: Body, leave: Leave) -> Body:
-    """The body, whose end is not there before `leave`."""
+    """The body, with its end held back until `leave` returns."""
     if leave is _at_once:
         return body
 

@@ -1,13 +1,13 @@
 """Bodies that go on to the backend while the client still sends them (buckets written through).
 
-Theory. `put_open` starts the put at the backend from the file that the front fills; `Grown` says how far it is; `put`
-with the number completes it. The last bytes (or the completion of an upload) are held back until then: only the front
-knows whether the body is whole and its checksums are right, and only under the key's lock can the conditions be
-judged. So the lock is taken when the body is there, not while a slow client sends it, and what the client gives up was
+Theory. `put_open` starts the put at the backend from the file that the front fills. `Grown` says how far the file is.
+`put` with the number completes it. The last bytes (or the completion of an upload) are held back until then: only the
+front knows whether the body is whole and its checksums match, and conditions can be judged only under the key's lock.
+So the lock is taken when the body is there, not while a slow client sends it, and a body that the client gives up was
 never visible.
 
-If what was started cannot be what the call wants (another size, an engine that started anew since), the body is simply
-put from the file, which is whole by then.
+If the started put does not fit the final call (another size, or an engine that has restarted since), the body is put
+from the file, which is whole by then.
 
 Invariants. (1) A put that was opened ends: completed, given up, or with the connection of its front. (2) The last byte
 leaves for the backend under the key's lock, after the conditions held.
@@ -60,7 +60,7 @@ class _Arriving:
         await self._leave.wait()
 
     def let_go(self) -> None:
-        """The body is whole, and wanted: let it become the object."""
+        """The body is whole and wanted: let it become the object."""
         self.grown(self.call.size_bytes)
         self._leave.set()
 
@@ -78,8 +78,8 @@ class Streams:
         return len(self._arriving)
 
     async def open(self, call: PutOpenCall) -> PutOpened:
-        """Begin, if the bucket and its backend want it so. `NotSupported` for a backend that cannot be written,
-        `Precondition` for conditions that do not hold already: before the body is taken."""
+        """Begin, if the bucket and its backend support it. `NotSupported` for a backend that cannot be written,
+        `Precondition` for conditions that fail already: both before the body is taken."""
         check_key(call.key)
         served = await self._buckets.get(call.bucket)
         if served.bucket.write != "through":
@@ -91,7 +91,7 @@ class Streams:
             expect = "" if judged is None else judged.version or None
         if call.size_bytes < limits.STREAM_BYTES_MIN or not call.path:
             return PutOpened(0)
-        number = self._store.take_id()  # never used again, not even by the next engine
+        number = self._store.take_id()  # ids are never reused, not even by the next engine
         arriving = self._arriving[number] = _Arriving(call, served, expect)
         body = Body(call.size_bytes, path=call.path, ready=arriving.ready)
         arriving.task = asyncio.create_task(
@@ -113,7 +113,7 @@ class Streams:
             arriving.grown(upto)
 
     def gave_up(self, number: int) -> None:
-        """The body will not be completed: nothing of it becomes visible. Twice is fine, and after the end."""
+        """The body will not be completed: nothing of it becomes visible. May be called twice, and after the end."""
         if (arriving := self._arriving.pop(number, None)) is not None:
             self._give_up(arriving)
 
@@ -125,7 +125,7 @@ class Streams:
     def _ended(self, task: asyncio.Task[ObjectInfo]) -> None:
         self._ending.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody waits for it any more
+            task.exception()  # mark it retrieved: nobody waits
 
     async def put(self, call: PutCall) -> Written:
         """The body of `put_open` is whole: make it the object. Runs to its end, even if the front goes away."""
@@ -167,7 +167,7 @@ class Streams:
                 remove_temp(call.path)
 
     async def _complete(self, arriving: _Arriving, expect: str | None) -> ObjectInfo:
-        """Under the key's lock, with the conditions judged: let the rest go, and wait for the backend."""
+        """Under the key's lock, with the conditions judged: release the rest, and wait for the backend."""
         if arriving.expect != expect:
             raise Precondition(
                 f"{arriving.call.key!r} was written while its new body arrived: read it again, then decide",
@@ -190,7 +190,7 @@ class Streams:
 
 
 def _fits(arriving: _Arriving, call: PutCall, served: Served) -> bool:
-    """Whether what was started is what is wanted, in a bucket that is where it was."""
+    """Whether the started put is the one wanted, in a bucket that has not moved."""
     begun = arriving.call
     same = (begun.bucket, begun.key, begun.size_bytes, begun.path) == (
         call.bucket,
@@ -202,7 +202,7 @@ def _fits(arriving: _Arriving, call: PutCall, served: Served) -> bool:
 
 
 def _failed_early(arriving: _Arriving) -> bool:
-    """Whether the put broke before the body was whole, in a way that sending it again from the file may mend."""
+    """Whether the put failed before the body was whole, in a way that sending it again from the file may mend."""
     task = arriving.task
     if not task.done():
         return False

@@ -1,26 +1,27 @@
 """Multipart uploads of clients, at the engine: begun, filled, completed, aborted, found again after a stop.
 
-Theory. An upload is an entry of the metadata store and a directory of parts (`node/engine/write/parts.py`); everything
-else is memory, and can be made again from these two. Whoever changes what an upload *is* (Complete, Abort) closes it
-first: a part that arrives meanwhile waits for the outcome, and is then the open upload's or nobody's.
+Theory. An upload is an entry of the metadata store and a directory of parts (`node/engine/write/parts.py`). Everything
+else is in memory, and can be rebuilt from these two. Complete and Abort close the upload first. A part that arrives
+meanwhile waits for the outcome; it then belongs to the open upload, or is refused.
 
 Complete chooses the parts (`core/machines/uploads.py`), joins them, notes in the metadata store what the object will
 be, and commits it as a put would. The note stays for DONE_KEPT_S, so that a client whose answer was lost may ask again.
-After a stop between note and end the object's data file tells which it was: it is the first part's, or it is not.
+After a stop between note and end, the object's data file shows whether the commit happened: it is the first part's
+file, or it is not.
 
-In a bucket written through, the backend's own upload is begun with ours and gets each part as it arrives; it is
-completed while the parts are joined here. Its id is noted before the first part; that one is about to be begun is noted
-before that. Where the backend has no uploads, or lost ours, the joined file is put as a body would be.
+In a bucket written through, the backend's own upload begins with ours and gets each part as it arrives. It is completed
+while the parts are joined here. The metadata store notes that it is about to begin, and then its id, before the first
+part. If the backend has no uploads, or lost ours, the joined file is put as a body would be.
 
-`disk`: a part is on the disk before it is acknowledged. Else (`memory`, and `through`, where a part is only half of a
-write that nobody has acknowledged) an upload does not outlive a stop of the machine, and is aborted after it.
+`disk`: a part is on disk before it is acknowledged. Otherwise (`memory`, and `through`, where a part is only half of a
+write that nobody has acknowledged) an upload does not survive a stop of the machine, and is aborted after it.
 
 Rejected: parts as objects under hidden keys (listed, evicted and flushed by accident); joining as parts arrive (parts
 are replaced, left out, and come in any order).
 
 Invariants. (1) A file in `parts/` belongs to an upload of the metadata store, or is removed by the next sweep. (2) An
-upload is either open or done, never both: parts are taken from it only after its object is committed. (3) No upload
-whose id we heard is left at a backend that answers, and none is aborted whose id we did not hear.
+upload is either open or done, never both: its parts are removed only after its object is committed. (3) No upload whose
+id we heard is left at a backend that answers, and none is aborted whose id we did not hear.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ FULL_RETRY_S = 60.0
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True):
-    """What an upload became, or is about to become (`committed` false). `etag` is the parts' own, whatever the backend
-    calls the object."""
+    """What an upload became, or is about to become (`committed` false). `etag` is computed from the parts, whatever the
+    backend's ETag is."""
 
     at_s: float
     etag: str
@@ -86,8 +87,8 @@ class Done(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An upload in the metadata store. `begin`: an upload at the backend is being begun, and its id not known yet.
-    `boot_id` is set where parts are not synced: they are good until the machine stops."""
+    """An upload in the metadata store. `begin`: an upload at the backend is beginning, and its id is not known yet.
+    `boot_id` is set if parts are not synced: they are valid until the machine stops."""
 
     bucket: str
     key: str
@@ -120,16 +121,16 @@ _decode = msgspec.msgpack.Decoder(Kept).decode
 
 
 class Upload:
-    """One open upload in memory. `closing` is held by who ends it; `gone` says that it is ended."""
+    """One open upload in memory. Whoever ends it holds `closing`; `gone`: it has ended."""
 
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
         self.parts: dict[int, Part] = {}
-        self.tokens: dict[int, str] = {}  # what the backend calls its parts, as far as known
+        self.tokens: dict[int, str] = {}  # the backend's tokens of parts, as far as known
         self.seq = 0
         self.gone = False
         self.passed = False  # the backend's upload became the object
-        self.unheard = kept.done is not None  # it may have, in an attempt that had no answer
+        self.unheard = kept.done is not None  # the backend may have completed it in an attempt without an answer
         self.closing = asyncio.Lock()
         self._arriving = 0
         self._quiet = asyncio.Event()
@@ -138,7 +139,8 @@ class Upload:
 
     @asynccontextmanager
     async def arrival(self, number: int) -> AsyncIterator[None]:
-        """A part is being placed: parts of one number one after the other, and the directory stays until then."""
+        """Spans the placing of a part. Parts of one number are placed one after the other, and the directory stays
+        until then."""
         self._arriving += 1
         self._quiet.clear()
         turn = self._turns.setdefault(number, asyncio.Lock())
@@ -159,7 +161,7 @@ class Upload:
 
 
 def disk_trouble(error: OSError, doing: str) -> Unavailable:
-    """What to raise when a disk refuses an upload's bytes."""
+    """The error for a disk that refuses an upload's bytes."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Unavailable(
             f"there is no room for {doing}: free space on the node (`forebay status`), then send it again",
@@ -201,16 +203,16 @@ class UploadBook:
         self._aborting: dict[str, Kept] = {}
         self._names: dict[str, list[tuple[str, str]]] = {}  # by bucket: (key, id) of open uploads, sorted
         self._completing: dict[str, tuple[UploadCompleteCall, asyncio.Task[UploadCompleted]]] = {}
-        self._clearing: set[str] = set()  # done, and not noted so yet: the parts are the proof
+        self._clearing: set[str] = set()  # done, but not noted yet: the parts are the proof
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the verbs ---------------------------------------------------------------------------------------------------
     async def create(self, call: UploadCreateCall) -> UploadState:
-        """Begin an upload. It is kept before this returns."""
+        """Begin an upload. It is stored before this returns."""
         return await self._whole(self._create(call))
 
     async def part(self, call: UploadPartCall) -> PartState:
-        """Take a part. The file `call.path` is gone afterwards, whatever happened."""
+        """Take a part. The file `call.path` is gone afterwards in any case."""
         return await self._whole(self._take_all(call))
 
     async def parts(self, call: UploadPartsCall) -> UploadParts:
@@ -224,7 +226,8 @@ class UploadBook:
         return UploadParts(state, [_state(upload.parts[number]) for number in shown], len(numbers) > len(shown))
 
     async def complete(self, call: UploadCompleteCall) -> UploadCompleted:
-        """Make the object of the parts named. Asked again meanwhile, or after its answer was lost, it says the same."""
+        """Make the object from the named parts. A repeated call, meanwhile or after a lost answer, gets the same
+        answer."""
         asked, work = self._completing.get(call.upload_id, (None, None))
         if work is None or asked != call:
             work = self._spawn(self._complete(call))
@@ -248,7 +251,7 @@ class UploadBook:
         return Uploads([self._open[upload_id].kept.state for _, upload_id in page], more)
 
     async def abort_bucket(self, bucket: str) -> int:
-        """Abort every open upload of a bucket that goes, and forget those that are done; how many were open."""
+        """Abort every open upload of a bucket that goes, and forget those that are done; return how many were open."""
         count = 0
         for _, upload_id in list(self._names.get(bucket, [])):
             if (upload := self._open.get(upload_id)) is not None:
@@ -383,7 +386,8 @@ class UploadBook:
         return _state(part)
 
     def _place(self, call: UploadPartCall, directory: str, part: Part, kept: Kept) -> Part:
-        """In a worker: bring the bytes to their place under their name; the part with the checksum that it needs."""
+        """In a worker: move the bytes to their place under their name. Returns the part, with the checksum that it
+        needs."""
         source = call.path
         if not source:
             assert call.body is not None, "a part has a path or a body"
@@ -401,7 +405,7 @@ class UploadBook:
         return part
 
     async def _send(self, upload: Upload, served: Served, part: Part, path: str) -> str:
-        """Send the part on where the backend has an upload of ours; its token there, "" without."""
+        """Send the part to the backend's upload, if there is one. Returns its token there, or ""."""
         if not upload.kept.backend_id or served.bucket.write != "through":
             return ""
         body = Body(part.size_bytes, path=path, md5=part.md5)
@@ -431,7 +435,7 @@ class UploadBook:
             pass  # a sweep removes it when the disk is back
 
     async def _abort_there(self, kept: Kept) -> None:
-        """Have the backend forget its upload, then forget ours. What fails is tried again by the sweep."""
+        """Abort the backend's upload, then forget ours. The sweep repeats what fails."""
         try:
             served = await self._buckets.get(kept.bucket)
             if kept.backend_id:
@@ -463,7 +467,7 @@ class UploadBook:
         return kept.done.answer
 
     async def _finish(self, served: Served, upload: Upload, call: UploadCompleteCall) -> UploadCompleted:
-        """Make the object; the upload is closed meanwhile, and ended afterwards."""
+        """Make the object. The upload is closed meanwhile, and ended afterwards."""
         kept = upload.kept
         algorithm, kind = kept.checksum_algorithm, kept.checksum_type
         rules.check_form(call.checksums, algorithm, kind)
@@ -522,16 +526,16 @@ class UploadBook:
                 if_none_match=call.if_none_match,
                 send=send,
             )
-        except Exception:  # cancelled, it is left as a stop of the process would leave it: the commit may be under way
+        except Exception:  # a cancelled call is left as a stop would leave it: the commit may be under way
             await self._work(files.unjoin, directory, chosen[0], target)
             raise
-        await self._work(files.forget, target)  # a small object lives in its record, and what has no room nowhere
+        await self._work(files.forget, target)  # left over if the object is small or had no room
         return written
 
     async def _make_there_alone(
         self, served: Served, upload: Upload, call: UploadCompleteCall, chosen: list[Part]
     ) -> Written:
-        """Make the object at the backend where no disk here takes it; the node forgets what it had of the key."""
+        """Make the object at the backend when no disk here takes it. The node forgets what it had of the key."""
         writes, bucket, key = self._writes, call.bucket, call.key
         async with writes.lock(bucket, key):
             expect: str | None = None
@@ -548,7 +552,8 @@ class UploadBook:
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)
 
     async def _made_unheard(self, served: Served, upload: Upload, chosen: list[Part], refusal: Precondition) -> Written:
-        """The conditions do not hold, perhaps because this very upload was completed before, and nobody heard it."""
+        """The conditions failed, perhaps because this upload was completed before and its answer was lost: then return
+        that."""
         bucket, key = upload.kept.bucket, upload.kept.key
         async with self._writes.lock(bucket, key):
             info = await lost_answers.completed(served.backend, key, [(part.number, part.md5) for part in chosen])
@@ -561,8 +566,8 @@ class UploadBook:
     async def _complete_there(
         self, served: Served, upload: Upload, chosen: list[Part], target: str, expect: str | None
     ) -> ObjectInfo:
-        """Make the object at the backend: of the parts that it has, or, where it has not, of the joined file `target`
-        (if there is one)."""
+        """Make the object at the backend: from the parts that it has, or else from the joined file `target`, if there
+        is one."""
         kept, backend = upload.kept, served.backend
         size_bytes = sum(part.size_bytes for part in chosen)
         if kept.backend_id and all(part.size_bytes >= backend.part_bytes_min for part in chosen[:-1]):
@@ -580,7 +585,7 @@ class UploadBook:
             parts = [(part.number, part.md5) for part in chosen]
             if (
                 seen := await lost_answers.completed(backend, kept.key, parts)
-            ) is not None:  # by a process before this one
+            ) is not None:  # completed by an earlier process
                 return seen
         if not target:
             raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
@@ -591,7 +596,7 @@ class UploadBook:
         return put
 
     async def _tokens(self, served: Served, upload: Upload, chosen: list[Part]) -> list[tuple[int, str]]:
-        """What the backend calls the parts. After a restart it is asked; a part that it does not have is sent."""
+        """The backend's tokens of the parts. After a restart the backend is asked; a part that it lacks is sent."""
         kept, backend = upload.kept, served.backend
         if any(part.number not in upload.tokens for part in chosen):
             seen = {each.number: each for each in await backend.list_parts(kept.key, kept.backend_id)}
@@ -607,7 +612,7 @@ class UploadBook:
         return [(part.number, upload.tokens[part.number]) for part in chosen]
 
     async def _clear(self, upload: Upload, done: Kept) -> None:
-        """After the answer: note that it is so, then let the parts go, and the backend's upload if it was not used."""
+        """After the answer: record the outcome, then remove the parts, and the backend's upload if it was not used."""
         if upload.passed:
             done = self._done[done.upload_id] = msgspec.structs.replace(done, backend_id="")
         try:
@@ -620,7 +625,7 @@ class UploadBook:
             await self._leave_there(done)
 
     async def _leave_there(self, done: Kept) -> None:
-        """Have the backend forget an upload that was not needed after all. What fails is tried again by the sweep."""
+        """Abort a backend's upload that was not needed. The sweep repeats what fails."""
         try:
             served = await self._buckets.get(done.bucket)
             await served.backend.abort_upload(done.key, done.backend_id)
@@ -634,7 +639,7 @@ class UploadBook:
 
     # --- after a stop, and from time to time -------------------------------------------------------------------------
     async def load(self) -> None:
-        """Find every upload again. Nothing is asked of a backend here; `tend` does what is left to do there."""
+        """Restore every upload. Asks no backend; `tend` does what remains to do there."""
         entries, _ = await self._meta.range(PREFIX)
         for entry in entries:
             kept = _decode(entry.value)
@@ -663,7 +668,7 @@ class UploadBook:
         self._list(upload)
 
     async def _committed(self, kept: Kept, directory: str, upload: Upload) -> bool:
-        """Whether the object that was noted came to be before the stop."""
+        """Whether the noted object was committed before the stop."""
         record = self._store.lookup(kept.bucket, kept.key)
         if record is None or kept.done is None:
             return False
@@ -673,7 +678,7 @@ class UploadBook:
         return bool(path) and await self._work(files.holds, directory, list(upload.parts.values()), path)
 
     async def tend(self) -> None:
-        """For ever: sweep now, and then every SWEEP_EVERY_S."""
+        """Sweep now, and then every SWEEP_EVERY_S, for ever."""
         while True:
             try:
                 await self.sweep()
@@ -682,8 +687,8 @@ class UploadBook:
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Abort what is too old, try again to abort what a backend still has, forget what was done long ago, and
-        remove directories that no upload owns."""
+        """Abort uploads that are too old, repeat failed aborts at backends, forget uploads done long ago, and remove
+        directories that no upload owns."""
         now_s = self._clock.wall_s()
         for upload in [each for each in self._open.values() if now_s - each.kept.created_s > limits.UPLOAD_AGE_MAX_S]:
             log.info(
@@ -709,7 +714,7 @@ class UploadBook:
                     await self._work(files.remove, os.path.join(holder, upload_id))
 
     async def aclose(self, grace_s: float = 10.0) -> None:
-        """Stop. What does not end within `grace_s` is left as a stop of the process would leave it."""
+        """Stop. Work that does not end within `grace_s` is left as a stop of the process would leave it."""
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=grace_s)
         for task in list(self._tasks):
@@ -718,7 +723,7 @@ class UploadBook:
 
     # --- running -----------------------------------------------------------------------------------------------------
     async def _whole(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run to the end although the asker may go away."""
+        """Run to the end even if the caller goes away."""
         return await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
@@ -738,7 +743,7 @@ class UploadBook:
 
 
 def _is_part(token: str, part: Part) -> bool:
-    """Whether what a backend has is this part. Only an MD5 can tell: else the part is sent again."""
+    """Whether the backend's part is this one. Only an MD5 can tell; otherwise the part is sent again."""
     return token.strip('"') == part.md5
 
 
@@ -748,7 +753,7 @@ def _state(part: Part) -> PartState:
 
 
 def _stored(kept: Kept, checksum: str, chosen: Sequence[Part]) -> Headers:
-    """The headers that the object will have: the client's, and what reads show of its parts and checksum."""
+    """The object's headers: the client's, and those that show its parts and checksum to readers."""
     headers = kept.headers
     if text := rules.sizes_text([part.size_bytes for part in chosen]):
         headers = (*headers, (rules.SIZES_HEADER, text))

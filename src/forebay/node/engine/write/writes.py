@@ -1,26 +1,26 @@
-"""Writing at the engine: put and delete, as each bucket wants them.
+"""Writing at the engine: put and delete, as each bucket's write mode requires.
 
 Theory. A write is a short section under its key's lock: judge the conditions against what a read would show now, do
-what the bucket's mode says, and make the outcome visible to every front before it is answered.
+what the bucket's mode says, and make the outcome visible to every front before the answer.
 
     through        the backend first (`node/engine/write/through_bodies.py`), then a clean record: whole, verified,
-    confirmed now;
-                   what was here before is unconfirmed from before the backend is asked
+                   confirmed now; the earlier version is unconfirmed from before the backend is asked
                    (`node/engine/read/confirmations.py`)
     back, local    a dirty or local record (or a tombstone), durable as the bucket says, in a group commit
 
-A write through that finds no room on a volume is a write all the same: the backend has it, and the tier forgets what it
-had. If the backend's answer is lost, nobody knows whether it happened; then what is here counts as unconfirmed.
+A write through that finds no room on a volume still succeeds: the backend has it, and the node forgets what it had. If
+the backend's answer is lost, nobody knows whether the write happened; then the cached version counts as unconfirmed.
 
-A small write that has to wait for nothing but its commit (`begin`) is the same section without a task: lock, judgement
-and change in one turn of the loop, and the rest when the commit is told. It is most of what many small writers cost.
+A small write that waits only for its commit (`begin`) is the same section without a task: lock, judgement and change in
+one turn of the loop, and the rest when the commit ends. This saves most of the cost of many small writers.
 
-A section runs in a task of its own and ends by itself: the front that asked may die in the middle, the key's lock is
-held until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while
-no write is half-way (`quiet`).
+A section runs in a task of its own to its end: the front that asked may die in the middle, and the key's lock is held
+until the key is in order. Sections are counted for each bucket, so that a bucket can be changed or removed while no
+write is half-way (`quiet`).
 
-What replaces an owned object is based on what that was based on (`disk/notes.py`); what replaces a clean one, on its
-version; what replaces nothing that is known here, on anything ("last writer wins", as S3 does it).
+A write that replaces an owned object inherits that object's base version (`disk/notes.py`). One that replaces a clean
+object is based on its version. One that replaces nothing known here is based on any version ("last writer wins", as in
+S3).
 
 Rejected: judging conditions in the front (another front's write may come between); taking the lock while the body
 arrives (one slow client would stop all writers of the key).
@@ -76,11 +76,11 @@ ResultT = TypeVar("ResultT")
 
 QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
 _DIRTY, _LOCAL = int(State.DIRTY), int(State.LOCAL)
-PRESYNC_BYTES_MIN = limits.MIB  # from here a file is synced before its change is queued: the group does not wait for it
+PRESYNC_BYTES_MIN = limits.MIB  # from this size on a file is synced before its change is queued
 
 
 class Owes(Protocol):
-    """What the backends are owed (`node/engine/flush/flusher.py`), as writes tell and ask it."""
+    """What the backends are owed (`node/engine/flush/flusher.py`), as writes use it."""
 
     def add(self, owed: Owed) -> None: ...
 
@@ -117,7 +117,7 @@ class Writes:
         known: KnownVolumes | None = None,
     ) -> None:
         self.locks = KeyLocks()
-        self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # hears of each new version and delete
+        self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # called for each new version and delete
         self.commits = Commits(store, published=self._published, flush=flush)
         self.through = through
         self._store = store
@@ -136,11 +136,11 @@ class Writes:
 
     # --- sections ----------------------------------------------------------------------------------------------------
     def lock(self, bucket: str, key: str) -> AbstractAsyncContextManager[None]:
-        """Alone with the key: no other write, no end of a flush."""
+        """Hold the key: no other write, no end of a flush."""
         return self.locks.lock(bucket, key)
 
     async def finish(self, section: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `section` to its end, even if who waits for it goes away."""
+        """Run `section` to its end, even if its caller goes away."""
         if self._closed:
             section.close()
             raise Closed("the node is stopping: write it again in a moment")
@@ -152,11 +152,12 @@ class Writes:
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._sections.discard(task)
         if not task.cancelled():
-            task.exception()  # who waited has it; if nobody did, nobody is told
+            task.exception()  # mark it retrieved: the waiter has it, if there is one
 
     @asynccontextmanager
     async def entered(self, bucket: str) -> AsyncIterator[Served]:
-        """Write in this bucket: it stays what it is meanwhile. `NotFound` when there is none."""
+        """Spans a write in this bucket, whose settings stay the same meanwhile. `NotFound` if there is no such
+        bucket."""
         while bucket in self._quiet:
             await self._quiet[bucket].wait()
         self._entered[bucket] += 1
@@ -174,7 +175,8 @@ class Writes:
 
     @asynccontextmanager
     async def quiet(self, bucket: str) -> AsyncIterator[None]:
-        """No write of the bucket is half-way meanwhile: those under way end, others wait. `Busy` after QUIET_WAIT_S."""
+        """Inside, no write of the bucket is half-way: those under way have ended, others wait. `Busy` after
+        QUIET_WAIT_S."""
         while bucket in self._quiet:
             await self._quiet[bucket].wait()
         self._quiet[bucket] = over = asyncio.Event()
@@ -196,7 +198,8 @@ class Writes:
 
     # --- what a key is now -------------------------------------------------------------------------------------------
     async def current(self, served: Served, key: str, *, revalidate: bool = False) -> ObjectInfo | None:
-        """What a read would show now: owed, cached and fresh, or asked. None if there is no such object."""
+        """What a read would show now: the owed object, the cached one if it is fresh, or the backend's. None if there
+        is none."""
         try:
             record = await self._cold.metadata(Ask(served.bucket.name, key, revalidate=revalidate), served)
         except NotFound:
@@ -211,8 +214,8 @@ class Writes:
         if_none_match: str | None,
         fits: Callable[[ObjectInfo], bool] | None = None,
     ) -> ObjectInfo | None:
-        """Judge a write's conditions; what the object is. `Precondition` (`PreconditionFailed`) if they do not hold or
-        it does not fit, `NotFound` for If-Match or `fits` where there is nothing. A refusal is never based on a cached
+        """Judge a write's conditions; return the object's metadata. `Precondition` (`PreconditionFailed`) if they fail
+        or `fits` returns false. `NotFound` for If-Match or `fits` without an object. A refusal never rests on a cached
         answer alone."""
         info = await self.current(served, key)
         if _holds(info, if_match, if_none_match, fits):
@@ -255,8 +258,8 @@ class Writes:
                 remove_temp(call.path)
 
     def begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
-        """As `put`, without a task: where nothing but its commit is to be waited for, begin it, and call `done` with
-        what became of it. False, and nothing happened, where there is, or anything is wrong: `put` it then."""
+        """As `put`, without a task: begin a write that waits only for its commit, and call `done` with the outcome.
+        Returns False, with nothing done, if it would wait for more or anything is wrong: `put` it then."""
         body, bucket = call.body, call.bucket
         if body is None or call.path or len(body) != call.size_bytes or len(body) > limits.INLINE_BYTES_MAX:
             return False
@@ -314,8 +317,8 @@ class Writes:
         body: bytes | None = None,
         send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None = None,
     ) -> Written:
-        """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is what an owned
-        object gets; `send(expect)` puts it to the backend, where that is not simply sending the bytes."""
+        """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is for an owned
+        object. `send(expect)` puts it to the backend if that is more than sending the bytes."""
         bucket = served.bucket
         self._store.check_present(bucket.name, key)
         if path and size_bytes <= limits.INLINE_BYTES_MAX:
@@ -337,7 +340,7 @@ class Writes:
             return await self._put_owned(served, what, if_match, if_none_match)
 
     async def delete(self, call: DeleteCall) -> Nothing:
-        """There is no such object afterwards. One that was not there is fine, unless a condition is given."""
+        """Delete the object. It is no error if there is none, unless a condition is given."""
         return await self.finish(self._delete(call))
 
     async def _delete(self, call: DeleteCall) -> Nothing:
@@ -357,7 +360,7 @@ class Writes:
         return Nothing()
 
     async def give_up(self, bucket: str, key: str) -> None:
-        """A lost object counts as deleted here, and the backend hears nothing of it; nothing if it is not lost."""
+        """Count a lost object as deleted here, without telling the backend. Does nothing if it is not lost."""
         await self.finish(self._give_up(bucket, key))
 
     async def _give_up(self, bucket: str, key: str) -> None:
@@ -367,7 +370,7 @@ class Writes:
                 await self.commit(Delete(bucket, key))
 
     async def _check_delete(self, served: Served, call: DeleteCall) -> ObjectInfo | None:
-        """What is to be deleted, where that was asked for by a condition."""
+        """The object to delete, if the call has conditions."""
         if call.if_match is None and call.if_size_bytes is None and call.if_modified_s is None:
             return None
 
@@ -378,7 +381,7 @@ class Writes:
 
     # --- remembering where something is owned ------------------------------------------------------------------------
     def _remembers(self, bucket: str, key: str) -> bool:
-        """Whether the node knows, outside of its volumes, that the key's may own something of the bucket."""
+        """Whether the node has noted, outside of its volumes, that the key's volume may own something of the bucket."""
         volume_id = self._store.volume_of(bucket, key)
         return self._known is None or self._known.noted(
             volume_id, bucket, self._store.owners.strays(bucket, key, volume_id)
@@ -448,7 +451,7 @@ class Writes:
         await self.commit(Delete(bucket.name, key, note, durable=bucket.durability == "disk"))
 
     def _following(self, bucket: Bucket, key: str, note: Note, judged: ObjectInfo | None, asked: bool) -> Note:
-        """The note as it stands in its key's history: what it is based on, and what may have been sent before."""
+        """The note in its key's history: with its base version, and with earlier bodies that may have been sent."""
         before = self._owes.find(bucket.name, key)
         if before is None and (lost := self._store.lost_of(bucket.name, key)) is not None:
             before = lost.note
@@ -458,10 +461,10 @@ class Writes:
         based_on: str | None = None
         sent = self._owes.sent(bucket.name, key)
         if record is not None and record.checked_s == MISSED:
-            pass  # a write of this node may have replaced it: nothing is known of what the backend has
+            pass  # a write of this node may have replaced it: the backend's version is unknown
         elif record is not None:
             based_on = record.version or None
-            # Of a flush that is over a request may still be on its way, and make this the object again: it is ours.
+            # A request of an ended flush may still be on its way, and make this the object again: it is ours.
             digest = self._store.digest(bucket.name, key, record)
             sent = sent_bodies.left(sent, digest or None)
         elif asked:
@@ -498,7 +501,7 @@ class Writes:
             return await self._keep(bucket, what, seen, asked_s)
 
     async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, asked_s: float) -> Written:
-        """The backend has it: so does the node from now on, or it has nothing of the key."""
+        """Cache the object that the backend has now; if that fails, forget the key."""
         key = what.key
         info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.shown)
         put = Put(
@@ -533,10 +536,10 @@ class Writes:
 
     @asynccontextmanager
     async def asking(self, bucket: Bucket, key: str) -> AsyncIterator[None]:
-        """Under the key's lock, around all of: asking the backend to change the key, and making the outcome so here.
+        """Under the key's lock: spans both the request that changes the key at the backend, and its outcome here.
 
-        No flush of what the key owes comes after it. What is here of it counts as unconfirmed meanwhile, to an engine
-        that starts after this one was killed too: that is committed before this begins (`read/confirmations.py`).
+        No flush of the key follows the request. Meanwhile the cached version counts as unconfirmed, also for an engine
+        that starts after this one was killed: that is committed before this begins (`read/confirmations.py`).
         """
         self._store.check_present(bucket.name, key)
         if self._owes.find(bucket.name, key) is not None:
@@ -551,20 +554,20 @@ class Writes:
             confirmations.close_window(bucket.name, key)
 
     async def drop(self, bucket: str, key: str) -> None:
-        """Under the key's lock: the node knows nothing of the key any more, whoever reads it asks the backend."""
+        """Under the key's lock: forget the key; its next reader asks the backend."""
         self._cold.written(bucket, key)
         if self._store.lookup(bucket, key) is None:
             self._owes.forget(bucket, key)
-            self._store.forget(bucket, key)  # no block of it may be whole yet, and one that lands would make a record
+            self._store.forget(bucket, key)  # a landing without a whole block would make a record later
         else:
             await self.commit(Delete(bucket, key))
 
     def doubt(self, bucket: Bucket, key: str, error: BaseException, expect: str | None = None) -> None:
-        """In `asking`: the backend did not do what it was asked; or nobody knows whether it did, and what is here stays
-        unconfirmed: whoever reads it next asks. If the backend has not the version that it was asked to `expect`,
-        nobody reads that here any more."""
+        """In `asking`: the request failed. If the backend refused it, restore the confirmation. If nobody knows whether
+        it took effect, the cached version stays unconfirmed and the next reader asks. If the backend does not have the
+        version to `expect`, stop serving that."""
         if isinstance(error, Denied | Invalid | NotSupported):
-            self._cold.confirmations.restore(bucket.name, key)  # it did not
+            self._cold.confirmations.restore(bucket.name, key)  # the backend refused it
             return
         self._cold.written(bucket.name, key)
         if expect and isinstance(error, Precondition | NotFound):
@@ -572,11 +575,11 @@ class Writes:
 
     # --- making it so ------------------------------------------------------------------------------------------------
     async def commit(self, change: Change) -> Record | None:
-        """Make `change` durable and visible, together with others. Raises what kept it from being so."""
+        """Make `change` durable and visible, together with others. Raises what prevents it."""
         return await self.commits.commit(change)
 
     def _published(self, change: Change, before: Record | None, after: Record | None) -> None:
-        """What is true together with a change: what is owed, what reads find, what may be evicted."""
+        """Update what becomes true with a change: what is owed, what reads find, what may be evicted."""
         bucket = change.bucket
         key = change.info.key if isinstance(change, Put) else change.key
         self._cold.written(bucket, key)
@@ -593,11 +596,11 @@ class Writes:
             self._owes.forget(bucket, key)
 
     async def _on_disk(self, bucket: str, key: str, work: Callable[[], ResultT]) -> ResultT:
-        """Have it done by the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
+        """Run `work` in the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
         return await by_disk(self._store.volume_at(bucket, key), self._workers, work, f"{bucket}/{key}")
 
     async def aclose(self, grace_s: float = 10.0) -> None:
-        """Begin no more, and end every section: those that wait for a backend after `grace_s` at the latest."""
+        """Begin nothing more, and end every section: those that wait for a backend after `grace_s` at the latest."""
         self._closed = True
         if self._sections:
             await asyncio.wait(list(self._sections), timeout=grace_s)
@@ -610,7 +613,7 @@ class Writes:
 
 
 class _What(msgspec.Struct, frozen=True, gc=False):
-    """What an object is to be."""
+    """What an object is to become."""
 
     key: str
     path: str
@@ -624,7 +627,7 @@ class _What(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def shown(self) -> Headers:
-        """What is kept with the record and sent with reads: tags too, which a backend takes by another way."""
+        """The headers kept with the record and sent with reads, tags included; a backend takes tags in another way."""
         return with_tags(self.headers, self.tags)
 
 
@@ -642,7 +645,7 @@ def _holds(
 
 
 def _state(bucket: Bucket, key: str, state: int, before: Record | None) -> int:
-    """`state`, and pinned if the key is."""
+    """`state`, with PINNED if the key is pinned."""
     pinned = is_pinned(bucket, key) or (before is not None and bool(before.state & PINNED))
     return state | PINNED if pinned else state
 
@@ -653,7 +656,7 @@ def _written(record: Record | None) -> Written:
 
 
 def etag_of(call: PutCall) -> str:
-    """Of what is owned: no client takes a hash with `-` in it for an MD5."""
+    """The ETag of an owned object. No client takes a hash with `-` in it for an MD5."""
     if call.md5:
         return call.md5
     if call.hash128:
