@@ -35,7 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "rm": ("rm", "Delete objects, here and at the backend."),
     "cat": ("cat", "Write an object, or a range of it, to standard output."),
     "prefetch": ("prefetch", "Bring objects into the cache."),
-    "pin": ("pin", "Never evict objects, cached now or later."),
+    "pin": ("pin", "Fetch objects and never evict them."),
     "unpin": ("unpin", "Let pinned objects be evicted again."),
     "evict": ("evict", "Drop objects from the cache."),
     "refresh": ("refresh", "Ask the backend whether cached objects are still current."),

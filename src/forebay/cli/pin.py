@@ -1,4 +1,4 @@
-"""`forebay pin`: what is never evicted, whether it is cached already or comes in later."""
+"""`forebay pin`: fetches what is under an address, and the node never evicts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pin(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Never evict objects, cached now or later.
+    """Fetch objects, and never evict them nor those that come later.
 
     Runs as a job in the node: Ctrl-C stops watching, not the job. With --json a list of JobState (docs/protocol.md).
     """
