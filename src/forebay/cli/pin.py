@@ -23,7 +23,7 @@ def pin(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Fetch objects, and never evict them nor those that come later.
+    """Fetch objects and never evict them.
 
     Runs as a job in the node: Ctrl-C stops watching, not the job. With --json a list of JobState (docs/protocol.md).
     """
