@@ -3,26 +3,26 @@
 Theory. The index of a shard, the plain form of a compressed one, a manifest: each costs a pass over bytes or a listing,
 and is the same for everybody who asks. So it is stored like any clean object, in a bucket of its own, and evicted like
 one; whoever misses it makes it again. The names of these buckets begin with `-`, which no bucket's name may
-(`core.types.check_bucket_name`), so no API can read, list or write them: they are reached through `Derived` alone.
+(`core.types.check_bucket_name`), so no API can read, list or write them: only `Derived` reaches them.
 
-For whoever makes derived things:
+To make derived objects:
 
     derived.find(kind, bucket, key, version)          bytes, a `LeasedFile`, or None: not here, make it
     await derived.keep(kind, bucket, key, version, data)   keep bytes; False if the node has no room for them
     writer = derived.writer(kind, bucket, key, version)    the same for what does not fit in memory:
     writer.write(data); await writer.keep()                any thread may write; `abort()` instead of `keep()`
 
-`key` may be any text, "" too (a listing's prefix); `version` is whatever the thing is made from: it must change when
-the answer would. A `LeasedFile` is released by whoever found it. Nothing that is derived is ever needed: a failure to
-keep it is no failure to answer.
+`key` may be any text, "" too (a listing's prefix). `version` names the source's version: it must change whenever the
+derived bytes would. Whoever finds a `LeasedFile` releases it. Nothing depends on a derived object: failing to keep one
+never fails an answer.
 
-Names (`core/derived.py`) begin with the source's bucket and key, so what is derived from one bucket, or from what is
-under a prefix of it, stands together, and goes with it when that is forgotten, moved or evicted.
+Names (`core/derived.py`) begin with the source's bucket and key. So the objects derived from one bucket, or from what
+is under a prefix, stand together, and go together when it is forgotten, moved or evicted.
 
 Rejected: a table in the index (no eviction, no accounting, no rebuild); files beside the data file (its lease, its
 eviction and its volume are not theirs).
 
-Invariants. (1) `find` gives only what was kept for exactly this version, whole. (2) What is kept counts as used, is
+Invariants. (1) `find` returns only what was kept for exactly this version, whole. (2) A kept object counts as used, is
 clean, and is never pinned. (3) A temp file that `writer` made is gone when `keep` or `abort` returned, or became the
 object.
 """
@@ -56,7 +56,7 @@ _UNVERIFIED = int(State.UNVERIFIED)
 
 
 class Derived:
-    """See the module's header. `touch(object_id, first block, end block)` tells the engine that it was used."""
+    """See the module's header. `touch(object_id, first block, end block)` reports a use to the engine."""
 
     def __init__(self, store: StoreReader, call: Call, touch: Callable[[int, int, int], None]) -> None:
         self._store = store
@@ -64,7 +64,7 @@ class Derived:
         self._touch = touch
 
     def find(self, kind: DerivedKind, bucket: str, key: str, version: str) -> bytes | LeasedFile | None:
-        """What was kept; None when it is not here (any more), or of another version. Release a file after use."""
+        """The kept object; None if it is not here (any more), or is of another version. Release a file after use."""
         place, name = reserved(kind), name_of(bucket, key)
         record = self._store.lookup(place, name)
         if record is None or not _is_whole(record, version):
@@ -82,7 +82,7 @@ class Derived:
         return file
 
     async def keep(self, kind: DerivedKind, bucket: str, key: str, version: str, data: bytes) -> bool:
-        """Keep `data`. False when it cannot be kept, for want of room or of an engine."""
+        """Keep `data`. False if that is impossible, for lack of room or of an engine."""
         if len(data) <= limits.INLINE_BYTES_MAX:
             return await self._keep(KeepCall(kind, bucket, key, version, len(data), body=data))
         writer = None
@@ -99,7 +99,7 @@ class Derived:
         return await writer.keep()
 
     def writer(self, kind: DerivedKind, bucket: str, key: str, version: str) -> DerivedWriter:
-        """Where to write what does not fit in memory. `Unavailable` when there is no usable volume."""
+        """A writer for what does not fit in memory. `Unavailable` when there is no usable volume."""
         path = self._store.incoming(reserved(kind), name_of(bucket, key))
         if not path:
             raise Unavailable("no volume is usable: mend a disk (`forebay status`), then ask again")
@@ -117,8 +117,8 @@ class Derived:
 
 
 class DerivedWriter:
-    """A derived object as it is written: one thread at a time, front to back, then `keep` or `abort`. Its file comes
-    with the first `write`, be it of nothing."""
+    """Writes a derived object: one thread at a time, front to back, then `keep` or `abort`. The first `write`, even of
+    nothing, makes the file."""
 
     def __init__(self, path: str, call: KeepCall, keep: Callable[[KeepCall], Any]) -> None:
         self.size_bytes = 0
@@ -149,12 +149,12 @@ class DerivedWriter:
             raise
 
     def _write_out(self, piece: memoryview) -> None:
-        while piece and not self._ended:  # the file is closed then
+        while piece and not self._ended:  # `abort` closes the file
             piece = piece[os.write(self._fd, piece) :]
 
     def wait_for_room(self, patience_s: float) -> None:
-        """Wait, in a worker thread, until the disk has some room again: what is written takes it, and the engine's
-        eviction, which looks now and then, gives it back. OSError (ENOSPC) after `patience_s`."""
+        """Wait, in a worker thread, until the disk has some room again: writing uses it up, and the engine's eviction,
+        which runs from time to time, frees it. OSError (ENOSPC) after `patience_s`."""
         until_s = clock.monotonic_s() + patience_s
         while True:
             at = os.fstatvfs(self._fd)
@@ -170,7 +170,7 @@ class DerivedWriter:
         self._left = limits.BLOCK_BYTES
 
     async def keep(self) -> bool:
-        """Make it a derived object. False when it cannot be kept, and then it is gone."""
+        """Make it a derived object. False if that is impossible, and then it is gone."""
         if self._left < limits.BLOCK_BYTES:
             self._end_block()
         self._close()
@@ -181,7 +181,7 @@ class DerivedWriter:
         return kept
 
     def abort(self) -> None:
-        """Remove what was written. Twice is fine."""
+        """Remove what was written. May be called twice."""
         self._close()
         remove_temp(self._path)
 

@@ -1,19 +1,19 @@
 """The readers' side of the store: look up, lease a data file, list. Many processes may; none disturbs another.
 
-Theory. A hit is one LMDB get and one decode. The read transaction lasts for that get only (beginning one costs a tenth
-of the look-up, and a kept one would pin old pages and never see new blocks). Data files stay open between requests,
-each under a shared `flock` that holds off the punching of holes.
+Theory. A hit is one LMDB get and one decode. The read transaction lasts for that get only: beginning one costs a tenth
+of the look-up, and a kept one would pin old pages and never see new blocks. Data files stay open between requests, each
+under a shared `flock` that prevents the punching of holes.
 
-A lease makes a record trustworthy only if the record is read *after* the lease is held: the engine takes blocks out of
-the index first and punches under an exclusive lock afterwards, so what the index lists then, stays in the file. For a
-file that is open already this order holds by itself: its lease is older than the look-up.
+A record is trustworthy under a lease only if it is read *after* the lease is taken. The engine first takes blocks out
+of the index and then punches under an exclusive lock, so the blocks that the index lists under the lease stay in the
+file. For an open file this order holds by itself: its lease is older than the look-up.
 
-Which volume a key is on is computed (`core.placement`) from the volumes and the weights in their marks. A rebuilt index
-has another directory, named by the mark; `refresh` notices.
+A key's volume is computed (`core.placement`) from the volumes and the weights in their marks. A rebuilt index has
+another directory, named by the mark; `refresh` notices.
 
-Bytes are compared with their checksums before their first use in a process (`disk/compared_blocks.py`): those of an
-inline record by `lookup`, which costs a few microseconds once; those of a file by whoever has a thread for it
-(`prove`), since blocks are large. A lease `has` only what was compared.
+Bytes are compared with their checksums before their first use in a process (`disk/compared_blocks.py`). `lookup`
+compares inline records, which costs a few microseconds once. A caller with a thread compares a file's blocks (`prove`),
+since they are large. A lease `has` only what was compared.
 
 Rejected: one read transaction per event-loop turn (0.1 microseconds less, and a stalled front keeps the index growing).
 
@@ -50,16 +50,16 @@ from forebay.node.store.disk.keys import index_key
 from forebay.ports import clock
 
 _NOTHING = Record(0, 0, "", "", 0.0, 0.0, b"", complete=False)
-_incoming = count(int(clock.wall_s() * 1e6))  # a process id comes again, what a dead one left may still be there
+_incoming = count(int(clock.wall_s() * 1e6))  # process ids are reused, and a dead process's file may still be there
 _LOCKED = -2  # no descriptor: holes are being made in the file
-LANDING_LEASE_WAIT_S = 30.0  # as long as a disk may take to make holes before it counts as stuck
+LANDING_LEASE_WAIT_S = 30.0  # as long as a disk may take to punch holes before it counts as stuck
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
 class LeasedFile:
     """An open data file under a shared lease: while it is held, no listed block of it becomes a hole.
 
-    `fd` is for pread and sendfile (never close it yourself); `record` is what the index said *after* the lease was
+    `fd` is for pread and sendfile (never close it yourself). `record` is what the index said *after* the lease was
     taken: check `has(start, end)` again before sending. Call `release()` once when the response is done.
     """
 
@@ -83,8 +83,8 @@ class LeasedFile:
         return self.record.has(start, end) and self._reader.compared.has(self.object_id, first, stop)
 
     def prove(self, start: int, end: int) -> bool:
-        """Compare what is not yet compared of these listed bytes; False if something does not match, or cannot be
-        read: ask the engine for it. Reads the disk: any thread."""
+        """Compare those of these listed bytes that were not compared yet. False if something does not match or cannot
+        be read: ask the engine for it. Reads the disk: any thread."""
         assert self._view is not None, "landing bytes are hashed by who lands them"
         compared, record = self._reader.compared, self.record
         blocks = [
@@ -104,7 +104,7 @@ class LeasedFile:
         return start // block_bytes, -(-end // block_bytes)
 
     def again(self) -> LeasedFile:
-        """The same, to be released once more."""
+        """The same lease, to be released once more."""
         self._uses += 1
         return self
 
@@ -116,7 +116,7 @@ class LeasedFile:
 
     @property
     def doomed(self) -> bool:
-        """Whether it will be closed when it is released."""
+        """Whether the last release will close it."""
         return self._doomed
 
 
@@ -148,8 +148,8 @@ class StoreReader:
         files_open_max: int = limits.FRONT_FILES_OPEN_MAX,
         suspect: Callable[[str, str, int, str], None] = lambda bucket, key, object_id, reason: None,
     ) -> None:
-        """Open what can be opened; `failures` says what could not, by volume id. `suspect` is called, from `lookup`,
-        with bucket, key, object id and reason of an inline object that does not match its checksum."""
+        """Open every volume that can be opened; `failures` has the others' errors, by volume id. `lookup` calls
+        `suspect` with bucket, key, object id and reason of an inline object that does not match its checksum."""
         self.compared = Compared()
         self._pages = self.compared.pages
         self._suspect = suspect
@@ -166,7 +166,7 @@ class StoreReader:
     # --- volumes ---
 
     def refresh(self, volumes: Sequence[VolumeAt]) -> None:
-        """Follow a new `Welcome`: open what came, close what went, reopen an index that was rebuilt."""
+        """Follow a new `Welcome`: open new volumes, close removed ones, reopen an index that was rebuilt."""
         wanted = {at.volume_id: at.path for at in volumes}
         self.failures = {}
         weights = {}
@@ -181,7 +181,7 @@ class StoreReader:
         self._sole = next(iter(self._views.values())) if alone else None
 
     def _follow(self, volume_id: str, path: str) -> float:
-        """Have the volume open as it is now; its weight."""
+        """Open the volume as it is now; return its weight."""
         view = self._views.get(volume_id)
         mark = None
         try:
@@ -216,7 +216,7 @@ class StoreReader:
     # --- look up ---
 
     def lookup(self, bucket: str, key: str) -> Record | None:
-        """The committed record, or None. None too where the volume cannot be read (`failures` says why)."""
+        """The committed record, or None; also None if the volume cannot be read (`failures` says why)."""
         view = self._sole or self._view(bucket, key)
         if view is None:
             return None
@@ -239,7 +239,7 @@ class StoreReader:
         return None if record.key and record.key != key else record
 
     def _first_look(self, view: _View, bucket: str, key: str, record: Record) -> Record | None:
-        """An inline record whose bytes were not compared yet; None, and a suspicion, if they are wrong."""
+        """An inline record whose bytes were not compared yet; None, after a call of `suspect`, if they are wrong."""
         if record.key and record.key != key:
             return None
         assert record.inline is not None, "of a file only blocks are compared"
@@ -249,7 +249,7 @@ class StoreReader:
             self._failed(view, error)
             return None
         if there is None:
-            return None  # replaced in this moment: the engine knows
+            return None  # it was just replaced: the engine knows
         if xxhash.xxh3_64_intdigest(record.inline) != int.from_bytes(there[:8], "little"):
             self._suspect(bucket, key, record.object_id, "its bytes in the index do not match their checksum")
             return None
@@ -286,8 +286,8 @@ class StoreReader:
         return LeasedFile(self, opened[0], record.object_id, opened[1], self._view(bucket, key), cached=False)
 
     def open_apart(self, bucket: str, key: str, record: Record) -> tuple[int, Record] | None:
-        """As `acquire`, but a read-only descriptor with a lease of its own, and the record that was read under it. It
-        is the caller's: to close, or to give to another process, which then holds the lease."""
+        """As `acquire`, but returns a read-only descriptor with its own lease, and the record read under it. The caller
+        closes it, or gives it to another process, which then holds the lease."""
         view = self._view(bucket, key)
         fd = self._open(view.data + files.file_name(record.object_id)) if view is not None else -1
         if fd < 0:
@@ -301,9 +301,9 @@ class StoreReader:
     async def open_landing(self, path: str) -> LeasedFile | None:
         """Lease a file that a `Landed` message names; not cached: `release()` closes it. None if it is gone.
 
-        Its `record` lists nothing: what may be read is what `Landed` said. While holes are made in the file (of blocks
-        that were evicted before; what landed is held for its readers) there is no lease to be had, which is no reason
-        to fail a read that nobody else can serve: waits, at most LANDING_LEASE_WAIT_S.
+        Its `record` lists nothing: only what `Landed` named may be read. While holes are punched in the file (for
+        blocks evicted earlier; landed blocks are held for their readers) no lease is available. That must not fail a
+        read that nobody else can serve, so this waits, at most LANDING_LEASE_WAIT_S.
         """
         wait_s, until_s = 0.0005, clock.monotonic_s() + LANDING_LEASE_WAIT_S
         while (fd := self._open(path)) == _LOCKED and clock.monotonic_s() < until_s:
@@ -312,7 +312,7 @@ class StoreReader:
         return LeasedFile(self, fd, 0, _NOTHING, None, cached=False) if fd >= 0 else None
 
     def _open(self, path: str) -> int:
-        """A descriptor that holds a shared lease; negative if there is none to be had."""
+        """A descriptor with a shared lease; negative if there is none."""
         try:
             fd = os.open(path, _OPEN_FLAGS)
         except OSError as error:
@@ -358,7 +358,7 @@ class StoreReader:
                 os.close(leased.fd)
 
     def let_go(self) -> None:
-        """Close all files, as `dropped`: what was dropped while nobody could tell us is not known."""
+        """Close all files, as `dropped`: drops may have been missed while the engine was away."""
         self.dropped(list(self._files))
 
     @property
@@ -369,9 +369,9 @@ class StoreReader:
     # --- writing ---
 
     def incoming(self, bucket: str, key: str) -> str:
-        """A fresh path for a body that is to become this object, on the key's volume; nothing is there yet. "" when
-        there is no usable volume. Remove the file if it does not become one: the store removes only what dead processes
-        leave. `Unavailable` while the volume's disk does not answer."""
+        """A fresh path on the key's volume for a body that is to become this object; no file is there yet. "" if there
+        is no usable volume. Remove the file if it does not become one: the store removes only files of dead processes.
+        `Unavailable` while the volume's disk does not answer."""
         view = self._sole or self._view(bucket, key)
         if view is None and self._members.ids and (path := self._stalled.get(self._members.first(bucket, key))):
             raise volume.stalled(path, f"{bucket}/{key}")
@@ -384,7 +384,7 @@ class StoreReader:
         return self._scan(index.scan_records, bucket, prefix, start_after, limit)
 
     def scan_entries(self, bucket: str, prefix: str = "", start_after: str = "", limit: int = 1000) -> list[ListEntry]:
-        """As `scan`, but only what a listing shows, and faster."""
+        """As `scan`, but only with the fields of a listing, and faster."""
         return self._scan(index.scan_entries, bucket, prefix, start_after, limit)
 
     def _scan(
@@ -408,7 +408,7 @@ class StoreReader:
     # --- end ---
 
     def close(self) -> None:
-        """Close every idle file and every index; files in use close when they are released. Twice is fine."""
+        """Close every idle file and every index; files in use close when they are released. May be called twice."""
         for volume_id in list(self._views):
             self._drop_view(volume_id)
         self._sole = None

@@ -1,9 +1,9 @@
-"""Small facts about records: what of an object is here, and records of what is not stored.
+"""Small facts about records: which blocks are here, and records of objects that are not stored.
 
-Theory. The index keeps what a front needs to answer (`core/record.py`); the engine needs the same facts in other
-shapes: block lists for eviction, what the backend said for a new landing, a record to show for what no disk took.
+Theory. The index keeps what a front needs to answer (`core/record.py`). The engine needs the same facts in other forms:
+block lists for eviction, the backend's metadata for a new landing, a record to show for an object that no disk took.
 
-Invariant. `info_of(make_record(info, …), info.key)` equals `info`, but for a content type that was not given.
+Invariant. `info_of(make_record(info, …), info.key)` equals `info`, except for a content type that was not given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cached_bytes(record: Record) -> int:
 
 
 def make_record(info: ObjectInfo, checked_s: float, *, object_id: int = 0, inline: bytes | None = None) -> Record:
-    """A record of something that the store does not have."""
+    """A record of an object that the store does not have."""
     return Record(
         object_id=object_id,
         size_bytes=info.size_bytes,
@@ -49,13 +49,13 @@ def make_record(info: ObjectInfo, checked_s: float, *, object_id: int = 0, inlin
 
 
 def own_version(object_id: int) -> str:
-    """The version of what was written here and is nowhere else yet. No backend makes one like it."""
+    """The version of an object that was written here and exists nowhere else yet. No backend makes one like it."""
     return f"~{object_id:x}"
 
 
 def is_version(record: Record, version: str) -> bool:
-    """Whether the record holds the bytes of `version`. What was written here keeps the name that it had before its
-    flush, so that a read that began before goes on after."""
+    """Whether the record holds the bytes of `version`. An object written here still answers to its version from before
+    its flush, so that a read that began earlier goes on."""
     return version == record.version or version == own_version(record.object_id)
 
 
@@ -71,5 +71,5 @@ def headers_of(record: Record) -> Headers:
 
 
 def info_of(record: Record, key: str) -> ObjectInfo:
-    """What the backend said of the record's version."""
+    """The backend's metadata of the record's version."""
     return ObjectInfo(key, record.size_bytes, record.version, record.etag, record.modified_s, headers_of(record))

@@ -1,8 +1,8 @@
 """Whether bytes on the disk are what was stored: blocks against their checksums.
 
-Theory. A block is read again and its xxh3-64 compared with the one in the index; inline bytes with the one in `ids`.
-What does not match is dropped where the backend has it (`Store.settle_checked`); where only this node has it, it is
-taken out of view and told, since nothing can bring it back (`puts.py`).
+Theory. A block is read again and its xxh3-64 compared with the one in the index; inline bytes with the one in `ids`. A
+bad block is dropped if the backend has it (`Store.settle_checked`). If only this node has it, it is taken out of view
+and reported, since nothing can restore it (`puts.py`).
 
 Invariant. Nothing here changes anything.
 """
@@ -21,7 +21,7 @@ from forebay.node.store.disk.volume import Volume
 def bad_blocks(volume: Volume, record: Record, chosen: list[int]) -> list[int]:
     """Those of these present blocks (or of the inline bytes, as block 0) that do not match. Any thread.
 
-    `Unavailable` when the disk cannot be read: the volume is out then.
+    `Unavailable` when the disk cannot be read: the volume is then out.
     """
     if record.inline is not None:
         right = xxhash.xxh3_64_intdigest(record.inline) == ledger.inline_sum(volume, record.object_id)

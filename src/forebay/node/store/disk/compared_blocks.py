@@ -1,19 +1,18 @@
 """Which stored bytes this process compared with their checksums, so that each is compared once before its first use.
 
-Theory. A hit sends bytes straight from the page cache, and nobody looks at them. What rotted on the disk is noticed if
-the bytes are compared once when they come into memory; to compare them at each use would cost as much as the use. So a
-process remembers what it compared. The hot question ("all of this object?") is one byte in a page of bytes: object ids
-are handed out in order, so the pages of what is in use are few. Blocks of objects that are compared in part stand
-beside.
+Theory. A hit sends bytes straight from the page cache, and nobody looks at them. Comparing bytes once, when they come
+into memory, finds what rotted on the disk; comparing at each use would cost as much as the use. So a process remembers
+what it compared. The hot question ("all of this object?") is one byte in a page of bytes: object ids are handed out in
+order, so the objects in use need few pages. Objects compared in part are kept separately.
 
-What is forgotten is compared again, which is always right. The owner forgets what was dropped: the same block of the
+Forgetting is always safe: the bytes are compared again. The owner forgets dropped blocks, since the same block of the
 same object may come again.
 
 Rejected: a bit of the index record (a write for each first use); a set of ids (seventy bytes each, for a million
 objects); the open files as memory (a thousand of them are open, of a million).
 
-Invariants. (1) What is here was compared, or made from bytes that were hashed, in this process since it was last
-dropped. (2) At most PAGES_MAX pages and PARTS_MAX objects in part.
+Invariants. (1) Bytes marked here were compared, or made from bytes that were hashed, in this process since they were
+last dropped. (2) At most PAGES_MAX pages and PARTS_MAX objects in part.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ class Compared:
         self._parts: OrderedDict[int, int] = OrderedDict()
 
     def whole(self, object_id: int) -> bool:
-        """Whether all of the object is."""
+        """Whether all of the object was compared."""
         page = self.pages.get(object_id >> PAGE_BITS)
         return page is not None and page[object_id & PLACE] == 1
 
     def has(self, object_id: int, first: int, end: int) -> bool:
-        """Whether its blocks [first, end) are."""
+        """Whether its blocks [first, end) were compared."""
         if self.whole(object_id):
             return True
         wanted = ((1 << (end - first)) - 1) << first
         return self._parts.get(object_id, 0) & wanted == wanted
 
     def add(self, object_id: int, blocks: Iterable[int], count: int) -> None:
-        """These of the object's `count` blocks are. Inline bytes are one block."""
+        """Mark these of the object's `count` blocks as compared. Inline bytes are one block."""
         if self.whole(object_id):
             return
         bits = self._parts.pop(object_id, 0)
@@ -70,7 +69,7 @@ class Compared:
                 self._parts.popitem(last=False)
 
     def forget(self, object_id: int) -> None:
-        """Something of the object was dropped."""
+        """Forget the object, of which something was dropped."""
         self._parts.pop(object_id, None)
         page = self.pages.get(object_id >> PAGE_BITS)
         if page is not None:

@@ -1,28 +1,28 @@
-"""What a volume may not lose: entries of objects owed, in a journal first and then in a second LMDB environment.
+"""What a volume may not lose: entries of owed objects, first in a journal and then in a second LMDB environment.
 
-Theory. An entry holds the note, the record and the checksum of inline bytes: with the data file, whose header has the
-other checksums, all that it takes to put the object into the visible index again. A commit appends its changes to the
-journal (`journal.py`: one write, one wait for the disk) and keeps them in memory, in a *layer* that look-ups see before
-LMDB. When a generation of the journal is full its layer is fed to LMDB in a thread, in one transaction that is synced
-and says that LMDB has heard of this generation; meanwhile commits go to the next one. Most entries of a bucket whose
-backend is near are settled by then, and LMDB never has them.
+Theory. An entry holds the note, the record and the checksum of inline bytes. With the data file, whose header has the
+other checksums, that is enough to restore the object to the visible index. A commit appends its changes to the journal
+(`journal.py`: one write, one wait for the disk) and keeps them in memory, in a *layer* that look-ups see before LMDB.
+When a generation of the journal is full, a thread feeds its layer to LMDB in one synced transaction, which also records
+that LMDB has this generation. Meanwhile commits go to the next one. If a bucket's backend is near, most entries are
+settled by then, and LMDB never gets them.
 
-On a disk with hardly any room nothing is put off: the transaction is made at once, and its refusal is the write's. A
-start on a full disk, where LMDB cannot be told what the journal holds, has it in layers as before the stop.
+On a disk with hardly any room nothing is deferred: the transaction is made at once, and if it is refused, the write is.
+A start on a full disk, where LMDB cannot take what the journal holds, keeps it in layers as before the stop.
 
-A note that was settled (its flush ended) need not be forgotten at once: its removal goes with the next commit, or with
-`settle`. Until then the visible index, in the transaction that made the record clean, marks the entry as settled, so
-that only a machine stop in between can make a flush begin again.
+A settled note (its flush ended) need not be removed at once: its removal goes with the next commit, or with `settle`.
+Until then the transaction of the visible index that made the record clean marks the entry as settled. So only a machine
+stop in between can make a flush begin again.
 
-One process opens it, any thread of it may use it: a commit waits under `_commits`, which no look-up takes; look-ups
-and growing the map exclude each other under `_gate`, since LMDB allows no transaction while the map grows. The layers
-are a tuple that is replaced as a whole: who looks takes it before LMDB's transaction begins, so nothing is between.
+One process opens it, and any of its threads may use it. A commit holds `_commits`, which no look-up takes. Look-ups and
+growing the map exclude each other by `_gate`, since LMDB allows no transaction while the map grows. The tuple of layers
+is replaced as a whole, and a look-up reads it before LMDB's transaction begins, so nothing falls between.
 
 Rejected: each commit a synced transaction (twice the waits, and 16 writes of pages for 16 writers); the journal alone
 (it would have to be compacted, and all of it be in memory).
 
 Invariants. (1) What `commit` returned from is on the disk. (2) A commit that fails changes nothing. (3) At most two
-layers: one that is written, one that is fed.
+layers: one being written, one being fed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Updates = dict[bytes, bytes | None]  # index key to entry; None: removed
 class Entry(msgspec.Struct, array_like=True, frozen=True):
     """What is owed of one key. `record` is None for a tombstone, and in the visible index, which has the record.
 
-    `key` is set only where the index key cannot hold it whole. `settled`: only in the visible index, see above.
+    `key` is set only if the index key cannot hold it whole. `settled`: only in the visible index, see above.
     """
 
     note: Note
@@ -77,7 +77,7 @@ _decode = msgspec.msgpack.Decoder(Entry).decode
 
 
 def decode_entry(value: bytes) -> Entry:
-    """The entry; `Corrupt` if it is none."""
+    """The entry; `Corrupt` if it cannot be decoded."""
     try:
         return _decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -85,22 +85,22 @@ def decode_entry(value: bytes) -> Entry:
 
 
 class _Layer(dict[bytes, bytes | None]):
-    """Updates of one generation. `coming_bytes`: by how much LMDB will take more when it has heard of them."""
+    """Updates of one generation. `coming_bytes`: by how much LMDB will grow when they are fed to it."""
 
     coming_bytes = 0
 
 
 class Durable:
-    """The durable index of one volume, open. `commits` counts frames and transactions that were waited for."""
+    """The durable index of one volume, open. `commits` counts synced frames and transactions."""
 
     def __init__(self, path: str, *, map_bytes: int = limits.DURABLE_MAP_BYTES) -> None:
-        """Open, or make it and sync its names. `OSError`, or `Corrupt` when the files are not whole."""
+        """Open it, or make it and sync its names. `OSError`, or `Corrupt` when the files are not whole."""
         self.path = path
         self.commits = 0
         self._commits = threading.Lock()
         self._gate = threading.Lock()
-        self._later: dict[bytes, int] = {}  # settled: to be removed if the note still has this seq
-        self._settled: deque[bytes] = deque()  # filled by whoever commits, emptied by the store's thread
+        self._later: dict[bytes, int] = {}  # settled: to remove if the note still has this seq
+        self._settled: deque[bytes] = deque()  # filled by committing threads, emptied by the store's thread
         self._replaced: dict[bytes, Entry] = {}
         self._layers: tuple[_Layer, ...] = (_Layer(),)  # the newest first
         self._feeder: threading.Thread | None = None
@@ -134,7 +134,7 @@ class Durable:
             raise
 
     def _take_journal(self) -> None:
-        """Tell LMDB what it has not heard of. Doing it again changes nothing."""
+        """Feed LMDB the generations that it lacks. Repeating this changes nothing."""
         with self._env.begin(self._about) as txn:
             seed, heard = txn.get(_SEED), int.from_bytes(txn.get(_HEARD, b""), "little")
         try:
@@ -155,7 +155,7 @@ class Durable:
             raise
 
     def _hear(self) -> None:
-        """Tell LMDB what the journal holds. Where it finds no room for that, go on as the one before us would have."""
+        """Feed LMDB what the journal holds. If it has no room for that, go on with layers, as before the stop."""
         found = self._journal.found
         changes = itertools.chain.from_iterable(itertools.chain.from_iterable(found))
         try:
@@ -172,7 +172,8 @@ class Durable:
         found.clear()
 
     def _compacted(self) -> bool:
-        """Put a smaller copy in the place of a file that is mostly free pages; closed if so."""
+        """Replace a file that is mostly free pages by a smaller copy. True if it did; then the environment is
+        closed."""
         copy = self.path + ".new"
         if not pages.compact(self._env, self._pages(), copy):
             shutil.rmtree(copy, ignore_errors=True)
@@ -207,7 +208,7 @@ class Durable:
         return value
 
     def _bytes_of(self, entry: bytes) -> int:
-        """What the entry takes now, or will when LMDB has heard of it."""
+        """How many bytes the entry takes in LMDB, now or once it is fed."""
         for layer in self._layers:
             if entry in layer:
                 return _taken_bytes(layer[entry] or b"")
@@ -218,7 +219,7 @@ class Durable:
             raise as_error(error, self.path) from error
 
     def walk(self, start: bytes = b"", *, batch: int = 512) -> Iterator[tuple[bytes, Entry]]:
-        """Every entry from `start` on, in order. Each batch is a look of its own."""
+        """Every entry from `start` on, in order. Each batch is a read of its own."""
         while True:
             layers = self._layers
             try:
@@ -231,9 +232,9 @@ class Durable:
                 raise as_error(error, self.path) from error
             last = max(found) if len(found) == batch else None
             if layers[-1] is not self._layers[-1]:
-                continue  # it was fed meanwhile, and what LMDB showed may be newer
+                continue  # it was fed meanwhile, so LMDB's answer may be newer
             for layer in reversed(layers):
-                for entry in list(layer):  # at once: others may write it
+                for entry in list(layer):  # one atomic copy: others may write it
                     if start <= entry and (last is None or entry <= last):
                         found[entry] = layer[entry]
             for entry, value in sorted(found.items()):
@@ -244,7 +245,7 @@ class Durable:
             start = last + b"\0"
 
     def _pages(self) -> Pages:
-        """As LMDB will be when it has heard of everything."""
+        """The pages that LMDB will use once everything is fed."""
         try:
             with self._gate:
                 found = pages.count(self._env, [self._table, self._about])
@@ -256,9 +257,9 @@ class Durable:
     # --- changing ---
 
     def commit(self, changes: Mapping[bytes, Entry | None], notes: Mapping[bytes, Note] | None = None) -> set[bytes]:
-        """Put entries (with None: remove them), all or none; they are on the disk when this returns. Any thread.
+        """Put entries (None removes them), all or none; they are on the disk when this returns. Any thread.
 
-        `notes` replace those whose seq is the same; returns which entries had one. Carries the removals of settled
+        `notes` replace those with the same seq; returns the entries that had one. Also commits the removals of settled
         notes. `OSError` (ENOSPC, EIO, …) or `Corrupt`: nothing was changed.
         """
         encoded = {entry: None if value is None else encode_entry(value) for entry, value in changes.items()}
@@ -286,7 +287,7 @@ class Durable:
     def _settlements(
         self, later: list[tuple[bytes, int]], entered: list[tuple[bytes, Entry]], changes: Updates
     ) -> Updates:
-        """What settled notes and records that were entered late change, beside `changes`."""
+        """The updates of settled notes and of late replacements, beside `changes`."""
         updates: Updates = {}
         for entry, seq in later:
             now = self._now(entry, updates) if entry not in changes else None
@@ -303,7 +304,7 @@ class Durable:
         return None if value is None else decode_entry(value)
 
     def _record(self, updates: Updates) -> None:
-        """Have `updates` on the disk and in view."""
+        """Put `updates` on the disk and into view."""
         body = journal.pack(list(updates.items()))
         if not self._journal.takes(len(body)):
             self._turn()
@@ -323,14 +324,14 @@ class Durable:
         self.free_pages.changed()
 
     def _enter(self, updates: Updates) -> None:
-        """Have `updates` in view: the journal has them."""
+        """Put `updates` into view: the journal has them."""
         layer = self._layers[0]
         coming_bytes = sum(_taken_bytes(value) for value in updates.values() if value)
         layer.coming_bytes += coming_bytes - sum(map(self._bytes_of, updates))
         layer.update(updates)
 
     def _turn(self) -> None:
-        """Go on in the next generation, while LMDB hears of this one."""
+        """Begin the next generation, while this one is fed to LMDB."""
         self._fed()
         generation = self._journal.generation
         full = self._layers[0]
@@ -344,11 +345,11 @@ class Durable:
             self._feed(full, generation)
             self._layers = self._layers[:1]
             self.free_pages.changed()
-        except (OSError, Corrupt) as error:  # the layer stays, and whoever turns next tries again and is told
+        except (OSError, Corrupt) as error:  # the layer stays; the next turn tries again and gets the error
             log.warning("the durable index %s does not take what is in its journal: %s", self.path, error)
 
     def _fed(self) -> None:
-        """Return when LMDB has heard of every generation but the present one."""
+        """Return when LMDB has every generation but the present one."""
         if self._feeder is not None:
             self._feeder.join()
             self._feeder = None
@@ -357,14 +358,14 @@ class Durable:
             self._layers = self._layers[:1]
 
     def _feed_all(self, updates: Updates) -> None:
-        """Tell LMDB everything, and `updates`, in one transaction."""
+        """Feed LMDB everything, with `updates`, in one transaction."""
         self._fed()
         self._feed(self._layers[0] | updates, self._journal.generation)
         self._layers = (_Layer(),)
         self._journal.turn()
 
     def _feed(self, layer: Updates, generation: int) -> None:
-        """Tell LMDB a layer, and that it is that generation. `OSError` or `Corrupt`: nothing was changed."""
+        """Feed LMDB a layer, and record its generation. `OSError` or `Corrupt`: nothing was changed."""
         while True:
             try:
                 with self._env.begin(self._table, write=True) as txn:
@@ -389,25 +390,25 @@ class Durable:
     # --- settled notes ---
 
     def replace_later(self, entry: bytes, value: Entry) -> None:
-        """Put this with the next commit, if the key's note still has its seq by then."""
+        """Replace the entry with the next commit, if the key's note still has its seq by then."""
         self._replaced[entry] = value
 
     def settle_later(self, entry: bytes, seq: int) -> None:
-        """Remove this entry with the next commit, if it is still the note of that seq."""
+        """Remove the entry with the next commit, if its note still has this seq."""
         self._later[entry] = seq
 
     def take_settled(self) -> list[bytes]:
-        """Entries whose removal was committed since the last call: their marks may go."""
+        """Entries whose removal was committed since the last call: remove their marks."""
         return [self._settled.popleft() for _ in range(len(self._settled))]
 
     @property
     def unsettled(self) -> int:
-        """How many changes wait for a commit of others."""
+        """How many changes wait for the next commit."""
         return len(self._later) + len(self._replaced)
 
     def settle(self) -> None:
-        """Commit what waits. Where the disk has hardly any room left, have all in LMDB while it has. `OSError` or
-        `Corrupt`: what was not done waits on."""
+        """Commit what waits. If the disk has hardly any room left, feed everything to LMDB while there is some.
+        `OSError` or `Corrupt`: what was not done still waits."""
         self.commit({})
         with self._commits:
             if any(self._layers) and not self._journal.provides(0):
@@ -415,7 +416,7 @@ class Durable:
                 self._journal.release()
 
     def close(self) -> None:
-        """Commit what waits, have it all in LMDB, as far as the disk lets us, and close."""
+        """Commit what waits, feed it all to LMDB if the disk allows, and close."""
         try:
             self.commit({})
             with self._commits:
@@ -430,7 +431,7 @@ class Durable:
 
 
 def _taken_bytes(value: bytes | memoryview) -> int:
-    """What an entry takes in LMDB; nothing if there is none."""
+    """How many bytes an entry takes in LMDB; 0 if there is none."""
     if not value:
         return 0
     if len(value) > _NODE_BYTES_MAX:

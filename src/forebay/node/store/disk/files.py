@@ -1,10 +1,9 @@
 """A data file: its name, its header, its blocks, and how a hole is made.
 
-Theory. The file holds nothing but the object's bytes at their offsets, so a hit is one sendfile over any range. What a
-rebuild of the index needs travels with it as the *header*: who the object is, and a checksum for each block that is
-present (zero: absent). It is the xattr `user.forebay`. Where it would not fit (large objects, much user metadata) or
-the filesystem has no xattrs, it is a sidecar file `<name>.head` beside, whose checksums are written in place, 8 bytes
-a block.
+Theory. The file holds only the object's bytes at their offsets, so a hit is one sendfile over any range. What a rebuild
+of the index needs travels with it as the *header*: which object it is, and a checksum for each block that is present
+(zero: absent). The header is the xattr `user.forebay`. If it does not fit (large objects, much user metadata), or the
+filesystem has no xattrs, it is a sidecar file `<name>.head`, whose checksums are written in place, 8 bytes a block.
 
     0   4  magic "FBH1"
     4   4  length n of the identity, little endian
@@ -17,8 +16,8 @@ In an xattr c is 16 + n; in a sidecar c is the next multiple of 4,096. Checksums
 Rejected: a header inside the data file (offsets shift, or the end moves); one xattr per block (slow, and bounded);
 trusting the index alone (a machine stop would empty the cache).
 
-Invariants. (1) A file under data/ has a whole header before it has that name. (2) A header read back is whole and
-about this file, or it is refused.
+Invariants. (1) A file under data/ has a whole header before it has that name. (2) A header is used only if it is whole
+and about this file.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ _PUNCH_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
-    """Which object a data file holds. Another version is another file; only what was owed and is flushed gets the
-    version that the backend gave it, and is `owned` no more.
+    """Which object a data file holds. Another version is another file, with one exception: after its flush, an owed
+    object gets the backend's version and is no longer `owned`.
 
-    `owned`: made by a write that only this node has, so that only an entry of the durable index gives it meaning.
+    `owned`: made by a write that only this node has, so only an entry of the durable index gives it meaning.
     """
 
     object_id: int
@@ -87,7 +86,7 @@ def file_name(object_id: int) -> str:
 
 
 def stored_sum(xxh3: int) -> int:
-    """The checksum as kept: never 0, which means absent."""
+    """The checksum's stored form: never 0, which means absent."""
     return xxh3 or 1
 
 
@@ -128,7 +127,7 @@ class Header:
 
     @classmethod
     def create(cls, path: str, identity: Identity, *, xattrs: bool = True, sums: Sequence[int] = ()) -> Header:
-        """Write the header of a new file at `path`. With `xattrs` off, or no room there, into a sidecar.
+        """Write the header of a new file at `path`: into a sidecar if `xattrs` is off or there is no room.
 
         `sums`: stored checksums of all blocks, of a file that is whole already.
         """
@@ -137,7 +136,7 @@ class Header:
         packed = array("Q", sums).tobytes()
         if xattrs and len(data) + 8 * blocks <= limits.FILE_HEADER_BYTES_MAX:
             try:
-                # the full length at once, so that room for the checksums is never refused later
+                # write the full length at once, so that later checksums always have room
                 os.setxattr(path, XATTR, data + packed.ljust(8 * blocks, b"\0"))
                 return cls(path, identity, with_xattr=True, header_bytes=len(data))
             except OSError as error:
@@ -148,7 +147,7 @@ class Header:
 
     @classmethod
     def read(cls, path: str) -> Header | None:
-        """The header of the file at `path`; None when it has none, or one that is not whole."""
+        """The header of the file at `path`; None if it has none, or one that is not whole."""
         try:
             data, with_xattr = os.getxattr(path, XATTR), True
         except OSError as error:
@@ -182,8 +181,8 @@ class Header:
         return sums
 
     def rename_to(self, identity: Identity) -> None:
-        """Let the file say that it is `identity`, which differs in version, headers and `owned` only. All or nothing;
-        not synced. `OSError`: the header is as it was."""
+        """Replace the file's identity, which may differ only in version, headers and `owned`. All or nothing; not
+        synced. `OSError`: the header is unchanged."""
         data, sums = encode_header(identity), self.sums().tobytes()
         if self.with_xattr:
             os.setxattr(self.path, XATTR, data + sums)
@@ -218,7 +217,8 @@ def _write_sidecar(path: str, header: bytes, sums: bytes, mode: str) -> None:
 
 
 def create(tmp_path: str, path: str, identity: Identity, *, xattrs: bool = True) -> tuple[int, Header]:
-    """A new data file at `path`, sparse, of the object's size, with its header: its descriptor (read and write).
+    """Make a new data file at `path`, sparse, of the object's size, with its header. Returns its descriptor (read and
+    write) and header.
 
     It appears under its name only when it is whole; a failure leaves nothing.
     """
@@ -239,7 +239,7 @@ def create(tmp_path: str, path: str, identity: Identity, *, xattrs: bool = True)
 
 
 def undo(created: tuple[int, Header]) -> None:
-    """As if it had not been created."""
+    """Remove a file that `create` made."""
     os.close(created[0])
     remove(created[1].path)
 
@@ -260,10 +260,10 @@ def _unlink(path: str) -> None:
 
 
 def remove(path: str) -> int:
-    """Unlink a data file and its sidecar; how many bytes of disk come back (once nobody has it open)."""
+    """Unlink a data file and its sidecar; return how many bytes of disk that frees (once nobody has it open)."""
     try:
         freed = os.lstat(path).st_blocks * 512
-        os.unlink(path)  # the data file first: a sidecar alone is rubbish, a data file alone would be too, but larger
+        os.unlink(path)  # the data file first: a leftover sidecar is the smaller rubbish
     except FileNotFoundError:
         freed = 0
     _unlink(path + SIDECAR_SUFFIX)
@@ -294,10 +294,10 @@ def punch_blocks(path: str, block_bytes: int, blocks: Iterable[int]) -> bool:
         if header is not None:
             header.set_sums(dict.fromkeys(chosen, 0))
         for block in chosen:
-            # The last block too is punched to its natural end, beyond the file's: sent bytes may lie in a socket as
-            # references to these pages. A page that leaves the file whole keeps its bytes there; one that is covered
-            # in part, as the last would be, is zeroed where it is, and a client would read the zeros. (What the kernel
-            # keeps as one piece, at most 2 MiB on x86, never reaches over a block's border: both are aligned.)
+            # Punch the last block to its natural end too, beyond the file's. Sent bytes may still lie in a socket as
+            # references to these pages. A page that leaves the file whole keeps its bytes there; a page covered only in
+            # part, as the last would be, is zeroed in place, and a client would read the zeros. (A large page of the
+            # kernel, at most 2 MiB on x86, never crosses a block's border: both are aligned.)
             punch(fd, block * block_bytes, block_bytes)
         return True
     finally:
@@ -305,7 +305,7 @@ def punch_blocks(path: str, block_bytes: int, blocks: Iterable[int]) -> bool:
 
 
 def syncfs(path: str) -> None:
-    """Write all of the filesystem that holds `path` to its disk. `OSError` also for writes that failed before."""
+    """Write the whole filesystem that holds `path` to its disk. `OSError` also for earlier failed writes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _libc.syncfs(fd) != 0:
@@ -316,8 +316,8 @@ def syncfs(path: str) -> None:
 
 
 def begin_writeback(fd: int) -> None:
-    """Let the disk begin with a file's dirty pages; does not wait. Several files synced after this share a commit."""
-    _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # advice: what fails here fails in the fsync that follows
+    """Start writing a file's dirty pages; does not wait. Several files synced after this share a commit."""
+    _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # only advice: a failure here shows in the later fsync
 
 
 def block_range(size_bytes: int, block_bytes: int, block: int) -> tuple[int, int]:

@@ -1,20 +1,20 @@
 """One volume's index: an LMDB environment, its tables, changes not yet committed, and ordered scans.
 
-Theory. LMDB gives one writer and any number of readers in other processes a consistent view at memory speed; a reader
-never waits. It is opened without sync: what the kernel has survives any process, and what a machine stop may tear is
-rebuilt from the data files (`volume.py` decides which). Changes gather in a dictionary per table and are written
-sorted, in one transaction: group commit. The writer's own look-ups see the dictionary first. Another thread may do the
-writing, since the disk may make it wait: what is `seal`ed is written as it is, and look-ups see it between what came
-after it and what is committed.
+Theory. LMDB gives one writer and many readers in other processes a consistent view at memory speed; a reader never
+waits. It is opened without sync: what the kernel has survives any process, and after a machine stop the index is
+rebuilt from the data files (`volume.py` decides). Changes gather in a dictionary per table and are written sorted, in
+one transaction: group commit. The writer's own look-ups see the dictionary first. Another thread may do the writing,
+since the disk may make it wait: `seal` sets changes aside, and look-ups see them between later changes and committed
+ones.
 
-One process may hold an environment only once (LMDB's locks belong to the process), yet engine and front may share one
-(`--fronts 0`). So environments are counted here, by directory, and shared.
+One process may open an environment only once (LMDB's locks belong to the process), yet engine and front may share a
+process (`--fronts 0`). So environments are counted here by directory, and shared.
 
 Rejected: a write transaction kept open between flushes (a full map loses the batch; here it is retried); a table of
 secondary keys for listings (the order of the index is the order of a listing).
 
-Invariants. (1) What `flush` wrote is what `get` said before it. (2) A failed flush leaves index and pending as they
-were.
+Invariants. (1) `flush` writes exactly what `get` returned before. (2) A failed flush leaves index and pending changes
+as they were.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _open_shared(path: str, map_bytes: int, *, write: bool) -> _Shared:
 
 
 def open_env(path: str, map_bytes: int, *, write: bool, sync: bool, tables: int) -> Any:
-    """An LMDB environment. Where address space is bounded (ulimit -v, a container), with a smaller map: it grows."""
+    """Open an LMDB environment. If address space is bounded (ulimit -v, a container), with a smaller map, which
+    grows."""
     while True:
         try:
             with reader_tables.seated(path):
@@ -96,9 +97,10 @@ def close_env(path: str, env: Any, *, write: bool) -> None:
 
 
 def check_size(env: Any, data: str) -> None:
-    """A map that reaches past the end of its file kills the process (SIGBUS) at the first look: never allow it.
+    """Raise `Corrupt` for a file that is shorter than its map: touching the missing part would kill the process
+    (SIGBUS).
 
-    LMDB may leave a few allocated pages at the end unwritten; that much is filled up, more means a cut file.
+    LMDB may leave a few allocated pages at the end unwritten. That much is filled up; more means that the file was cut.
     """
     need = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     have = os.path.getsize(data)
@@ -109,7 +111,7 @@ def check_size(env: Any, data: str) -> None:
 
 
 class Index:
-    """An open index. Threads: `get` and `write` anywhere; everything else where it was opened."""
+    """An open index. Threads: `get` and `write` from any; everything else from the one that opened it."""
 
     def __init__(self, path: str, *, write: bool = False, map_bytes: int = limits.INDEX_MAP_BYTES) -> None:
         """Open; with `write`, make what is missing. `Corrupt` when the files are not a whole index."""
@@ -151,7 +153,7 @@ class Index:
         return value
 
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
-        """As `get`, of many at once."""
+        """As `get`, for many keys at once."""
         pending = {**self._sealed[table], **self._pending[table]} if self._sealed else self._pending[table]
         try:
             with self.begin(self.tables[table]) as txn:
@@ -162,21 +164,21 @@ class Index:
             raise as_error(error, self.path) from error
 
     def delete_many(self, table: str, keys: Iterable[bytes]) -> None:
-        """With the next `flush`: delete, where there is anything."""
+        """Delete these with the next `flush`; missing ones are no error."""
         self._pending[table].update(dict.fromkeys(keys))
 
     def put(self, table: str, key: bytes, value: bytes | None) -> None:
-        """With the next `flush`: set, or with None delete."""
+        """Set the value with the next `flush`; None deletes."""
         self._pending[table][key] = value
 
     def pending_or(self, table: str, key: bytes, value: bytes) -> bytes | None:
-        """What the next `flush` makes of a committed value."""
+        """What a committed value becomes with the next `flush`."""
         if self._sealed:
             value = self._sealed[table].get(key, value)  # type: ignore[assignment]
         return self._pending[table].get(key, value)
 
     def is_pending(self, table: str, key: bytes) -> bool:
-        """Whether this entry is not committed as `get` tells it."""
+        """Whether the value that `get` returns is not committed yet."""
         return key in self._pending[table] or (bool(self._sealed) and key in self._sealed[table])
 
     @property
@@ -185,11 +187,12 @@ class Index:
         return sum(map(len, self._pending.values()))
 
     def discard(self) -> None:
-        """Forget what is pending, and what is sealed."""
+        """Forget pending and sealed changes."""
         self._pending, self._sealed = {name: {} for name in TABLES}, {}
 
     def seal(self) -> int:
-        """Set aside what is pending, for `write`; how many changes. The last `write` has been told to be `written`."""
+        """Set aside the pending changes for `write`; return how many. The last `write` must have been reported
+        `written`."""
         assert not self._sealed, "two commits of one index at once"
         count = self.pending
         if count:
@@ -197,9 +200,10 @@ class Index:
         return count
 
     def write(self) -> bool:
-        """Write what is sealed, in one transaction. Any thread. False: the map must `grow` first, while nobody reads.
+        """Write the sealed changes in one transaction. Any thread. False: the map must `grow` first, while nobody
+        reads.
 
-        `OSError` (ENOSPC, EIO, …) or `Corrupt` when it cannot: nothing was changed.
+        `OSError` (ENOSPC, EIO, …) or `Corrupt` if it cannot: nothing was changed.
         """
         sealed = self._sealed
         try:
@@ -218,13 +222,13 @@ class Index:
         self.env.set_mapsize(self.env.info()["map_size"] * 2)
 
     def written(self) -> None:
-        """What was sealed is committed."""
+        """The sealed changes are committed."""
         self._sealed = {}
 
     def flush(self) -> int:
-        """Write what is pending in one transaction; how many changes.
+        """Write the pending changes in one transaction; return how many.
 
-        `OSError` (ENOSPC, EIO, …) or `Corrupt` when it cannot: nothing was changed, everything is still pending.
+        `OSError` (ENOSPC, EIO, …) or `Corrupt` if it cannot: nothing was changed, everything is still pending.
         """
         done = self.seal()
         if not done:
@@ -250,9 +254,10 @@ class Index:
                 delete(key, b"", table)
 
     def walk(self, table: str, start: bytes = b"", *, batch: int = 512) -> Iterator[tuple[bytes, bytes]]:
-        """Committed entries from `start` on, in order. Each batch is a transaction of its own: changes between are met.
+        """Committed entries from `start` on, in order. Each batch is a transaction of its own, and sees changes made in
+        between.
 
-        A flush is wanted first if pending changes matter.
+        Flush first if pending changes matter.
         """
         while True:
             try:
@@ -277,7 +282,7 @@ class Index:
             return int(txn.stat(self.tables[table])["entries"])
 
     def pages(self) -> Pages:
-        """Pages in use, and free to be used again."""
+        """Pages in use, and pages free for reuse."""
         try:
             return pages.count(self.env, self.tables.values())
         except lmdb.Error as error:
@@ -300,7 +305,7 @@ class Index:
 
 
 def as_error(error: lmdb.Error, path: str) -> Exception:
-    """LMDB's exceptions as what the volume acts on: OSError with its errno, or `Corrupt`."""
+    """LMDB's exceptions in the form the volume acts on: OSError with its errno, or `Corrupt`."""
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.DiskError) or (code == errno.EIO and _is_full(path)):
         code = errno.ENOSPC
@@ -310,7 +315,7 @@ def as_error(error: lmdb.Error, path: str) -> Exception:
 
 
 def _is_full(path: str) -> bool:
-    """Whether a write there may have been cut short for want of room: LMDB calls that EIO."""
+    """Whether a write there may have been cut short for lack of room: LMDB calls that EIO."""
     try:
         disk = os.statvfs(path)
     except OSError:
@@ -322,7 +327,7 @@ def _is_full(path: str) -> bool:
 
 
 class _Listed(msgspec.Struct, array_like=True, gc=False):
-    """The first fields of a `Record`: all that a listing needs, so all that is decoded."""
+    """The first fields of a `Record`: a listing needs and decodes only these."""
 
     object_id: msgspec.Raw
     size_bytes: int
@@ -372,7 +377,7 @@ def scan(
 
 
 def scan_entries(index: Index, bucket: str, prefix: str, start_after: str, limit: int) -> list[ListEntry]:
-    """`scan` for listings: decodes only what is shown."""
+    """`scan` for listings: decodes only the listed fields."""
     return scan(index, bucket, prefix, start_after, limit, _entry)
 
 

@@ -1,26 +1,25 @@
-"""What the durable index was told last: two files that are appended to, each append synced, before LMDB hears of it.
+"""The latest changes of the durable index: two files that are appended to, each append synced, before LMDB gets them.
 
 Theory. A synced LMDB transaction writes pages all over its file and waits for the disk twice. A *frame* is one write
-and one wait: all changes of one commit, one after the other, with a checksum. Frames of one *generation* stand in one
-file, one after the other, from its beginning; when it is full the next generation goes to the other file, and what the
-full one holds is fed to LMDB in one transaction, which also says up to which generation LMDB has heard (`durable.py`).
-Then the full file may be written over. It is not cut: a disk takes bytes inside a file faster than bytes that make it
-longer.
+and one wait: all changes of one commit in a row, with a checksum. Frames of one *generation* stand in one file, one
+after the other, from its beginning. When it is full, the next generation goes to the other file, and the full one is
+fed to LMDB in one transaction, which also records the last generation that LMDB has (`durable.py`). Then the full file
+may be overwritten. It is not truncated: a disk takes bytes inside a file faster than bytes that extend it.
 
-A frame begins at a multiple of ALIGN_BYTES, so that no write touches a sector that an earlier frame was acknowledged
-with. The checksum is seeded with a secret of the volume, so that no object's bytes can be taken for a frame.
+A frame begins at a multiple of ALIGN_BYTES, so no write touches a sector of an acknowledged frame. The checksum is
+seeded with a secret of the volume, so no object's bytes can pass for a frame.
 
-After a stop, frames of generations that LMDB has not heard of are taken, in order. Only the last can be torn, since
-each was synced before the next was written: it was not acknowledged, and is ignored. A frame that stands beyond a
-torn one, a generation that is missing, or one that has fewer frames than the next says, means that acknowledged ones
+After a stop, the frames of generations that LMDB lacks are read in order. Only the last frame can be torn, since each
+was synced before the next was written. A torn last frame was not acknowledged, and is ignored. A frame beyond a torn
+one, a missing generation, or a generation with fewer frames than the next one records, means that acknowledged frames
 are damaged: that is an error, not an end.
 
 Rejected: LMDB without sync behind one file (a machine stop leaves it torn, since its pages reach the disk in any
-order); a checksum without a secret (whoever may write an object could write frames); cutting the file each time (a
+order); a checksum without a secret (whoever may write an object could write frames); truncating the file each time (a
 transaction of the filesystem for each first write).
 
-Invariants. (1) What `append` returned from is read again, whatever stops. (2) A generation that LMDB has heard of is
-never read again.
+Invariants. (1) What `append` returned from is read again after any stop. (2) A generation that LMDB has is never read
+again.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from forebay.core.errors import Corrupt
 
 MAGIC = b"FBJ1"
 ALIGN_BYTES = 4096
-GENERATION_BYTES = 8 * limits.MIB  # then the other file: less, and LMDB's syncs are in the way of the journal's
+GENERATION_BYTES = 8 * limits.MIB  # then the other file; with less, LMDB's syncs would delay the journal's
 PROVIDED_BYTES_MIN = limits.MIB
-ROOM_TIMES = 256  # on a disk with less room than so many times the file it is not made longer, nor used
+ROOM_TIMES = 256  # with less room than this many times the file, the file is neither extended nor used
 
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes of the body, generation, number, frames of the generation before
 _SUM = struct.Struct("<Q")
@@ -61,8 +60,8 @@ class _Frame(NamedTuple):
 
 
 class Journal:
-    """The journal in `directory`, of which LMDB has heard the generations up to `heard`. `Corrupt` if what it has not
-    heard of is not whole. `found`: those changes, in order, of each generation."""
+    """The journal in `directory`; LMDB has the generations up to `heard`. `Corrupt` if the later ones are not whole.
+    `found`: their changes, in order, by generation."""
 
     def __init__(self, directory: str, seed: int, heard: int) -> None:
         self._directory = directory
@@ -72,7 +71,7 @@ class Journal:
         self._number = 0  # of the next frame
         self._before = 0
         self._offset = 0
-        self._last: _Frame | None = None  # that was found
+        self._last: _Frame | None = None  # the last frame found
         self._provided_bytes = 0
         self._fd = -1
         self._read()
@@ -138,13 +137,13 @@ class Journal:
     # --- writing ---
 
     def turn(self) -> None:
-        """Begin the next generation. LMDB has heard of the one before this one."""
+        """Begin the next generation. LMDB has the one before this one."""
         self._close_file()
         self.generation += 1
         self._before, self._number, self._offset = self._number, 0, 0
 
     def resume(self) -> None:
-        """Go on behind the last frame that was found: LMDB cannot be told. What was found is synced. `OSError`."""
+        """Go on behind the last frame found, since LMDB cannot take them. Syncs what was found. `OSError`."""
         assert self._last is not None
         self.generation = self._last.generation
         self._before, self._number = self._last.before, self._last.number + 1
@@ -152,19 +151,19 @@ class Journal:
         for generation in range(self.generation - len(self.found) + 1, self.generation + 1):
             fd = os.open(_path(self._directory, generation), os.O_RDWR | os.O_CLOEXEC)
             try:
-                os.fdatasync(fd)  # the last one may be of a write that a kill cut short
+                os.fdatasync(fd)  # a kill may have cut the last write short
             finally:
                 os.close(fd)
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether this generation has place for so much more. `OSError`."""
+        """Whether this generation has room for `size_bytes` more. `OSError`."""
         end = self._offset + _span(size_bytes)
         if self._offset == 0:
             return True
         return end <= GENERATION_BYTES and (end <= self._provided_bytes or self._has_room(self._longer(end)))
 
     def provides(self, size_bytes: int) -> bool:
-        """Have the file long enough for so much more; False where the disk has not room to spare. `OSError`."""
+        """Extend the file for `size_bytes` more; False if the disk has no room to spare. `OSError`."""
         if self._fd < 0:
             self._open_file()
         end = self._offset + _span(size_bytes)
@@ -184,13 +183,13 @@ class Journal:
         return disk.f_bavail * disk.f_frsize >= ROOM_TIMES * size_bytes
 
     def release(self) -> None:
-        """Give the disk its room back. LMDB has heard of everything."""
+        """Free the files' room. LMDB has everything."""
         for generation in (0, 1):
             with suppress(OSError):
                 os.truncate(_path(self._directory, generation), 0)
 
     def append(self, body: bytes) -> None:
-        """Have these changes (`pack`) on the disk. `OSError`: they are not, and will not be read again."""
+        """Write these changes (`pack`) and sync them. `OSError`: they were not written, and will not be read again."""
         head = _HEAD.pack(MAGIC, len(body), self.generation, self._number, self._before)
         frame = b"".join((head, _SUM.pack(self._sum(head, body)), body))
         try:
@@ -198,7 +197,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _path(self._directory, self.generation))
             os.fdatasync(self._fd)
         except OSError:
-            with suppress(OSError):  # a start would take it for acknowledged
+            with suppress(OSError):  # or else a start would take it for acknowledged
                 os.pwrite(self._fd, bytes(_HEADER_BYTES), self._offset)
                 os.fdatasync(self._fd)
             raise
@@ -223,7 +222,7 @@ class Journal:
             self._fd, self._provided_bytes = -1, 0
 
     def close(self) -> None:
-        """Let go of the file. What it holds stays."""
+        """Close the file; its content stays."""
         self._close_file()
 
 
@@ -242,5 +241,5 @@ def _path(directory: str, generation: int) -> str:
 
 
 def _span(size_bytes: int) -> int:
-    """What a frame with such a body takes in the file."""
+    """How many bytes a frame with such a body takes in the file."""
     return -(-(_HEADER_BYTES + size_bytes) // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,4 +1,4 @@
-"""What one object's change means in every table of an index, and in the volume's usage.
+"""What a change of one object means in every table of an index, and in the volume's usage.
 
 Theory. Seven tables, so that a look-up reads one and stays small:
 
@@ -8,10 +8,10 @@ Theory. Seven tables, so that a look-up reads one and stays small:
     doubts   object id            -> bitmap of blocks to verify before use; only while the record is UNVERIFIED
     used     object id            -> minute of last use (4), only if later than the record says
     notes    index key            -> Entry (durable.py): what is owed in memory, and marks of settled notes
-    meta     name                 -> next_id, scrub
+    meta     name                 -> next_id, scrub, usage, rebuilding
 
-Object ids are 8 bytes big endian, groups 4. Checksums stand in groups so that landing one block of a huge object
-rewrites 1 KiB and not megabytes; last use stands apart so that a hit never rewrites inline bytes.
+Object ids are 8 bytes big endian, groups 4. Checksums are stored in groups, so that landing one block of a huge object
+rewrites 1 KiB and not megabytes. Last use has its own table, so that a hit never rewrites inline bytes.
 
 Invariants. (1) A record has its `ids` entry, in the same transaction. (2) A removed record leaves nothing in any table.
 """
@@ -35,7 +35,7 @@ from forebay.node.store.disk.usage import small_bytes
 from forebay.node.store.disk.volume import Unit, Volume
 
 GROUP_BLOCKS = 128
-UNITS_BATCH = 256  # records whose units are told together
+UNITS_BATCH = 256  # records per batch of units
 _NO_SUM = bytes(8)
 
 
@@ -48,12 +48,12 @@ def _group_key(object_id: int, group: int) -> bytes:
 
 
 def put_record(volume: Volume, bucket: str, key: str, record: Record, old: Record | None, inline_sum: int = 0) -> None:
-    """Make `record` the record of the key; `old` is what was there. Another object's traces must go first."""
+    """Make `record` the record of the key; `old` was there before. Remove another object's traces first."""
     enter(volume, bucket, keys.index_key(bucket, key), record, old, inline_sum)
 
 
 def enter(volume: Volume, bucket: str, entry: bytes, record: Record, old: Record | None, inline_sum: int) -> None:
-    """As `put_record`, where the index key is at hand."""
+    """As `put_record`, when the index key is known."""
     index = volume.index
     index.put("records", entry, encode_record(record))
     if old is None or old.object_id != record.object_id:
@@ -62,7 +62,7 @@ def enter(volume: Volume, bucket: str, entry: bytes, record: Record, old: Record
 
 
 def remove_record(volume: Volume, bucket: str, key: str, record: Record) -> None:
-    """No record of the key any more."""
+    """Remove the key's record and its traces."""
     volume.index.put("records", keys.index_key(bucket, key), None)
     remove_traces(volume, record)
     volume.change.swap(bucket, record, None)
@@ -78,7 +78,7 @@ def records_of(volume: Volume, object_ids: Sequence[int]) -> list[tuple[int, byt
 
 
 def remove_small(volume: Volume, found: Sequence[tuple[int, bytes, Record]]) -> None:
-    """As `remove_record`, of many inline objects that are not owned."""
+    """As `remove_record`, for many inline objects that are not owned."""
     index, names = volume.index, [id_key(object_id) for object_id, _, _ in found]
     index.delete_many("records", [entry for _, entry, _ in found])
     index.delete_many("ids", names)
@@ -91,7 +91,7 @@ def remove_small(volume: Volume, found: Sequence[tuple[int, bytes, Record]]) -> 
 
 
 def remove_traces(volume: Volume, record: Record) -> None:
-    """Take an object that no record names out of the other tables."""
+    """Remove an object that no record names from the other tables."""
     index, name = volume.index, id_key(record.object_id)
     index.put("ids", name, None)
     index.put("used", name, None)
@@ -103,7 +103,7 @@ def remove_traces(volume: Volume, record: Record) -> None:
 
 
 def keep_sums(volume: Volume, object_id: int, sums: dict[int, int]) -> None:
-    """Store the checksums of blocks; 0 takes one out."""
+    """Store the checksums of blocks; 0 removes one."""
     by_group: dict[int, dict[int, int]] = {}
     for block, value in sums.items():
         by_group.setdefault(block // GROUP_BLOCKS, {})[block % GROUP_BLOCKS] = value
@@ -119,13 +119,13 @@ def keep_sums(volume: Volume, object_id: int, sums: dict[int, int]) -> None:
 
 
 class Tables(Protocol):
-    """An index, or a volume with what is pending of it."""
+    """An index, or a volume with its pending changes."""
 
     def get(self, table: str, key: bytes) -> bytes | None: ...
 
 
 def sums_of(volume: Tables, object_id: int, blocks: Iterable[int]) -> dict[int, int]:
-    """The stored checksums of these blocks, 0 where there is none. Any thread."""
+    """The stored checksums of these blocks, 0 if there is none. Any thread."""
     groups: dict[int, bytes] = {}
     found = {}
     for block in blocks:
@@ -137,7 +137,7 @@ def sums_of(volume: Tables, object_id: int, blocks: Iterable[int]) -> dict[int, 
 
 
 def put_all_sums(volume: Volume, object_id: int, sums: array[int]) -> None:
-    """Store the checksums of a whole object, as its file's header holds them."""
+    """Store the checksums of a whole object, in the form of its file's header."""
     for group in range(-(-len(sums) // GROUP_BLOCKS)):
         part = sums[group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
         if any(part):
@@ -163,19 +163,20 @@ def doubts_of(volume: Volume, record: Record) -> int:
 
 
 def put_doubts(volume: Volume, object_id: int, bits: int) -> None:
-    """Set that bitmap; the caller keeps the record's state in step (UNVERIFIED exactly while it is not zero)."""
+    """Set that bitmap. The caller keeps the record's state in step (UNVERIFIED exactly while the bitmap is not
+    zero)."""
     data = bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else None
     volume.index.put("doubts", id_key(object_id), data)
 
 
 def note_of(volume: Volume, entry: bytes) -> Entry | None:
-    """What the visible index says is owed of an index key, or the mark that it was settled."""
+    """The visible index's note of an index key, or the mark that it was settled."""
     value = volume.get("notes", entry)
     return None if value is None else decode_entry(value)
 
 
 def put_note(volume: Volume, entry: bytes, note: Entry | None) -> None:
-    """Keep that note, or none."""
+    """Store that note; None removes it."""
     if note is not None:
         volume.index.put("notes", entry, encode_entry(note))
     elif volume.get("notes", entry) is not None:
@@ -183,7 +184,7 @@ def put_note(volume: Volume, entry: bytes, note: Entry | None) -> None:
 
 
 def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
-    """Replace committed notes whose seq is the same, at once, in a transaction of its own. Any thread. `OSError`."""
+    """Replace committed notes with the same seq, in a transaction of its own. Any thread. `OSError`."""
     if not notes:
         return
     table = volume.index.tables["notes"]
@@ -201,7 +202,7 @@ def replace_notes(volume: Volume, notes: Mapping[bytes, Note]) -> None:
 
 
 def unit_batches(volume: Volume) -> Iterator[list[Unit]]:
-    """Every unit of a volume, pending changes included, in batches: each is right until the volume changes."""
+    """Every unit of a volume, pending changes included, in batches. Each batch is right until the volume changes."""
     index = volume.index
     with volume.walking():
         start: bytes | None = b""

@@ -1,16 +1,16 @@
-"""What the node owes: notes of bytes and deletes that the backend has not heard of.
+"""What the node owes: notes of bytes and deletes that the backend does not have yet.
 
 Theory. A note stands beside the record of a dirty object (or alone, for a delete) from the acknowledgement to the end
-of its flush. It says what the flush must know after a restart: which version of the backend's the write was based on,
-since when it waits, and how far an upload is. Where it stands says how durable it is: in the synced index, or in the
-unsynced one (docs/design/0003-writing.md).
+of its flush. It holds what the flush must know after a restart: the backend's version that the write was based on,
+since when it waits, and how far an upload is. Its place decides its durability: the synced index, or the unsynced one
+(docs/design/0003-writing.md).
 
-An answer of the backend may be lost (the process is killed while a put is under way), and the next write of the key may
-come before anybody noticed. The backend then has a version that nobody noted, and it is ours. So a note names the
-*digest* of its body, and `succeeding` hands on those of the bodies before it that may have been sent
-(`core/machines/sent_bodies.py`): what the backend has is compared with them before it is called a conflict. That a body
-leaves is not written down: a note that is found at a start may have been sent, and whoever replaces one says so of it
-durably; the flusher, which knows what it sent, forgets in memory what never left.
+A backend's answer may be lost (the process is killed during a put), and the next write of the key may come before
+anybody noticed. Then the backend has a version that nobody noted, and it is ours. So a note has the *digest* of its
+body, and `succeeding` passes on the digests of earlier bodies that may have been sent (`core/machines/sent_bodies.py`).
+The backend's object is compared with them before it counts as a conflict. That a body leaves is not recorded: any note
+found at a start may have been sent, and its successor says so durably. The flusher, which knows what it sent, drops
+from memory what never left.
 
 Invariant. `seq` grows with every write of a node, so of two notes of one key the higher one is the later write.
 """
@@ -36,9 +36,9 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
     `since_s`: when the key became dirty (Unix time). `based_on`: the backend's version before the first dirty write: ""
     for none, None for any. `object_id` is the record's; 0 for a delete. `upload_id` and `part_bytes`: a multipart flush
-    that was begun, of the key `upload_key` ("": the object's own). `digest`: `digest_of` the body ("" where it is not
-    known). `tried` and `late`: of earlier bodies, what `core/machines/sent_bodies.py` calls so. `stale`: (key, id) of
-    uploads to abort. Whoever writes the note of a key that owes one already makes it with `succeeding`.
+    that began, of the key `upload_key` ("": the object's own). `digest`: `digest_of` the body ("" if unknown). `tried`
+    and `late`: of earlier bodies, as in `core/machines/sent_bodies.py`. `stale`: (key, id) of uploads to abort. For a
+    key that owes a note already, make the new note with `succeeding`.
     """
 
     seq: int
@@ -60,12 +60,12 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def sent(self) -> Sent:
-        """What may have been sent of earlier bodies."""
+        """Earlier bodies that may have been sent."""
         return Sent(self.tried, self.late)
 
     @property
     def known_by(self) -> str | None:
-        """What tells this body or delete, once it was sent; None where nothing does."""
+        """The digest that identifies this body or delete once it was sent; None if there is none."""
         return sent_bodies.ABSENT if self.is_delete else self.digest or None
 
     @property
@@ -74,7 +74,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
 
 def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None = None) -> str:
-    """What tells one body from another: of its size and the xxh3-64 of each block, or of the bytes themselves."""
+    """A digest that tells bodies apart: of the size and the xxh3-64 of each block, or of the bytes themselves."""
     if body is not None:
         block = limits.BLOCK_BYTES
         if 0 < len(body) <= block:
@@ -85,9 +85,9 @@ def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None =
 
 
 def succeeding(note: Note, before: Note | None, *, left: bool = True) -> Note:
-    """`note`, of a write to a key that owed `before`: it goes on waiting since then, is based on the same version, and
-    knows what may have been sent before it, the body of `before` included unless that never `left`. Without `before`,
-    or with a local one, `note` as it is."""
+    """`note`, of a write to a key that owed `before`: with the earlier waiting time and base version, and with the
+    bodies that may have been sent before it, including that of `before` unless it never `left`. Without `before`, or if
+    one of them is local, `note` as it is."""
     if before is None or before.local or note.local or before.seq == note.seq:
         return note
     sent = sent_bodies.left(before.sent, before.known_by) if left else before.sent
@@ -104,7 +104,7 @@ def succeeding(note: Note, before: Note | None, *, left: bool = True) -> Note:
 
 
 class Owed(msgspec.Struct, frozen=True):
-    """A note and whose it is. `durable`: it is in the synced index."""
+    """A note with its bucket and key. `durable`: it is in the synced index."""
 
     bucket: str
     key: str

@@ -1,14 +1,14 @@
-"""How many pages of an LMDB environment are in use, and how many of its file are free to be used again.
+"""How many pages of an LMDB environment are in use, and how many of its file are free for reuse.
 
-Theory. LMDB's file never shrinks: a page that nothing names any more is kept in a list inside the file and is written
-to again before the file grows. So a volume whose small objects were all deleted has no free disk to show, and has all
-the room it had: for small objects. Not every free page can be had at once: a transaction copies what it changes before
-the old pages are free, the pages of the last two transactions stay until no reader needs them, and a value that takes
-several pages wants them side by side. So MARGIN_PAGES are never promised, nor an eighth of the rest, and what a commit
-could not find (`refused`) is not promised again: only pages that became free since then.
+Theory. LMDB's file never shrinks: it keeps a list of unused pages inside the file, and reuses them before the file
+grows. So a volume whose small objects were all deleted shows no free disk, yet has all its former room: for small
+objects. Not every free page is available at once. A transaction copies what it changes before the old pages are free,
+the pages of the last two transactions stay until no reader needs them, and a value of several pages needs them side by
+side. So MARGIN_PAGES are never promised, nor an eighth of the rest. Pages that a commit could not use (`refused`) are
+not promised again: only pages freed since then.
 
-An environment that is mostly free pages is copied without them when its volume opens (`compact`): then the disk has
-the room back, for files too.
+When a volume opens, an environment that is mostly free pages is copied without them (`compact`). Then the disk has the
+room back, for files too.
 
 Rejected: giving free pages back to the disk by punching them (which of them a reader may still look at is LMDB's own
 knowledge, and the list of free pages is in its format); compacting while the node runs (the one writer would stop).
@@ -51,7 +51,7 @@ class Pages(NamedTuple):
 
 
 def count(env: Any, tables: Iterable[Any]) -> Pages:
-    """What is committed now. `lmdb.Error`."""
+    """The pages as committed now. `lmdb.Error`."""
     page = env.stat()
     used = page["branch_pages"] + page["leaf_pages"] + page["overflow_pages"]
     with env.begin() as txn:
@@ -63,7 +63,7 @@ def count(env: Any, tables: Iterable[Any]) -> Pages:
 
 
 def compact(env: Any, found: Pages, directory: str) -> bool:
-    """Copy an environment that is mostly free pages to a new `directory`, without them; whether it was done."""
+    """Copy an environment that is mostly free pages to a new `directory`, without them. Returns whether it did."""
     worth = found.free_bytes >= COMPACT_FREE_BYTES_MIN and found.used_bytes <= COMPACT_USED_BYTES_MAX
     if not worth or found.free < 2 * found.used:
         return False
@@ -78,7 +78,7 @@ def compact(env: Any, found: Pages, directory: str) -> bool:
 
 
 class FreePages:
-    """The pages of one environment, counted when asked for after `changed`."""
+    """The pages of one environment, counted at the first question after `changed`."""
 
     def __init__(self, counted: Callable[[], Pages]) -> None:
         self._count = counted
@@ -90,7 +90,7 @@ class FreePages:
         self._now = None
 
     def refused(self) -> None:
-        """A transaction found no room: the pages that are free now are not what it wants."""
+        """A transaction found no room: it cannot use the pages that are free now."""
         self._now = None
         self._refused = self.now.free
 
@@ -102,6 +102,6 @@ class FreePages:
 
     @property
     def bytes(self) -> int:
-        """What small objects can surely be written to without the file growing."""
+        """How many bytes small objects can surely take without the file growing."""
         free = min(self.now.free - MARGIN_PAGES, self.now.free - self._refused)
         return max(0, free) * 7 // 8 * self.now.page_bytes

@@ -1,7 +1,7 @@
-"""Arithmetic on a record's bitmap: which blocks are present, how many bytes that is, one more, some fewer.
+"""Arithmetic on a record's bitmap of present blocks: set some, clear some, count bytes.
 
-Theory. A complete record has an empty bitmap (a hit on it must be cheap), so every change goes through here, where
-that rule is kept. Big integers do the counting: a bitmap of a terabyte is 32 KiB, popcount and shifts are C.
+Theory. A complete record has an empty bitmap (a hit on it must be cheap). Every change goes through here, where that
+rule is kept. Big integers do the counting: the bitmap of a terabyte is 32 KiB, and popcount and shifts run in C.
 
 Invariants. (1) `complete` implies `present == b""`. (2) Bits past the last block are never set.
 """
@@ -41,7 +41,7 @@ def with_block(record: Record, block: int) -> Record:
     assert 0 <= block < count, f"block {block} of {count}"
     present = bytearray(record.present.ljust(-(-count // 8), b"\0"))
     present[block >> 3] |= 1 << (block & 7)
-    others = len(present) - 1  # the last byte may be full too, and must not stand for another that is not
+    others = len(present) - 1  # the last byte counts apart: it may be 0xFF too
     if present[-1] == (1 << ((count - 1) & 7) + 1) - 1 and present.count(0xFF, 0, others) == others:
         return msgspec.structs.replace(record, complete=True, present=b"")
     return msgspec.structs.replace(record, present=bytes(present))

@@ -1,25 +1,25 @@
 """Where LMDB keeps its table of readers: in memory, not on the volume.
 
-Theory. LMDB notes each read in a table that all processes have mapped, `lock.mdb` beside the data. On a disk that takes
-no writes (it hangs, or is frozen for a snapshot) the first look-up would wait in that page for as long as the disk
-does, and with it the one thread that serves all other disks. So `lock.mdb` is a symbolic link into memory (MEMORY_DIR),
-and whoever opens the index by its path, in whatever process, follows the same link. What the table says is worth
-nothing after a machine stop, so that it is in memory alone loses nothing.
+Theory. LMDB notes each read in a table that all processes map, `lock.mdb` beside the data. On a disk that takes no
+writes (it hangs, or is frozen for a snapshot) the first look-up would wait in that page as long as the disk does, and
+so would the one thread that serves all other disks. So `lock.mdb` is a symbolic link into memory (MEMORY_DIR), and
+every process that opens the index by its path follows the link. A machine stop makes the table worthless anyway, so
+keeping it only in memory loses nothing.
 
-The table is named after the device and inode of its directory: a copied volume does not share that of its original,
-whose link it has copied. Its pages are allocated when it is made: memory that runs out later kills nobody. The last
-one to leave removes it. Where there is no such memory, or none is left, the table is a file on the volume, as LMDB
-makes it.
+The table is named after the device and inode of its directory: a copied volume, which has copied the link, does not
+share its original's table. Its pages are allocated when it is made, so memory that runs out later kills nobody. The
+last process that leaves removes it. If there is no such memory, or none is left, the table is a file on the volume,
+LMDB's default.
 
-A table is exchanged only while nobody has it open: two who read by different tables would not see each other, and pages
-would be written over under a reader. LMDB's own lock on the table's first byte says whether anybody has; a `flock` on
-the directory keeps others from opening it meanwhile.
+A table is replaced only while nobody has it open. Readers with different tables would not see each other, and pages
+would be overwritten under a reader. LMDB's own lock on the table's first byte shows whether anybody has it open; a
+`flock` on the directory keeps others from opening it meanwhile.
 
-Rejected: no table (`MDB_NOLOCK`: a writer would reuse pages that are being read); tables in the node's directory (it
-is on a disk, too); a new table at each start of the writer (fronts live longer than engines).
+Rejected: no table (`MDB_NOLOCK`: a writer would reuse pages that are being read); tables in the node's directory (it is
+on a disk, too); a new table at each start of the writer (fronts live longer than engines).
 
-Invariants. (1) All who have an index open have the same table.
-(2) With the table in memory no look-up writes to a disk.
+Invariants. (1) All processes that have an index open share one table. (2) With the table in memory no look-up writes to
+a disk.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _GATE_WAIT_S = 2.0
 
 @contextmanager
 def seated(directory: str) -> Iterator[None]:
-    """Around LMDB's opening of `directory`: the table is brought into memory, where that can be. `OSError`: the
-    directory cannot be read, or somebody has been exchanging its table for long."""
+    """Around LMDB's opening of `directory`: move the table into memory if possible. `OSError`: the directory cannot be
+    read, or another process has been replacing its table for too long."""
     gate = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not is_in_memory(directory):
@@ -65,8 +65,8 @@ def is_in_memory(directory: str) -> bool:
 
 
 def left(directory: str, table: str, *, wrote: bool) -> None:
-    """This process has closed the index, of which `table` was the `place`: remove it if nobody else has it open. Who
-    `wrote` removes the link too, so that what lies there can be copied as it is."""
+    """This process has closed the index whose table was at `table`: remove the table if nobody else has it open. The
+    writer (`wrote`) removes the link too, so that the directory can be copied as it is."""
     if not table:
         return
     with suppress(OSError):
@@ -96,13 +96,13 @@ def _target(directory: str) -> str:
 
 
 def _target_of(directory: str) -> str:
-    """Where the table of this very directory belongs."""
+    """The path in memory for this directory's table."""
     found = os.stat(directory)
     return f"{MEMORY_DIR}/forebay-{os.geteuid()}/{found.st_dev:x}-{found.st_ino:x}"
 
 
 def _bring_into_memory(directory: str) -> None:
-    """Let the link lead there. `OSError`: all is as it was, or the link is gone."""
+    """Make the link point there. `OSError`: everything is as it was, or the link is gone."""
     target, name = _target_of(directory), os.path.join(directory, NAME)
     if os.path.exists(name) and not _unused(name):
         return
@@ -137,7 +137,7 @@ def _allocate(path: str) -> None:
 
 
 def _unused(path: str) -> bool:
-    """Whether no process has this table open. This one has not: closing the file would drop its lock."""
+    """Whether no process has this table open. This process must not have: closing the file would drop its lock."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)

@@ -1,13 +1,14 @@
-"""What the objects of a volume take, and what room that leaves: the books behind 507, eviction and `--capacity`.
+"""How much room a volume's objects take, and how much is left: the accounts behind 507, eviction and `--capacity`.
 
-Theory. Two measures. *Payload* is the bytes of objects: what a bucket has cached, what is owed. *Taken* is what they
-cost the disk, and what capacity and quotas bound. A block of a data file takes its bytes. A small object takes pages
-of the index (2.1 times its bytes at 4 KiB), and as many of the durable index while it is owed there. `small_bytes`
-says so of one object, the same at each time, so that books balance and eviction can weigh it; the pages that are truly
-in use, known in all (`pages.py`), say the rest: what leaves hold half, records of files, the durable index.
+Theory. There are two measures. *Payload* is the bytes of objects: what a bucket has cached, what is owed. *Taken* is
+what they cost the disk, which capacity and quotas bound. A block of a data file takes its bytes. A small object takes
+pages of the index (2.1 times its bytes at 4 KiB), and as many of the durable index while it is owed there.
+`small_bytes` estimates this for one object, always the same, so that the books balance and eviction can weigh it. The
+pages truly in use, counted as a whole (`pages.py`), add the rest: half-empty leaves, records of files, the durable
+index.
 
-Room is of two kinds as well. Files need free disk. Small objects need free pages, and free disk when those are used up;
-so evicting small objects makes room for small ones only, and evicting files for both.
+There are two kinds of room as well. Files need free disk. Small objects need free pages, and free disk when those are
+used up. So evicting small objects makes room only for small objects, and evicting files for both.
 
 Invariants. (1) `Usage` is the sum of its records, so it is zero without any. (2) What is taken is never below it.
 """
@@ -23,15 +24,15 @@ from forebay.core import limits
 from forebay.core.record import OWNED, Record
 from forebay.node.store.disk import presence
 
-SLACK_BYTES = 2 * limits.BLOCK_BYTES  # a filesystem that others fill too gets this distance
+SLACK_BYTES = 2 * limits.BLOCK_BYTES  # distance kept on a filesystem that others fill too
 PAGE_BYTES = 4096
 _NODE_BYTES_MAX = 2030  # an entry above that has pages of its own
 _FIELDS_BYTES = 100  # of a record, beside its bytes and its head; and its entry among the ids
-_EMPTY_BYTES = 64 * PAGE_BYTES  # what an environment takes with hardly anything in it
+_EMPTY_BYTES = 64 * PAGE_BYTES  # an almost empty environment takes this
 
 
 def small_bytes(record: Record) -> int:
-    """What an inline object takes in an index."""
+    """How many bytes an inline object takes in an index."""
     value_bytes = len(record.inline or b"") + len(record.head) + _FIELDS_BYTES
     if value_bytes > _NODE_BYTES_MAX:
         return -(-(value_bytes + 16) // PAGE_BYTES) * PAGE_BYTES + _FIELDS_BYTES
@@ -39,12 +40,12 @@ def small_bytes(record: Record) -> int:
 
 
 def taken_bytes(record: Record) -> int:
-    """What the object takes: its present blocks, or its part of the index."""
+    """How many bytes the object takes: its present blocks, or its part of the index."""
     return small_bytes(record) if record.inline is not None else presence.bytes_of(record)
 
 
 def overhead(small_bytes: int, index_bytes: int, durable_bytes: int) -> int:
-    """What indexes with so many bytes of pages in use take beyond `small_bytes`."""
+    """How many bytes of pages in use the indexes take beyond `small_bytes`."""
     return max(0, index_bytes - _EMPTY_BYTES - small_bytes) + max(0, durable_bytes - _EMPTY_BYTES)
 
 
@@ -89,7 +90,7 @@ class Usage:
         self._add(bucket, payload_bytes, new is not None)
 
     def remove_small(self, bucket: str, records: Sequence[Record]) -> None:
-        """As `swap` with nothing, of many inline objects that are not owned."""
+        """As `swap` to None, for many inline objects that are not owned."""
         payloads = [len(record.inline or b"") for record in records]
         self.objects -= len(payloads)
         self.small_bytes -= sum(map(small_bytes, records))
@@ -104,7 +105,7 @@ class Usage:
             self.by_bucket.pop(bucket, None)
 
     def encode(self, other: Usage, minute: int, next_id: bytes) -> bytes:
-        """The sum with a change, as the index keeps it with what is counted; see `decode_usage`."""
+        """The sum with a change, as the index stores it; see `decode_usage`."""
         numbers = [mine + theirs for mine, theirs in zip(self._numbers(), other._numbers(), strict=True)]
         by_bucket = dict(self.by_bucket)
         for bucket, size_bytes in other.by_bucket.items():
@@ -118,7 +119,7 @@ class Usage:
         )
 
     def copy(self) -> Usage:
-        """The same numbers, which stay as they are."""
+        """A copy that does not change."""
         same = Usage()
         same.merge(self)
         return same
@@ -136,14 +137,14 @@ class Usage:
 
 
 class _Counted(msgspec.Struct, array_like=True, frozen=True):
-    next_id: bytes  # of the same transaction: other writers, which do not count, leave a newer one
+    next_id: bytes  # of the same transaction; other writers do not count, and leave a newer one
     minute: int
     numbers: list[int]
     by_bucket: dict[str, int]
 
 
 def decode_usage(value: bytes | None, next_id: bytes) -> tuple[Usage, int] | None:
-    """What was counted, and in which minute (since the epoch); None where nobody did, or not last."""
+    """The stored usage, and its minute (since the epoch). None if none is stored, or if later writers did not count."""
     try:
         kept = msgspec.msgpack.decode(value or b"", type=_Counted)
     except msgspec.MsgspecError:
@@ -194,10 +195,10 @@ class Room(NamedTuple):
 
     @property
     def keep_bytes(self) -> int:
-        """Below what the volume takes, or the next object would pass through.
+        """How much eviction may keep: below what the volume takes, or the next object would pass through.
 
-        Free pages are room for what comes only where small objects are nearly all that can leave: where files can,
-        they must leave for files.
+        Free pages count as room for new objects only if small objects are nearly all that can leave. If files can
+        leave, they must make room for files.
         """
         weighed_bytes = self.taken_bytes - self.overhead_bytes
         pages_bytes = self.index_bytes if self.file_bytes * 8 < self.small_bytes else 0
@@ -208,14 +209,14 @@ class Room(NamedTuple):
 
     @property
     def _capacity_left_bytes(self) -> int:
-        """What the capacity leaves to what is owned."""
+        """How many bytes the capacity leaves for owned objects."""
         if self.share_bytes is None:
             return 1 << 62
         return self.share_bytes - self.owned_bytes - self.overhead_bytes
 
     def refuses_file(self, size_bytes: int, here_bytes: int = 0) -> str:
-        """Why a file of that size, of which `here_bytes` are on the disk already, cannot be kept even when all that
-        can be evicted were; "" if it can."""
+        """Why a file of that size, of which `here_bytes` are on the disk already, has no room even if everything
+        evictable were evicted; "" if it has."""
         if size_bytes > self._capacity_left_bytes:
             return _CAPACITY
         missing_bytes = size_bytes - here_bytes - self.free_bytes - self.file_bytes
@@ -224,7 +225,7 @@ class Room(NamedTuple):
         return _PAGES if self.index_bytes + self.small_bytes + self.durable_bytes >= missing_bytes else _DISK
 
     def refuses_small(self, taken_bytes: int, durable: bool) -> str:
-        """As `refuses_file`, of small objects that take so much in an index; `durable`: in both."""
+        """As `refuses_file`, for small objects that take this much in an index; `durable`: in both."""
         if taken_bytes * (1 + durable) > self._capacity_left_bytes:
             return _CAPACITY
         missing_bytes = max(0, taken_bytes - self.index_bytes - self.small_bytes)

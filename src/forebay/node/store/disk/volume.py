@@ -1,27 +1,27 @@
-"""One volume: a directory on one disk, its mark, its lock, its index, and what state the disk is in.
+"""One volume: a directory on one disk, with its mark, its lock, its index, and the state of its disk.
 
-Theory. `volume.json`, the *mark*, says whose directory this is and whether its index can be believed. The index is not
-synced, so it is right after a process stop, and unknown after a machine stop. The mark therefore carries the kernel's
-boot id, written (synced) when the volume opens, and `clean`, written when everything was synced and closed. Same boot
-id or clean: believe. Otherwise, or when LMDB or the walk over it finds damage, a new index is begun in a new directory,
-`index/<n>`, which the mark then names, and `rebuild.py` fills it from the files' headers while it is served; until it
-is whole it says so itself. What the index holds is counted in it with each commit, so a start needs no walk; the first
-one comes while it is served. A marker file lies beside the index meanwhile: if walks kill the process again and again
-(a torn page may), or meet damage, the next start finds it and rebuilds.
+Theory. `volume.json`, the *mark*, says whose directory this is and whether its index can be trusted. The index is not
+synced, so it is right after a process stop, and unknown after a machine stop. The mark therefore has the kernel's boot
+id, written (synced) when the volume opens, and `clean`, written when everything was synced and closed. Same boot id or
+clean: trust the index. Otherwise, or when LMDB or the walk over it finds damage, a new index begins in a new directory,
+`index/<n>`, which the mark then names. `rebuild.py` fills it from the files' headers while it is served, and it is
+marked as incomplete meanwhile. Each commit updates the index's own usage, so a start needs no walk over it; the first
+walk comes while it is served. During a walk a marker file lies beside the index: if walks kill the process again and
+again (a torn page may), or meet damage, the next start finds it and rebuilds.
 
-A disk that errs is not argued with. Out of space marks the volume `full`: nothing new goes there until space is back.
-Any other trouble puts it `out`: it leaves placement, and only a restart brings it back.
+A failing disk is not retried. Out of space marks the volume `full`: nothing new goes there until space is back. Any
+other trouble puts it `out`: it leaves placement, and only a restart brings it back.
 
-Missed sessions. A volume that was out while others went on may hold versions that have been replaced since. So volumes
-remember with whom they last served, and a counter of such sets, the *epoch*; one that comes back with an older epoch
-has every record's `checked_s` set to `MISSED`: its bytes are served after the backend confirmed them. The node
-remembers the epoch too (`writer/remembered_volumes.py`), since there may be sessions with none of the volumes that come
-back later.
+Missed sessions. A volume that was out while others went on may hold versions that were replaced since. So volumes
+record which volumes they last served with, and a counter of such sets, the *epoch*. On a volume that comes back with an
+older epoch, every record's `checked_s` becomes `MISSED`: its bytes are served only after the backend confirmed them.
+The node remembers the epoch too (`writer/remembered_volumes.py`), since some sessions may have had none of the volumes
+that come back later.
 
 Rejected: checking the whole index page by page at each start (minutes per million objects); trusting a mount id
 (containers change it at every start).
 
-Invariants. (1) An index is believed only by the rule above. (2) One process holds a volume (flock). (3) `out` is final.
+Invariants. (1) An index is trusted only by the rule above. (2) One process holds a volume (flock). (3) `out` is final.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from forebay.ports import chance, clock
 from forebay.ports.machine import alive, boot_id
 
 FORMAT = 2
-FORMATS_READ = (1, 2)  # 1 had no journal: the mark says 2 before anything is written that it does not know
+FORMATS_READ = (1, 2)  # 1 had no journal; the mark says 2 before anything new to it is written
 OWN_NAMES = frozenset(
     {"volume.json", "lock", "tmp", "data", "index", "durable", "parts", "ballast", "volume.json.new", "lost+found"}
     | {"durable.new"}
@@ -97,7 +97,7 @@ class Unit(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """An owned object whose bytes cannot be had. `record` says what it was."""
+    """An owned object whose bytes are gone. `record` describes it."""
 
     bucket: str
     key: str
@@ -107,8 +107,8 @@ class Lost(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a directory must be to be opened: this volume, which gets its mark back where that was lost. Nothing is made
-    there that was not. An empty id expects some volume."""
+    """What a directory must be to be opened: this volume, which gets its mark back if that was lost. Missing volumes
+    are not made. An empty id expects any volume."""
 
     volume_id: str = ""
     weight: float = 0.0
@@ -126,7 +126,7 @@ class Mark(msgspec.Struct, omit_defaults=False):
     index: int = 0
     epoch: int = 0
     members: list[str] = []
-    ids_below: int = 0  # every object id that may have been used is below: what holds if the index is lost
+    ids_below: int = 0  # all used object ids are below; matters if the index is lost
 
 
 def read_mark(path: str) -> Mark | None:
@@ -155,8 +155,8 @@ class Volume:
         xattrs: bool = True,
         expected: Expected | None = None,
     ) -> None:
-        """Take the lock and read the mark; `start` does the rest. Without `expected` the volume is made where there is
-        none. `Exists`, `Invalid`, or OSError of the disk."""
+        """Take the lock and read the mark; `start` does the rest. Without `expected`, a missing volume is made.
+        `Exists`, `Invalid`, or OSError of the disk."""
         self.path = str(Path(path).absolute())
         self.tell = tell
         self.xattrs = xattrs
@@ -166,13 +166,13 @@ class Volume:
         self.change = Usage()  # of the pending changes
         self.index: Index
         self.durable: Durable
-        self.lost: dict[bytes, Lost] = {}  # by index key: what is owned and cannot be had is out of view
-        self.partly_lost: dict[bytes, tuple[str, str]] = {}  # in view, and blocks of it rotted; or was so: look
+        self.lost: dict[bytes, Lost] = {}  # by index key: owned objects whose bytes are gone, out of view
+        self.partly_lost: dict[bytes, tuple[str, str]] = {}  # in view with rotted blocks, or was; check again
         self.unbacked: list[bytes] | None = []  # index keys of owned records without a note; None: not looked for
         self.used_minute = int(clock.wall_s() // 60)  # of the last commit before the start
         self.flushes_lost = 0
-        self.behind = True  # what the durable index says may not be in view: since a start, or since a flush was lost
-        self.rebuilding = ""  # why the index is made anew from the files, until it is whole
+        self.behind = True  # owed records may not be in view: since a start, or since a flush was lost
+        self.rebuilding = ""  # why the index is being rebuilt from the files, until it is whole
         self.owned_before = 0  # owned objects in view at the start, and what came into view since
         self.flushes_begun = self.flushes_done = 0
         self.writing: Future[bool] | None = None  # the index, by the hand
@@ -221,7 +221,7 @@ class Volume:
                 f"volume {self.path} is in use by another node (process {holder}): stop it, or give another directory"
             ) from None
         text = str(os.getpid()).encode()
-        with suppress(OSError):  # a full disk may have no room for it, and has where another one's text stands
+        with suppress(OSError):  # a full disk may have no room for it
             os.pwrite(self._lock_fd, text, 0)
             os.ftruncate(self._lock_fd, len(text))
         total_bytes, _ = self._statvfs()
@@ -252,8 +252,8 @@ class Volume:
     # --- start and stop ---
 
     def start(self) -> None:
-        """Sweep tmp/, believe the index or begin a new one, and say in the mark that we run. What the durable index
-        says is not in view yet (`behind`), nor what the files hold where the index is new (`rebuilding`)."""
+        """Sweep tmp/, trust the index or begin a new one, and record in the mark that the volume is in use. What the
+        durable index owes is not in view yet (`behind`); nor, in a new index, what the files hold (`rebuilding`)."""
         self.sweep_temp()
         self.durable = Durable(os.path.join(self.path, "durable"))
         reason = self._believe_index()
@@ -268,7 +268,7 @@ class Volume:
             self.index = Index(self.index_path(generation), write=True)
             self.opened = True
             self.mark.index = generation
-            self.usage, self.unbacked = Usage(), []  # a walk that met damage has counted some
+            self.usage, self.unbacked = Usage(), []  # a walk that met damage counted some
             self.index.put("meta", REBUILDING, reason.encode())
             self.commit()
         self.rebuilding = (self.index.get("meta", REBUILDING) or b"").decode()
@@ -281,15 +281,15 @@ class Volume:
         self.make_ballast()
 
     def rebuilt(self, outcome: str) -> None:
-        """The index is whole with the next flush; `outcome` says what was found."""
+        """The index will be whole with the next flush; `outcome` says what was found."""
         self.index.put("meta", REBUILDING, None)
         if not self.fresh:
             self.tell(StoreEvent("index-rebuilt", self.id, f"{self.rebuilding}: {outcome}"))
         self.rebuilding = ""
 
     def sweep_temp(self) -> None:
-        """Remove what is left in tmp/. Bodies that a living process is receiving stay. At the start, everything else
-        goes; later (`opened`), only what dead processes were receiving."""
+        """Remove leftovers in tmp/. Bodies that a living process is receiving stay. At the start everything else goes;
+        later (`opened`), only bodies of dead processes."""
         for name in os.listdir(os.path.join(self.path, "tmp")):
             incoming = name.startswith(INCOMING)
             pid = name.split("-")[1] if incoming else ""
@@ -299,7 +299,7 @@ class Volume:
                 os.unlink(os.path.join(self.path, "tmp", name))
 
     def _believe_index(self) -> str:
-        """Open and walk the index; "" when it is good, else why it must be rebuilt."""
+        """Open and walk the index; "" if it is good, else why it must be rebuilt."""
         path = self.index_path()
         if self.fresh:
             return "new volume"
@@ -338,8 +338,8 @@ class Volume:
 
     @contextmanager
     def walking(self) -> Iterator[None]:
-        """Around a walk over all of the index. A page that kills the process does so again at the next start, where a
-        byte in a file tells of it."""
+        """Around a walk over the whole index. A page that kills the process would do so again at the next start, so a
+        byte in a file warns of it."""
         cut = False
         with suppress(OSError):  # a full disk may have no room for the byte
             self._mark_walk(1)
@@ -358,7 +358,8 @@ class Volume:
             file.write(b"." * count)
 
     def _take_count(self) -> bool:
-        """Whether the index says what it holds, so that nobody need walk over it before it is served."""
+        """Take the usage that the index stores, so that no walk is needed before it is served. False if there is
+        none."""
         found = decode_usage(self.index.get("meta", b"usage"), self.index.get("meta", b"next_id") or b"")
         if found is None or found[0].objects != self.index.count("records"):
             return False
@@ -366,14 +367,14 @@ class Volume:
         return True
 
     def find_unbacked(self) -> Iterator[bytes | None]:
-        """Index keys of owned records without a note, None for each other record: looks at every one."""
+        """Index keys of owned records without a note, None for each other record. Scans every record."""
         for entry, value in self.index.walk("records"):
             owned = decode_record(value).state & State.OWNED
             alone = owned and self.index.get("notes", entry) is None and self.durable.get(entry) is None
             yield entry if alone else None
 
     def _walk(self) -> None:
-        """Read every record once: it counts usage, and meets damage."""
+        """Read every record once: counts usage, and finds damage."""
         entries = 0
         self.unbacked = [entry for entry in self.find_unbacked() if entry is not None]
         for entry, value in self.index.walk("records"):
@@ -384,7 +385,7 @@ class Volume:
             raise Corrupt(f"it lists {entries} records and counts {self.index.count('records')}")
 
     def write_mark(self) -> None:
-        """Replace volume.json, synced. A full disk need not have room for one that says the same."""
+        """Replace volume.json, synced. If it would not change, no room is needed, even on a full disk."""
         path = os.path.join(self.path, "volume.json")
         if read_mark(self.path) != self.mark:
             with open(path + ".new", "wb") as file:
@@ -399,7 +400,7 @@ class Volume:
             os.close(fd)
 
     def age_records(self, bucket: str = "", checked_s: float = 0.0) -> None:
-        """Nothing here, or of this bucket, counts as confirmed later than `checked_s` says."""
+        """Let no record here, or of this bucket, count as confirmed later than `checked_s`."""
         prefix = f"{bucket}\0".encode() if bucket else b""
         for entry, value in takewhile(lambda item: item[0].startswith(prefix), self.index.walk("records", prefix)):
             record = decode_record(value)
@@ -410,12 +411,12 @@ class Volume:
         self.commit()
 
     def missed_session(self) -> None:
-        """Others went on without this volume: what it has may be replaced since."""
+        """Others went on without this volume: its versions may have been replaced since."""
         self.age_records(checked_s=MISSED)
         self.tell(StoreEvent("volume-missed-session", self.id, "its objects are asked about before they are served"))
 
     def close(self, *, clean: bool) -> None:
-        """Let go. With `clean`, everything is on the disk first and the mark says so."""
+        """Close. With `clean`, everything is synced first and the mark says so."""
         self.desk.close()
         try:
             if clean and self.state != "out":
@@ -429,7 +430,7 @@ class Volume:
             os.close(self._lock_fd)
 
     def release(self) -> None:
-        """Let go of a volume that did not start, as it is."""
+        """Close a volume that did not start, as it is."""
         self.desk.close()
         if self.opened:
             self.index.close()
@@ -441,21 +442,22 @@ class Volume:
 
     @property
     def silent(self) -> bool:
-        """Whether its disk has stalled, or somebody has waited in vain for it just now."""
+        """Whether its disk has stalled, or a call has just waited for it in vain."""
         return self.stall.stalled or self.desk.late
 
     def watch(self, now_s: float) -> bool:
-        """Look whether the disk answers; whether that has changed. Every `stall.LOOK_S`, by the store's thread."""
+        """Check whether the disk answers; return whether that changed. The store's thread calls it every
+        `stall.LOOK_S`."""
         before, oldest = self.stall.stalled, self.desk.oldest()
         return self.stall.look(now_s, oldest) != before
 
     def probe(self) -> None:
-        """Have the disk do something, so that one that nobody uses is seen to answer, or not."""
+        """Give an idle disk something to do, to see whether it answers."""
         if self.desk.oldest() is None:
             self.desk.begin(os.utime, self._lock_fd)
 
     def trouble(self, error: Exception, doing: str) -> Unavailable:
-        """Note what went wrong and return what to raise. Any thread."""
+        """Note the failure and return the error to raise. Any thread."""
         code = error.errno if isinstance(error, OSError) else None
         if isinstance(error, Late):
             return stalled(self.path, doing)
@@ -476,7 +478,7 @@ class Volume:
         return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
     def free_bytes(self, *, fresh: bool = False) -> int:
-        """What may be written beyond the reserve, as of the last fifth of a second, or (`fresh`) of now."""
+        """How many bytes may be written beyond the reserve, up to 0.2 s old, or (`fresh`) now."""
         now_s = clock.monotonic_s()
         if fresh or now_s - self._free[0] > 0.2:
             total_bytes, free_bytes = self._statvfs()
@@ -484,16 +486,16 @@ class Volume:
         return self._free[1]
 
     def make_ballast(self) -> None:
-        """Hold some room that a full disk can give back to the index, so that evicting stays possible."""
+        """Reserve some room that a full disk can give to the index, so that eviction stays possible."""
         size_bytes = min(8 * limits.MIB, self._statvfs()[0] // 100)
         try:
-            with open(os.path.join(self.path, "ballast"), "ab") as file:  # a full disk may hold it since before
+            with open(os.path.join(self.path, "ballast"), "ab") as file:  # a full disk may still hold it from before
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
         except OSError:
             self.drop_ballast()
 
     def drop_ballast(self) -> bool:
-        """Give the held room back; whether there was any."""
+        """Free the reserved room; return whether there was any."""
         try:
             os.unlink(os.path.join(self.path, "ballast"))
         except OSError:
@@ -501,7 +503,7 @@ class Volume:
         return True
 
     def heal(self) -> None:
-        """Look whether the directory is still there, and whether a full volume has room again."""
+        """Check whether the directory is still there, and whether a full volume has room again."""
         try:
             if os.stat(self.path).st_ino != self.root_inode or not os.path.exists(self.path + "/volume.json"):
                 raise FileNotFoundError(errno.ENOENT, "the directory was removed or replaced", self.path)
@@ -510,7 +512,7 @@ class Volume:
                 if has_room(self.path):
                     self.state, self.reason = "ok", ""
                     self.make_ballast()
-                    self.desk.call(self.write_mark)  # it may have found no room for what it should say
+                    self.desk.call(self.write_mark)  # an earlier write may have found no room
                     self.tell(StoreEvent("volume-healed", self.id, "there is room again"))
         except OSError as error:
             self.trouble(error, "looking at the directory")
@@ -518,7 +520,7 @@ class Volume:
     # --- changes ---
 
     def commit(self) -> int:
-        """Commit what is pending, and count it; how many changes. `OSError` or `Corrupt`: nothing was changed."""
+        """Commit the pending changes, with the usage; return how many. `OSError` or `Corrupt`: nothing was changed."""
         self._count()
         try:
             done = self.index.flush()
@@ -532,7 +534,7 @@ class Volume:
         return done
 
     def seal(self) -> int:
-        """Set aside what is pending for `write`; how many changes. From here on it counts as what is."""
+        """Set aside the pending changes for `write`; return how many. The usage includes them from now on."""
         if self.index.pending:
             self._count()
             self._before = self.usage.copy()
@@ -542,7 +544,7 @@ class Volume:
         return self.index.seal()
 
     def write(self) -> bool:
-        """Commit what is sealed, in the hand; see `Index.write`."""
+        """Commit the sealed changes, in the hand; see `Index.write`."""
         try:
             return self.index.write()
         except OSError as error:
@@ -551,13 +553,13 @@ class Volume:
             return self.index.write()
 
     def written(self) -> None:
-        """What was sealed is committed."""
+        """The sealed changes are committed."""
         self.index.written()
         self.flushes_done = self.flushes_begun
         self.free_pages.changed()
 
     def flush_lost(self, error: Exception) -> None:
-        """What was sealed cannot be committed: that, and what came after it, is forgotten."""
+        """The sealed changes cannot be committed: forget them, and all that came after."""
         self._refused(error)
         self.flushes_lost += 1
         self.behind = True
@@ -574,12 +576,12 @@ class Volume:
             self.free_pages.refused()
 
     def discard(self) -> None:
-        """Forget what is pending."""
+        """Forget the pending changes."""
         self.index.discard()
         self.change = Usage()
 
     def room(self, share_bytes: int | None, *, fresh: bool = False) -> Room:
-        """What is taken and free, pending changes included; `share_bytes` is what the capacity leaves to this volume.
+        """What is taken and free, pending changes included. `share_bytes` is this volume's share of the capacity.
         OSError or `Corrupt` of the disk."""
         usage, change = self.usage, self.change
         weighed_bytes = usage.taken_bytes + change.taken_bytes
@@ -602,7 +604,7 @@ class Volume:
     # --- records ---
 
     def get(self, table: str, name: bytes) -> bytes | None:
-        """A value of the index, pending changes included. None too when it cannot be read: the volume is out then."""
+        """A value of the index, pending changes included. Also None if it cannot be read: the volume is then out."""
         try:
             return self.index.get(table, name)
         except (OSError, Corrupt) as error:
@@ -619,7 +621,7 @@ class Volume:
 
 
 def has_room(path: str) -> bool:
-    """Whether the disk of the volume at `path` is not full any more."""
+    """Whether the disk of the volume at `path` is no longer full."""
     try:
         stat = os.statvfs(path)
     except OSError:
@@ -629,7 +631,7 @@ def has_room(path: str) -> bool:
 
 
 def stalled(path: str, subject: str) -> Unavailable:
-    """What is answered where the disk of the volume at `path` would be needed and does not answer."""
+    """The error for a request that needs the disk of the volume at `path`, which does not answer."""
     return Unavailable(
         f"{subject}: the disk of volume {path} does not answer; it is used again when it does: look at the disk "
         "(`forebay status`, `dmesg`; is it frozen?), or try again later",
@@ -638,5 +640,5 @@ def stalled(path: str, subject: str) -> Unavailable:
 
 
 def index_path(volume_path: str, generation: int) -> str:
-    """Where the index of that generation is."""
+    """The directory of that generation's index."""
     return f"{volume_path}/index/{generation}"

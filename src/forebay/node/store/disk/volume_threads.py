@@ -1,17 +1,17 @@
-"""One volume's threads: what changes its disk is done here, and nobody who serves others waits for it.
+"""One volume's threads: changes to its disk are made here, so that nobody who serves others waits for it.
 
-Theory. A disk may stop to answer at any moment: a write to it then waits, in the kernel, for as long as the disk does,
-and nothing can call it back. So each volume has threads of its own. Its *hand* does what the store's thread wants
-changed, one after the other; the store's thread waits for it CALL_S at most and then goes on without. Its *bearers*
-move bytes. What was begun is not undone by that: it ends when the disk answers.
+Theory. A disk may stop answering at any moment. A write to it then waits in the kernel as long as the disk does, and
+nothing can call it back. So each volume has its own threads. Its *hand* makes the changes for the store's thread, one
+after the other. The store's thread waits for it at most CALL_S and then goes on. Its *bearers* move bytes. Work that
+was begun is not undone by that: it ends when the disk answers.
 
-While something is overdue at the hand nobody waits for it any more: the disk is *late*.
+While the hand has an overdue task, nobody waits for it any more: the disk is *late*.
 
 Rejected: asking first whether the disk answers (it may stop a moment later); one pool for all disks (the frozen one
 takes every thread).
 
-Invariants. (1) What the hand is given is done once, in order. (2) Once others are served (`patience_s`), the store's
-thread waits for a disk at most CALL_S, and not at all while it is late.
+Invariants. (1) The hand does each task once, in order. (2) Once others are served (`patience_s`), the store's thread
+waits for a disk at most CALL_S, and not at all while it is late.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("forebay.store")
 
-CALL_S = 1.0  # how long the store's thread waits: a busy machine gives a thread its turn in that time, mostly
+CALL_S = 1.0  # how long the store's thread waits; even a busy machine mostly runs a thread in that time
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-BEARERS = 8  # what a disk with queues of its own is fed by
+BEARERS = 8  # parallel requests for a disk that queues them itself
 
 Result = TypeVar("Result")
 
 
 class Late(OSError):
-    """The disk has not answered in time. What was asked for may still come about."""
+    """The disk has not answered in time. The work may still be done."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.ETIMEDOUT, "the disk does not answer", path)
 
 
 class _Threads(ThreadPoolExecutor):
-    """Notes what waits for the disk."""
+    """A pool that tracks the tasks waiting for the disk."""
 
     def __init__(self, desk: Desk, count: int, name: str) -> None:
         super().__init__(count, thread_name_prefix=name)
@@ -59,32 +59,32 @@ class Desk:
         self._hand = _Threads(self, 1, "forebay-hand")
         self.bearers: Executor = _Threads(self, BEARERS, "forebay-bytes")
         self._lock = threading.Lock()
-        self._waiting: dict[int, None] = {}  # what was begun and has not ended, in order
+        self._waiting: dict[int, None] = {}  # tasks begun and not ended, in order
         self._number = 0
         self._overdue: Future[Any] | None = None
         self.patience_s: float | None = None  # nobody else is served yet
 
     @property
     def late(self) -> bool:
-        """Whether what the store's thread once waited for is still not done."""
+        """Whether the store's thread has waited in vain for a task that is still not done."""
         if self._overdue is not None and self._overdue.done():
             self._overdue = None
         return self._overdue is not None
 
     def oldest(self) -> int | None:
-        """The number of what has waited for the disk for the longest time. Any thread."""
+        """The number of the oldest task that waits for the disk. Any thread."""
         with self._lock:
             return next(iter(self._waiting), None)
 
     def begin(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Have it done; returns at once."""
+        """Queue the work; returns at once."""
         return self._hand.submit(work, *arguments)
 
     def call(
         self, work: Callable[..., Result], *arguments: Any, unwanted: Callable[[Result], None] | None = None
     ) -> Result:
-        """Have it done and wait. `Late`: it is not done yet, and `unwanted` gets what comes of it; what `work` raises
-        else."""
+        """Do the work and wait for its result. `Late`: it is not done yet, and `unwanted` gets its result. Raises what
+        `work` raises."""
         if self.late:
             raise Late(self._path)
         future = self.begin(work, *arguments)
@@ -101,7 +101,7 @@ class Desk:
         *arguments: Any,
         unwanted: Callable[[Result], None] | None = None,
     ) -> Result:
-        """Have bytes moved by a bearer and wait, `patience_s` at most; as `call`. Any thread."""
+        """Let a bearer do the work and wait at most `patience_s`; otherwise as `call`. Any thread."""
         if self.late:
             raise Late(self._path)
         future = self.bearers.submit(work, *arguments)
@@ -114,7 +114,7 @@ class Desk:
         return future.result()
 
     def wait(self, future: Future[Any]) -> None:
-        """Return when it is done, or overdue."""
+        """Return when it is done or overdue."""
         if self.late:
             return
         try:
@@ -123,7 +123,7 @@ class Desk:
             self._overdue = future
 
     def timed(self, work: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Do it here, in any thread, as something that waits for the disk."""
+        """Do the work in the calling thread, tracked as waiting for the disk."""
         with self._lock:
             self._number += 1
             number = self._number
@@ -135,13 +135,13 @@ class Desk:
                 del self._waiting[number]
 
     def close(self) -> None:
-        """Return when all is done. Twice is fine."""
+        """Return when all work is done. May be called twice."""
         self._hand.shutdown()
         self.bearers.shutdown()
 
 
 def _leave(future: Future[Result], unwanted: Callable[[Result], None] | None) -> None:
-    """Nobody waits for it any more."""
+    """Stop waiting for it."""
     if unwanted is not None:
         take = unwanted
         future.add_done_callback(lambda done: take(done.result()) if done.exception() is None else None)
@@ -151,7 +151,7 @@ _of_files: dict[str, Desk] = {}
 
 
 def desk_of(path: str) -> Desk:
-    """The desk for files like `path`, which lie in the tmp/ of a volume that is not at hand."""
+    """The desk for files like `path`, in the tmp/ of a volume that this process has not opened."""
     volume = os.path.dirname(os.path.dirname(path))
     if volume not in _of_files:
         _of_files[volume] = Desk(volume)
@@ -160,7 +160,7 @@ def desk_of(path: str) -> Desk:
 
 
 def create_temp(path: str, patience_s: float) -> int:
-    """Make a file of tmp/ and open it to be written. `Late`: it is not there, and goes if it comes to be."""
+    """Make a file in tmp/ and open it for writing. `Late`: it does not exist yet, and is removed if it appears."""
     return desk_of(path).carry(patience_s, os.open, path, _FLAGS, 0o600, unwanted=lambda fd: _undo(fd, path))
 
 
@@ -170,9 +170,9 @@ def _undo(fd: int, path: str) -> None:
 
 
 def remove_temp(path: str) -> None:
-    """Remove a file of tmp/ that nobody needs, if it is still there. Any thread; waits for its disk CALL_S at most, and
-    the file goes when that answers."""
-    if os.path.lexists(path):  # else it became the object; and unlinking nothing, too, waits for a disk that is frozen
+    """Remove a file in tmp/ that nobody needs, if it is still there. Any thread. Waits for the disk at most CALL_S; the
+    file goes when the disk answers."""
+    if os.path.lexists(path):  # else it became the object; even unlinking a missing file waits for a frozen disk
         desk = desk_of(path)
         desk.wait(desk.bearers.submit(_unlink, path))
 

@@ -1,11 +1,11 @@
 """Committing a volume's pending changes, by its own thread.
 
-Theory. What is pending is sealed, and written by the volume's hand (`disk/volume_threads.py`). As a rule that is over
-before the store's thread would have done anything else; where the disk does not answer, the store's thread goes on,
-what comes meanwhile stays pending, and look-ups see both. Whoever needs to know that it is committed asks again after a
-later flush.
+Theory. Pending changes are sealed, and the volume's hand writes them (`disk/volume_threads.py`). Mostly that ends
+before the store's thread would have done anything else. If the disk does not answer, the store's thread goes on, later
+changes stay pending, and look-ups see both. Whoever needs to know that a change is committed asks again after a later
+flush.
 
-Invariants. (1) One commit of a volume at a time. (2) What follows a change happens when that change is committed.
+Invariants. (1) One commit of a volume at a time. (2) Consequences of a change wait until that change is committed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from forebay.node.store.writer.reclaim import Reclaimer
 
 
 class Flushes:
-    """For `Store`. `next_id` says which object ids were used; `answered` is called, in another thread, when a disk that
-    was late has answered."""
+    """For `Store`. `next_id` returns the next object id. `answered` is called, in another thread, when a late disk has
+    answered."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Flushes:
         self._reclaimer, self._tell, self._next_id, self._answered = reclaimer, tell, next_id, answered
 
     def flush(self, volume: Volume) -> int:
-        """Commit what is pending; how many changes. See `Store.flush`."""
+        """Commit the pending changes; return how many. See `Store.flush`."""
         self._end(volume)
         if volume.writing is not None:
-            return 0  # its disk has not answered: what came since waits
+            return 0  # its disk has not answered: later changes wait
         index = volume.index
         if index.pending:
             index.put("meta", b"next_id", self._next_id().to_bytes(8, "big"))
@@ -48,7 +48,7 @@ class Flushes:
         return done
 
     def settle(self, volumes: Iterable[Volume]) -> None:
-        """Commit all that is pending, however long it takes."""
+        """Commit all pending changes, however long it takes."""
         for volume in volumes:
             self.flush(volume)
             while volume.writing is not None:

@@ -1,10 +1,10 @@
-"""Bringing a volume's index to what its durable index and its files say, in small steps, while it is served.
+"""Repairs a volume's index from its durable index and its files, in small steps, while it is served.
 
-Theory. After a start a volume is *behind*: what it owes may not be in view (`owned.py`), and after a machine stop the
-index is filled from the files (`rebuild.py`). Each step is one entry or one file, some ten microseconds and at most a
-few looks at the disk, so that who drives them can give others a turn whenever he likes.
+Theory. After a start a volume is *behind*: owed records may not be in view (`owned.py`), and after a machine stop the
+index is filled from the files (`rebuild.py`). Each step handles one entry or one file. It takes about ten microseconds
+and at most a few disk reads, so the caller can let other work run at any time.
 
-Invariants. (1) Twice is as good as once, and half of it may be begun anew.
+Invariants. (1) The steps may be repeated, or begun again after a part of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PENDING_MAX = 1000  # changes that are committed together
 
 
 class Catching:
-    """For `Store`: `busy` tells objects whose file is in use by its writer, `flush` commits what is pending. Objects
+    """For `Store`. `busy`: whether an object's file is in use by its writer. `flush` commits pending changes. Objects
     from `ids_below` on were made since the start."""
 
     def __init__(self, volumes: VolumeSet, busy: Callable[[int], bool], flush: Callable[[], int]) -> None:
@@ -38,19 +38,19 @@ class Catching:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something that is owed may not be in view, or not all that the files of a volume hold."""
+        """Whether owed records may not be in view, or an index may lack what its files hold."""
         return any(volume.behind for volume in self._volumes.usable())
 
     @property
     def may_catch_up(self) -> bool:
-        """Whether `steps` would help: of a full disk, until its index takes no more."""
+        """Whether `steps` would help. On a full disk they do until its index refuses a commit."""
         behind = [volume for volume in self._volumes.usable() if volume.behind]
         return any(volume.state == "ok" or (volume.state == "full" and not volume.flushes_lost) for volume in behind)
 
     def steps(self, held: Callable[[Name], bool] = lambda name: False) -> Iterator[Owed | None]:
-        """Bring into view what is not, in steps: what is owed to backends, or None. Go on when there is time; `held`
-        tells keys whose write is under way, which are left alone. A volume that errs is out; one whose index takes no
-        more is behind until the next time."""
+        """Restore records to view, in steps; yields what is owed to backends, or None. Continue whenever there is time.
+        `held`: keys with a write under way, which are left alone. A volume that fails is out; one whose index refuses a
+        commit stays behind until the next time."""
         for volume in self._volumes.usable():
             flushes_lost = volume.flushes_lost
             todo = steps(volume, held, self._busy, self.ids_below) if volume.behind else iter(())
@@ -71,7 +71,7 @@ class Catching:
         self._flush()
 
     def before_moving(self) -> None:
-        """Bring all into view at once. Who shall hear of what is owed hears of it by `steps`, as ever."""
+        """Restore everything at once. The flusher still hears of what is owed through `steps`."""
         behind = [volume for volume in self._volumes.usable() if volume.behind]
         for _ in self.steps():
             pass
@@ -79,7 +79,7 @@ class Catching:
             volume.behind = True
 
     def restore_key(self, bucket: str, key: str) -> Owed | None:
-        """Bring one key into view, now; what is owed of it. No write of it is under way. `Unavailable` if its volume
+        """Restore one key now; returns what it owes. No write of it may be under way. `Unavailable` if its volume
         cannot."""
         volume = self._volumes.volume_at(bucket, key)
         if volume is None or not volume.behind:
@@ -96,25 +96,26 @@ class Catching:
 
 
 def _owed(kept: Kept | None) -> Owed | None:
-    """What is to be flushed of it."""
+    """What of it is to be flushed."""
     return Owed(kept.bucket, kept.key, kept.note, kept.durable) if kept is not None and not kept.note.local else None
 
 
 def steps(
     volume: Volume, held: Callable[[Name], bool], busy: Callable[[int], bool], ids_below: int
 ) -> Iterator[Kept | None]:
-    """What the volume owes, or None after a step that found nothing of it. Whoever goes on flushes the index.
+    """Yields what the volume owes, or None after a step that found nothing. The caller flushes the index.
 
-    `held` tells keys whose write is under way, `busy` objects whose file is; objects from `ids_below` on were made
-    since the start. `OSError` or `Corrupt`."""
+    `held`: keys with a write under way. `busy`: objects whose file is in use. Objects from `ids_below` on were made
+    since the start. `OSError` or `Corrupt`.
+    """
     yield from owned.restore(volume, held, ids_below)
     if volume.rebuilding:
         volume.rebuilt((yield from rebuild.rebuild(volume, busy, ids_below)))
-        yield from owned.restore(volume, held, ids_below)  # of what a file was not what its header said
+        yield from owned.restore(volume, held, ids_below)  # again, for entries whose file was not what its header said
 
 
 def at_once(volume: Volume) -> None:
-    """All steps, of a volume that nobody uses yet; what it owes is told to nobody. `OSError` or `Corrupt`."""
+    """All steps, for a volume that nobody uses yet; nobody hears what it owes. `OSError` or `Corrupt`."""
     for _ in steps(volume, lambda name: False, lambda object_id: False, sys.maxsize):
         if volume.index.pending >= PENDING_MAX:
             volume.commit()

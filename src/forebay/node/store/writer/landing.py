@@ -1,15 +1,15 @@
 """An object whose blocks are landing in a data file.
 
-Theory. Bytes go to their place in the file as they arrive; a block counts only when it is whole and its checksum is
-kept, in the file's header first and then, with the record that lists it, in the index
-(`core.machines.commit.plan_land`). The same version may be landed by several readers at once: they share one landing,
-which ends with the last of them.
+Theory. Bytes go to their place in the file as they arrive. A block counts only when it is whole and its checksum is
+stored: first in the file's header and then in the index, with the record that lists it
+(`core.machines.commit.plan_land`). Several readers may land the same version at once: they share one landing, which
+ends with the last of them.
 
-A landing can lose its object: another version begins, or the object is dropped whole. It is then *gone*: its bytes may
-still be read from the file by whoever was told its path, but nothing more is listed.
+A landing can lose its object: another version begins, or the object is dropped whole. It is then *gone*: readers who
+know the file's path may still read from it, but nothing more is listed.
 
-Invariants. (1) Only the object that the landing was made for is ever listed by it. (2) A landing that closes without a
-listed block leaves no file. (3) A block being written is never punched.
+Invariants. (1) A landing lists only the object that it was made for. (2) A landing that closes without a listed block
+leaves no file. (3) A block being written is never punched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PIECES_MAX = os.sysconf("SC_IOV_MAX")  # of one write
 class Landing:
     """Made by `Store.begin`; call `close()` as often as `begin` returned it.
 
-    `path` is where fronts may read landed bytes, at their natural offsets, from the start to long after `close`.
+    Fronts may read landed bytes from `path`, at their natural offsets, from the start to long after `close`.
     """
 
     __slots__ = (
@@ -89,8 +89,8 @@ class Landing:
         return record if record is not None and record.object_id == self.object_id else None
 
     def write(self, offset: int, *pieces: bytes | memoryview) -> None:
-        """Put bytes at their place, one piece behind the other. Releases the GIL; any thread. `Unavailable` when the
-        disk is full or failing."""
+        """Write the pieces in order, from `offset` on. Releases the GIL; any thread. `Unavailable` when the disk is
+        full or failing."""
         end = offset + sum(map(len, pieces))
         assert 0 <= offset <= end <= self.info.size_bytes, (offset, end, self.info)
         for block in range(offset // self.block_bytes, -(-end // self.block_bytes)):
@@ -112,8 +112,8 @@ class Landing:
             raise self.volume.trouble(error, "writing a data file") from error
 
     def keep_sums(self, whole: list[tuple[int, int]]) -> None:
-        """These blocks are whole, with these checksums, which the file's header keeps from now on. Any thread;
-        `finish_block` does it for who does not. `Unavailable`."""
+        """These blocks are whole, with these checksums: store them in the file's header. Any thread. `finish_block`
+        does it for callers that do not. `Unavailable`."""
         if not whole or self.gone:
             return
         try:
@@ -124,9 +124,9 @@ class Landing:
         self._kept.update(whole)
 
     def finish_block(self, block: int, xxh3: int) -> bool:
-        """The block is whole and `xxh3` (xxh3-64, seed 0) is the checksum of its bytes: list it with the next flush.
+        """The block is whole, and `xxh3` (xxh3-64, seed 0) is its checksum: list it with the next flush.
 
-        False when the landing is gone: the block was not kept. `Unavailable` when the volume was taken out.
+        False when the landing is gone: the block was not kept. `Unavailable` when the volume is out.
         """
         if self.gone:
             return False
@@ -148,7 +148,7 @@ class Landing:
         return self
 
     def close(self) -> None:
-        """No more bytes from this user. Further calls than `begin` returned it are ignored."""
+        """No more bytes come from this user. Extra calls are ignored."""
         if self._uses <= 0:
             return
         self._uses -= 1
@@ -157,6 +157,6 @@ class Landing:
             self._store.end_landing(self, self._partial)
 
     def abandon(self) -> None:
-        """The store closes: end for all users."""
+        """The store closes: end the landing for all users."""
         self._uses = min(self._uses, 1)
         self.close()

@@ -1,18 +1,18 @@
-"""Owned objects and tombstones that placement now puts on another volume: moved there, at the start.
+"""Moves owned objects and tombstones that placement now puts on another volume, at the start.
 
-Theory. When volumes come or go, keys belong elsewhere. What can be fetched is dropped; what only this node has must
-follow its key, or nobody would find it. A move is a write of the same object on the new volume (`puts.py`, with a copy
-of the file), and then the removal on the old one: a stop in between leaves both, and the next start does it again.
+Theory. When volumes come or go, keys belong elsewhere. Clean objects are dropped; owned ones must follow their key, or
+nobody would find them. A move is a write of the same object on the new volume (`puts.py`, with a copy of the file), and
+then the removal on the old one. A stop in between leaves both, and the next start repeats it.
 
-A volume that was away may bring back what was written again, or deleted, on the one that took over: the note with the
-higher `seq` is the later write. Where the other has no note, its clean object may be older or newer, nobody knows:
-what was acknowledged here stays owed, and its conditional flush finds out.
+A volume that was away may bring back a key that was written again, or deleted, on the volume that took over. The note
+with the higher `seq` is the later write. If the other volume has no note, its clean object may be older or newer,
+nobody knows: the write acknowledged here stays owed, and its conditional flush finds out.
 
 Rejected: leaving objects where they are and asking every volume (each look-up would pay); moving in the background
 (until then a key would read as the backend has it, which is older).
 
-Invariants. (1) Nothing owed leaves a volume before it is on the disk of another. (2) Only changes of the volume set
-move anything.
+Invariants. (1) Nothing owed leaves a volume before it is on another's disk. (2) Only changes of the volume set move
+anything.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _BATCH = 64
 
 
 def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) -> dict[str, set[str]]:
-    """Bring what is owed to the volume that its key belongs to. What cannot move stays, and is told: by volume id, the
-    buckets of which something stayed."""
+    """Move what is owed to its key's volume. What cannot move stays and is reported. Returns by volume id the buckets
+    of which something stayed."""
     stayed: dict[str, set[str]] = {}
     for volume in all_volumes:
         moved = stuck = 0
@@ -69,7 +69,7 @@ def _count(moved: int, stuck: int, outcomes: list[bool]) -> tuple[int, int]:
 
 
 def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[Kept]) -> list[bool]:
-    """Per note whether it is on its volume now, or needed no more."""
+    """For each note, whether it is on its volume now, or no longer needed."""
     wanted = [each for each in batch if not _is_superseded(volumes, each)]
     changes: list[Change] = []
     moving: list[Kept] = []
@@ -91,7 +91,7 @@ def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[Kept]) -> 
 
 
 def _is_superseded(volumes: VolumeSet, each: Kept) -> bool:
-    """Whether the key was written again, later, where it belongs."""
+    """Whether its home volume has a later write of the key."""
     home = volumes.home(each.bucket, each.key)
     there = home.durable.get(each.entry) or ledger.note_of(home, each.entry)
     return there is not None and there.note.seq > each.note.seq and each.entry not in home.lost
@@ -151,7 +151,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def _remove(volume: Volume, gone: list[Kept]) -> None:
-    """They are on the disk elsewhere."""
+    """Remove these here: they are on another volume's disk."""
     if not gone:
         return
     volume.durable.commit({each.entry: None for each in gone if each.durable})

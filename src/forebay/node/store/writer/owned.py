@@ -1,23 +1,22 @@
-"""What a volume owes, after a start: the durable index is put into view, and what cannot be had is said aloud.
+"""What a volume owes, after a start: restores durable entries to view, and reports what is lost.
 
-Theory. The visible index may lack what the durable one says: a process was killed between the two, or the visible one
-was rebuilt. It may also say that a note was settled, whose removal from the durable index had not been committed. So
-each durable entry is compared with what is in view, which changes nothing when all is well.
+Theory. The visible index may lack what the durable one has: the process was killed between the two, or the visible one
+was rebuilt. It may also mark a note as settled whose removal from the durable index was not committed. So each durable
+entry is compared with the visible record; if all is well, nothing changes.
 
-That takes some 10 µs an entry, so it is done entry by entry, while the node serves. Meanwhile who asks for a key has
-that key put into view first (`restore_key`), and nobody else changes it: what was acknowledged is never answered
-otherwise.
+That takes about 10 µs an entry, so it runs entry by entry while the node serves. A request for a key restores that key
+first (`restore_key`), and nobody else changes it meanwhile. So an acknowledged write is always answered for.
 
-A note in the visible index alone (`durability = memory`) is right after a process stop, since it was committed with its
-record, and gone with the index after a machine stop.
+A note that is only in the visible index (`durability = memory`) is right after a process stop, since it was committed
+with its record; a machine stop removes it with the index.
 
-An object whose bytes are gone is kept out of view and remembered as lost, where its key then is an error; its entry and
-its file, if there is one, stay as evidence until the key is written again, deleted or given up, and each start tells of
+An object whose bytes are gone stays out of view and is remembered as lost; reading its key is an error. Its entry and
+its file, if there is one, stay as evidence until the key is written again, deleted or given up, and each start reports
 it. If the file is back by then, so is the object.
 
-Invariants. (1) After `restore`, an owned record in view has its note, and its file of the right size. (2) Doing it
-again changes nothing. (3) No file that a durable entry names is removed. (4) A key whose write is under way is left
-alone: it is between the two indexes.
+Invariants. (1) After `restore`, an owned record in view has its note, and its file of the right size. (2) Repeating it
+changes nothing. (3) No file that a durable entry names is removed. (4) A key whose write is under way is left alone: it
+is between the two indexes.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from forebay.node.store.disk.notes import Note
 from forebay.node.store.disk.volume import Lost, StoreEvent, Volume
 from forebay.node.store.writer import rebuild
 
-_ROTTEN = "?"  # in place of the path of inline bytes that do not match their checksum
+_ROTTEN = "?"  # stands for the path of inline bytes that do not match their checksum
 
 
 class Kept(NamedTuple):
-    """One note and its record, wherever it stands."""
+    """One note and its record, from either index."""
 
     bucket: str
     key: str
@@ -59,9 +58,9 @@ Name = tuple[str, str]  # bucket, key
 
 
 def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Iterator[Kept | None]:
-    """Make the visible index say what the durable one does, as far as there are bytes, step by step: what the volume
-    owes, or None after a step that found nothing. `held` tells keys whose write is under way, `ids_below` what was
-    written before the start. Whoever goes on flushes the index. `OSError` or `Corrupt`."""
+    """Make the visible index agree with the durable one, as far as there are bytes. Yields what the volume owes, or
+    None after a step that found nothing. `held`: keys with a write under way. `ids_below`: older objects were written
+    before the start. The caller flushes the index. `OSError` or `Corrupt`."""
     backed = 0
     notes = ((entry, decode_entry(value)) for entry, value in volume.index.walk("notes"))
     for entry, value in chain(volume.durable.walk(), notes):
@@ -82,7 +81,7 @@ def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Ite
 
 
 def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | None:
-    """As `restore`, of one key, at once: what is owed of it. Follow with a flush where that changed anything."""
+    """As `restore`, for one key, at once; returns what it owes. Flush afterwards if that changed anything."""
     owed = volume.durable.get(entry)
     if owed is not None:
         if owner_of(entry, owed) != (bucket, key):
@@ -105,7 +104,7 @@ def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | N
 
 
 def _in_view(volume: Volume, kept: Kept) -> Kept:
-    """It is; and if blocks of it are known to have rotted, that is known again."""
+    """Note again which blocks of a restored record are known to have rotted."""
     if kept.record is not None and kept.record.inline is None and not kept.record.complete:
         volume.partly_lost[kept.entry] = (kept.bucket, kept.key)
     return kept
@@ -125,7 +124,7 @@ def _restore_entry(volume: Volume, entry: bytes, owed: Entry) -> None:
         size_bytes = _size_of(path) if path not in ("", _ROTTEN) else None
     seen_now = rebuild.record_seen(volume, (bucket, key, now) if now is not None else None)
     lost_before = volume.lost.pop(entry, None)
-    if mark is not None and not settled:  # of what the durable entry had replaced
+    if mark is not None and not settled:  # the note of a write that the durable entry replaced
         ledger.put_note(volume, entry, None)
     for action in recover.judge_owed(seen, seen_now, settled, size_bytes):
         match action:
@@ -169,7 +168,7 @@ def _problem(size_bytes: int | None, right_bytes: int) -> str:
 
 
 def tell_lost(volume: Volume, bucket: str, key: str, problem: str) -> None:
-    """Acknowledged bytes are gone: say so."""
+    """Report that acknowledged bytes are gone."""
     volume.tell(
         StoreEvent(
             "object-lost",
@@ -180,7 +179,7 @@ def tell_lost(volume: Volume, bucket: str, key: str, problem: str) -> None:
 
 
 def sums_of(volume: Volume, record: Record) -> array[int]:
-    """Checksums of all blocks: from the file's header, or (it was synced with its bytes) of what is there."""
+    """Checksums of all blocks: from the file's header, or else computed from its bytes (which were synced)."""
     path = volume.data_path(record.object_id)
     header = files.Header.read(path)
     if header is not None and header.identity.object_id == record.object_id:
@@ -194,8 +193,8 @@ def sums_of(volume: Volume, record: Record) -> array[int]:
 
 
 def _check_note(volume: Volume, bucket: str, key: str, entry: bytes, kept: Entry) -> bool:
-    """An object that is owed with durability `memory`: in view, or lost, by whether its file is whole. Whether it is in
-    view, owned, afterwards."""
+    """Check an object owed with durability `memory`: restore it if its file is whole, else report it lost. Returns
+    whether it is in view and owned afterwards."""
     now = volume.record(entry, key)
     record = now if now is not None else kept.record
     if record is None:
@@ -218,7 +217,7 @@ def _check_note(volume: Volume, bucket: str, key: str, entry: bytes, kept: Entry
 
 
 def _drop_unbacked(volume: Volume, entry: bytes, held: Callable[[Name], bool] = lambda name: False) -> None:
-    """An owned record without a note: its successor, which the backend has, was about to replace it."""
+    """Drop an owned record without a note: its successor, which the backend has, was about to replace it."""
     value = volume.get("records", entry)
     if value is None:
         return
@@ -231,7 +230,7 @@ def _drop_unbacked(volume: Volume, entry: bytes, held: Callable[[Name], bool] = 
 
 
 def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
-    """Everything the volume owes or keeps alone, local objects too; without what is lost or settled.
+    """Everything the volume owes or alone has, local objects too, without lost or settled ones.
 
     Committed entries, each once; the durable ones first.
     """
@@ -257,7 +256,7 @@ def count_in(volume: Volume, bucket: str) -> int:
 
 
 def set_aside(volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
-    """An owned object in view is lost: out of view from the next flush on."""
+    """An owned object in view is lost: take it out of view with the next flush."""
     entry = keys.index_key(bucket, key)
     try:
         there = volume.durable.get(entry)
@@ -273,8 +272,8 @@ def set_aside(volume: Volume, bucket: str, key: str, record: Record, problem: st
 
 
 def no_more_lost(volume: Volume, entry: bytes, *, is_home: bool) -> str:
-    """The key was written, deleted or given up on its home: what was lost of it here counts no more. The path of the
-    file that may be left of it, or ""."""
+    """The key was written, deleted or given up on its home volume: forget that it was lost here. Returns the path of
+    the file that may be left, or ""."""
     lost = volume.lost.pop(entry, None)
     if lost is None:
         return ""
@@ -285,8 +284,8 @@ def no_more_lost(volume: Volume, entry: bytes, *, is_home: bool) -> str:
 
 
 def entries_in(volume: Volume, bucket: str) -> Iterator[bytes]:
-    """Index keys of a bucket that the volume owns or owes anything of, lost or about to be forgotten too, one at a
-    time: who asks for the first pays for the first."""
+    """Index keys of a bucket that the volume owns or owes, lost ones and those about to be removed too. Lazy: the first
+    one costs no more than itself."""
     prefix = bucket.encode() + b"\0"
     for entry, _ in takewhile(lambda item: item[0].startswith(prefix), volume.durable.walk(prefix, batch=1)):
         yield entry
@@ -296,7 +295,7 @@ def entries_in(volume: Volume, bucket: str) -> Iterator[bytes]:
 
 
 def buckets_of(volume: Volume) -> tuple[str, ...]:
-    """Every bucket with such an entry; passes over the entries themselves."""
+    """Every bucket with such an entry; skips over the entries themselves."""
     found: set[str] = set()
     for walk in (volume.durable.walk, partial(volume.index.walk, "notes")):
         start = b""
@@ -313,8 +312,8 @@ def owes(volume: Volume, entry: bytes) -> bool:
 
 
 def settle(volume: Volume, entry: bytes, kept_note: Entry | None) -> None:
-    """The note of a key is settled, pending changes included: forget it where it stands; `kept_note` is the durable
-    entry, if there is one."""
+    """The key's note is settled, pending changes included: remove it, or mark it for removal. `kept_note` is the
+    durable entry, if there is one."""
     if kept_note is None:
         ledger.put_note(volume, entry, None)
         return
@@ -324,12 +323,12 @@ def settle(volume: Volume, entry: bytes, kept_note: Entry | None) -> None:
 
 
 def owner_key(entry: bytes, value: Entry) -> str:
-    """The key where the index key holds a hash, else empty."""
+    """The key if its index key is hashed, else empty."""
     return owner_of(entry, value)[1] if keys.is_hashed(entry) else ""
 
 
 def clear_marks(volume: Volume) -> None:
-    """Take away the marks of settled notes whose removal was committed."""
+    """Remove the marks of settled notes whose removal was committed."""
     for entry in volume.durable.take_settled():
         mark = ledger.note_of(volume, entry)
         if mark is not None and mark.settled:

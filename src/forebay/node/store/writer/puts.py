@@ -1,19 +1,19 @@
-"""Whole objects and deletes that come from writers: from a temp file or bytes in memory to an acknowledged record.
+"""Whole objects and deletes from writers: from a temp file or bytes in memory to an acknowledged record.
 
-Theory. A change goes in three steps, so that what waits for a disk runs in a worker thread and what touches the visible
-index stays with its one thread: `prepare` decides (volume, room, what must be durable), `make_durable` moves and syncs,
-`publish` shows. Many changes go through each step together: directories are synced once, and there is one synced
-transaction per volume (group commit). The order is that of `core.machines.commit.plan_put` and `plan_delete`.
+Theory. A change takes three steps, so that what waits for a disk runs in a worker thread and only one thread touches
+the visible index: `prepare` decides (volume, room, what must be durable), `make_durable` moves and syncs, `publish`
+shows. Many changes go through each step together: directories are synced once, and there is one synced transaction per
+volume (group commit). The order is that of `core.machines.commit.plan_put` and `plan_delete`.
 
-What stands in the durable index is only ever replaced or removed there, by a synced transaction: a change that asks for
-no durability gets it where the key has a durable entry, or the entry would come back after a machine stop, newer than
-what had replaced it.
+An entry of the durable index is replaced or removed only by a synced transaction. So a change that asks for no
+durability is durable anyway if the key has a durable entry; otherwise the older entry would come back after a machine
+stop.
 
 A file is renamed before it is synced: the durable index, not the name, gives it meaning, and the disk's journal then
 takes bytes and name together.
 
-Rejected: copying the body into place (the temp file is on the volume already); undoing a synced change when the
-visible index cannot take it (it is true: it comes into view when the volume has room again, or at the next start).
+Rejected: copying the body into place (the temp file is on the volume already); undoing a synced change when the visible
+index cannot take it (it is true: it comes into view when the volume has room again, or at the next start).
 
 Invariants. (1) `make_durable` returns with each durable change on the disk, or with its error and nothing of it left.
 (2) A failed change leaves the key as it was. (3) From `prepare` to `publish` no sweep touches the change's file.
@@ -70,7 +70,7 @@ class Put(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Nothing is (bucket, key) any more. `note`: a tombstone to keep; None for none."""
+    """Delete (bucket, key). `note`: the tombstone to keep, or None."""
 
     bucket: str
     key: str
@@ -83,7 +83,7 @@ Change = Put | Delete
 
 @dataclass(slots=True)
 class _Step:
-    """One change on its way."""
+    """One change under way."""
 
     change: Change
     bucket: str
@@ -95,13 +95,13 @@ class _Step:
     source: str = ""  # the temp file
     target: str = ""  # its place under data/
     durable: bool = False  # the note goes to the durable index
-    forget: bool = False  # the durable index has an entry, and shall have none
+    forget: bool = False  # the durable index has an entry to remove
     placed: bool = False
-    replaced: Record | None = None  # what it took out of view
+    replaced: Record | None = None  # the record that it replaced in view
     error: ForebayError | None = None
 
     def kept(self) -> Entry | None:
-        """What the durable index shall hold."""
+        """The new entry of the durable index."""
         note = self.change.note
         if note is None or not self.durable:
             return None
@@ -110,11 +110,11 @@ class _Step:
 
 @dataclass(slots=True)
 class Prepared:
-    """Changes that were decided on. Hand each to `make_durable` and then to `publish`, even when that is cancelled:
-    what was prepared holds its file until it is published.
+    """Changes that were decided on. Pass each to `make_durable` and then to `publish`, even after a cancellation: until
+    it is published, its file is held.
 
-    `outcomes`: per change the error it has met, None as long as it has none. `replaced`: after `publish`, per change
-    the record that was in view before it.
+    `outcomes`: per change its error, None as long as it has none. `replaced`: after `publish`, per change the record
+    that was in view before.
     """
 
     steps: list[_Step] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Prepared:
 
     @property
     def touches_disk(self) -> bool:
-        """Whether `make_durable` has anything to do; without, it may be called on the loop, or not at all."""
+        """Whether `make_durable` has anything to do. If not, it may be called on the loop, or not at all."""
         return any(step.source or step.durable or step.forget for step in self.steps)
 
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)  # volume id: commits of its index, and lost ones
@@ -165,10 +165,10 @@ class _Asked:
 
 
 class Puts:
-    """For `Store`, whose methods of these names promise what is promised here.
+    """For `Store`, whose methods of the same names document these.
 
     `enter(volume, entry, bucket, key, record, inline_sum, sums)` and `take_out(volume, bucket, key)` change the visible
-    index, retiring what was there, which they return; `put` changes a record that stays; `flush` commits.
+    index, retiring the previous record, which they return. `put` changes a record that stays; `flush` commits.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Puts:
         self._take_out = take_out
         self._flush = flush
         self._arriving: set[int] = set()
-        self._synced: set[str] = set()  # directories of data files whose own names are on the disk; at most 65,536
+        self._synced: set[str] = set()  # directories of data files whose own names are synced; at most 65,536
 
     def is_arriving(self, object_id: int) -> bool:
         """Whether a change with this object is between `prepare` and `publish`."""
@@ -219,7 +219,7 @@ class Puts:
                 self._discard(change.path, self._volumes.volume_at(change.bucket, change.info.key))
 
     def _discard(self, path: str, volume: Volume | None) -> None:
-        """Remove the temp file of a change that will not be."""
+        """Remove the temp file of a change that will not happen."""
         if path and volume is not None:
             volume.desk.begin(_discard, path)
 
@@ -300,7 +300,7 @@ class Puts:
                 self._undo(volume, step)
 
     def _place(self, volume: Volume, steps: list[_Step]) -> None:
-        """Headers, names, and where it must be durable the sync of both."""
+        """Write headers and rename; sync files and names that must be durable."""
         for step in steps:
             if step.source:
                 with _failing(volume, step, "bringing a data file into place"):
@@ -310,7 +310,7 @@ class Puts:
             _sync_files(volume, durable[first : first + _SYNCED_TOGETHER])
         directories = {os.path.dirname(step.target) for step in durable}
         new = directories - self._synced
-        for directory in new:  # whoever made it, perhaps a landing, did not sync its name
+        for directory in new:  # its maker, perhaps a landing, did not sync its name
             directories |= {os.path.dirname(directory), f"{volume.path}/data"}
         try:
             for directory in sorted(directories, reverse=True):
@@ -321,7 +321,7 @@ class Puts:
                 _fail(volume, step, error, "syncing a directory")
 
     def _bring(self, volume: Volume, step: _Step) -> None:
-        """Header and rename."""
+        """Write the header and rename."""
         change, record = step.change, step.record
         assert isinstance(change, Put)
         assert record is not None
@@ -365,7 +365,7 @@ class Puts:
                 step.error = refused
 
     def _undo(self, volume: Volume, step: _Step) -> None:
-        """Nothing of a failed change stays."""
+        """Remove everything of a failed change."""
         try:
             _discard(step.source)
             if step.placed:
@@ -417,7 +417,7 @@ class Puts:
         ledger.put_note(volume, step.entry, kept)
 
     def _not_shown(self, volume: Volume, step: _Step) -> None:
-        """The index could not take it. What is durable comes into view later; the rest is undone."""
+        """The index could not take it. A durable change comes into view later; any other is undone."""
         step.error = no_room(volume, f"the index of volume {volume.path} could not be written")
         if not step.durable:
             volume.desk.begin(self._undo, volume, step)
@@ -452,7 +452,7 @@ class Puts:
         return clean
 
     def _rename_version(self, volume: Volume, record: Record) -> None:
-        """Let the file's header say what the record does; where it cannot, a machine stop costs the cached bytes."""
+        """Update the file's header from the record. If that fails, a machine stop costs the cached bytes."""
         try:
             with volume.headers:
                 header = files.Header.read(volume.data_path(record.object_id))
@@ -467,9 +467,9 @@ class Puts:
     # --- bytes that rotted ---
 
     def lose_blocks(self, volume: Volume, bucket: str, key: str, record: Record, wrong: list[int]) -> Record | None:
-        """Acknowledged bytes do not match their checksums: they are not served any more. The other blocks are, and the
-        object stays owned, but incomplete: it cannot be flushed. Inline bytes are taken from the durable index if they
-        are right there, else the object is out of view. The record afterwards."""
+        """Acknowledged bytes do not match their checksums: stop serving them. The other blocks are served, and the
+        object stays owned but incomplete, so it cannot be flushed. Inline bytes are restored from the durable index if
+        they are right there; otherwise the object goes out of view. Returns the record afterwards."""
         entry = keys.index_key(bucket, key)
         kept = volume.durable.get(entry)
         if record.inline is None:
@@ -490,7 +490,7 @@ class Puts:
         return None
 
     def housekeep(self, volume: Volume) -> None:
-        """Settled marks and dead processes' bodies go."""
+        """Remove settled marks and dead processes' bodies."""
         try:
             owned.clear_marks(volume)
             volume.desk.begin(volume.sweep_temp)
@@ -539,7 +539,7 @@ def _fail(volume: Volume, step: _Step, error: Exception, doing: str) -> None:
 
 @contextmanager
 def _failing(volume: Volume, step: _Step, doing: str) -> Iterator[None]:
-    """What goes wrong inside becomes the step's error."""
+    """Errors inside become the step's error."""
     try:
         yield
     except (OSError, ForebayError) as error:
@@ -547,7 +547,7 @@ def _failing(volume: Volume, step: _Step, doing: str) -> Iterator[None]:
 
 
 def _sync_files(volume: Volume, steps: list[_Step]) -> None:
-    """fsync data files and their sidecars. All begin to be written before the first is waited for."""
+    """fsync data files and their sidecars. Writing starts for all before the first wait."""
     opened: list[tuple[_Step, int]] = []
     try:
         for step in steps:
@@ -567,7 +567,7 @@ def _sync_files(volume: Volume, steps: list[_Step]) -> None:
 
 
 def _read_small(volume: Volume, change: Put) -> bytes:
-    """The bytes of a temp file that is small enough for the record; the file goes."""
+    """Read and remove a temp file that is small enough for the record."""
     try:
         with open(change.path, "rb") as file:
             body = file.read(limits.INLINE_BYTES_MAX + 1)

@@ -1,13 +1,13 @@
-"""A new index from the data files, and the sweep of files that nothing names.
+"""Builds a new index from the data files, and removes files that nothing names.
 
-Theory. `core.machines.recover` judges one file at a time against what the index says now; this shell streams the
-listing past it and carries out what it says. After an unclean machine stop (`rebuild`) the new index starts empty, is
-filled while it is served, and every block it lists is in doubt until its checksum has been compared. After a process
-stop (`sweep`) the index is right, and only rubbish is looked for: in the background, a directory at a time, since there
-may be millions of files.
+Theory. `core.machines.recover` judges one file at a time against the index as it is now; this shell streams the listing
+past it and performs the actions. After an unclean machine stop (`rebuild`) the new index starts empty and is filled
+while it is served; every block it lists is in doubt until its checksum has been compared. After a process stop
+(`sweep`) the index is right, and only rubbish is looked for: in the background, a directory at a time, since there may
+be millions of files.
 
-A sweep also finds space that no block accounts for: a process that died between taking blocks out of the index and
-punching their holes, or in the middle of landing a block, leaves bytes that nobody will read.
+A sweep also finds space that no block accounts for. A process that died between taking blocks out of the index and
+punching their holes, or while landing a block, leaves bytes that nobody will read.
 
 Rejected: serving nothing until the new index is whole (minutes, where reading a million headers takes them).
 
@@ -29,8 +29,8 @@ from forebay.node.store.disk.volume import Volume
 
 
 def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Generator[None, None, str]:
-    """Fill the volume's new index from its files, one a step, while it is served; returns a line saying what was found.
-    What the volume owes is in view before. Whoever goes on flushes the index.
+    """Fill the volume's new index from its files, one a step, while it is served; return a line that says what was
+    found. Owed records are in view before. The caller flushes the index.
 
     `busy(object id)`: leave it alone now. Objects from `ids_below` on were made since the start, and are not judged.
     """
@@ -45,7 +45,7 @@ def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Gene
         try:
             seen, header = see(volume, path)
         except FileNotFoundError:
-            continue  # given back meanwhile
+            continue  # reclaimed meanwhile
         known = known_record(volume, path, header)
         if known is not None and busy(known[2].object_id):
             continue
@@ -70,7 +70,7 @@ def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Gene
 
 
 def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str, Record], None]) -> Iterator[int]:
-    """Remove files without a record and space without a block. Yields once a directory: how many files went.
+    """Remove files without a record and space without a block. Yields once a directory: how many files it removed.
 
     `busy(object id)`: leave it alone now. `drop` forgets a record whose file is not what it should be.
     """
@@ -84,7 +84,7 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
             try:
                 seen, header = see(volume, path)
             except FileNotFoundError:
-                continue  # given back meanwhile
+                continue  # reclaimed meanwhile
             known = known_record(volume, path, header)
             for action in recover.judge_file(seen, record_seen(volume, known), trusted=True):
                 match action:
@@ -113,7 +113,7 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
 
 
 def data_files(volume: Volume, busy: Callable[[int], bool] = lambda object_id: False) -> Iterator[str]:
-    """Every file below data/, sidecars aside (one without its data file is removed)."""
+    """Every file below data/, except sidecars (one without its data file is removed)."""
     for directory in _directories(volume):
         yield from _files_in(directory, busy)
 
@@ -143,7 +143,7 @@ def _id_of(path: str) -> int | None:
 
 
 def see(volume: Volume, path: str) -> tuple[recover.FileSeen, files.Header | None]:
-    """What there is at `path`. A header that is about another file counts as none."""
+    """The file at `path`. A header about another file counts as none."""
     size_bytes = os.lstat(path).st_size
     header = files.Header.read(path)
     if header is None or volume.data_path(header.identity.object_id) != path:
@@ -155,7 +155,7 @@ def see(volume: Volume, path: str) -> tuple[recover.FileSeen, files.Header | Non
 
 
 def known_record(volume: Volume, path: str, header: files.Header | None) -> tuple[str, str, Record] | None:
-    """What the index says now: of the header's key or, without a header, of the object id in the file's name."""
+    """The index's current record of the header's key or, without a header, of the object id in the file's name."""
     if header is not None:
         bucket, key = header.identity.bucket, header.identity.key
         record = volume.record(keys.index_key(bucket, key), key)
@@ -184,7 +184,7 @@ def record_seen(volume: Volume, known: tuple[str, str, Record] | None) -> recove
 
 
 def place_of(volume: Volume, bucket: str, key: str, record: Record) -> Place:
-    """Who the record's object is and where its file lies."""
+    """The record's object, and the path of its file."""
     path = volume.data_path(record.object_id) if record.inline is None else ""
     return Place(bucket, key, record.object_id, path)
 
@@ -216,7 +216,7 @@ def _enter(volume: Volume, header: files.Header, record: Record, old: Record | N
 
 
 def _trim(path: str, record: Record) -> None:
-    """Punch what the record does not list, if the file takes clearly more room than its blocks do."""
+    """Punch blocks that the record does not list, if the file takes clearly more room than its blocks."""
     if record.complete:
         return
     present = presence.bits_of(record)

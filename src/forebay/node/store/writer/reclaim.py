@@ -1,21 +1,22 @@
-"""Giving space back, after the index no longer names it: unlinking files, punching holes.
+"""Frees space that the index no longer names: unlinks files, punches holes.
 
-Theory. What a plan has after its record waits here, by volume, until the pending changes of that volume are committed.
-Then fronts are told (`take_dropped`), and `reclaim`, which may run in a worker thread, does the work. A hole needs an
-exclusive lease on the file; while readers hold shared ones it is put off and tried again with the next `reclaim`.
+Theory. Effects that a plan puts after its record wait here, by volume, until the pending changes of that volume are
+committed. Then fronts are told (`take_dropped`), and `reclaim`, which may run in a worker thread, does the work. A hole
+needs an exclusive lease on the file. While readers hold shared ones it is put off and tried again with the next
+`reclaim`.
 
-A block may be dropped and come again before its hole is made. A landing therefore calls the hole off before it writes
-(`keep_block`), and waits for one that is being made.
+A block may be dropped and come again before its hole is punched. So a landing cancels the hole before it writes
+(`keep_block`), and waits for one that is being punched.
 
-A hole may also be held off here, for bytes that turned out to be wrong and that a front may still come to send: it was
-told of them before, and shall meet what it was told of, or ask anew, but never zeros.
+`held` also puts holes off, for bytes that turned out to be wrong and that a front may still send. The front was told of
+them before; it must find the bytes it was told of, or ask again, but never zeros.
 
 Rejected: punching at once and waiting for readers (a slow client would hold up eviction); copying the file without the
 blocks (takes room when there is none).
 
 Invariants. (1) Nothing is unlinked or punched before the commit it waits for. (2) A block that is being written or
-listed again is not punched. (3) No bytes go while the durable index still says that they are owed. (4) No hole
-is made in a file that is held.
+listed again is not punched. (3) No bytes go while the durable index still says that they are owed. (4) No hole is
+punched in a file that is held.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Reclaimed(NamedTuple):
 
 
 class _Holes(NamedTuple):
-    """Blocks of one data file to be punched."""
+    """Blocks of one data file to punch."""
 
     object_id: int
     block_bytes: int
@@ -46,12 +47,12 @@ class _Holes(NamedTuple):
 
 
 class Reclaimer:
-    """What is to be given back. `reclaim` and `keep_block`: any thread; the rest: the store's."""
+    """The space to free. `reclaim` and `keep_block`: any thread; the rest: the store's."""
 
     def __init__(self, tell: Callable[[StoreEvent], None]) -> None:
-        self._lock = threading.Condition()  # of what stands here: nobody who has it waits for a disk
+        self._lock = threading.Condition()  # guards this state; its holder never waits for a disk
         self._punching: set[str] = set()
-        self.held: Counter[int] = Counter()  # object id -> who wants no hole in its file: the store's thread counts
+        self.held: Counter[int] = Counter()  # object id -> how many want no hole in its file; the store's thread counts
         self._tell = tell
         self._after: dict[str, list[commit.Effect]] = {}  # by volume id: when its pending changes are committed
         self._holes_after: dict[str, dict[str, _Holes]] = {}
@@ -61,20 +62,20 @@ class Reclaimer:
 
     @property
     def waiting(self) -> int:
-        """How much waits for a commit."""
+        """How many effects wait for a commit."""
         return sum(map(len, self._after.values())) + len(self._holes_after)
 
     def ready(self) -> set[str]:
-        """The ids of volumes of which something may be given back now."""
+        """The ids of volumes on which something can be freed now."""
         hollowed = {volume.id for volume, _ in list(self._holes.values())}
         return hollowed | {volume_id for volume_id, doomed in self._doomed.items() if doomed}
 
     # --- before the commit ---
 
     def after_commit(self, volume: Volume, plan: Iterable[commit.Effect], record: Record | None = None) -> None:
-        """Keep what the plan has after its record; `record` is the one that gives up blocks, if any.
+        """Queue the effects that the plan has after its record. `record` is the one that gives up blocks, if any.
 
-        The checksums that an eviction takes out of a file's header go with the punch: until then they are true.
+        An eviction's checksums leave the file's header only with the punch: until then they are true.
         """
         for effect in plan:
             match effect:
@@ -93,14 +94,14 @@ class Reclaimer:
             holes[path].blocks.update(blocks)
 
     def cancel(self, volume: Volume) -> None:
-        """The commit will not come."""
+        """The commit failed: forget what waited for it."""
         for name in (volume.id, _sealed(volume)):
             self._after.pop(name, None)
             with self._lock:
                 self._holes_after.pop(name, None)
 
     def sealed(self, volume: Volume) -> None:
-        """What waits now waits for the commit that begins; what comes from now on, for the next."""
+        """Effects that wait now wait for the commit that begins; later ones for the next."""
         if volume.id in self._after:
             self._after[_sealed(volume)] = self._after.pop(volume.id)
         with self._lock:
@@ -113,7 +114,7 @@ class Reclaimer:
     # --- after it ---
 
     def committed(self, volume: Volume) -> None:
-        """The volume's sealed changes are committed: what waited for them may be done."""
+        """The volume's sealed changes are committed: release what waited for them."""
         name = _sealed(volume)
         for effect in self._after.pop(name, ()):
             match effect:
@@ -132,13 +133,12 @@ class Reclaimer:
             del self._holes_after[name]  # only now: `keep_block` looks, without the lock, whether there are any
 
     def take_dropped(self) -> list[int]:
-        """Objects to close files of, since the last call."""
+        """Objects whose files must be closed, since the last call."""
         dropped, self._dropped = list(dict.fromkeys(self._dropped)), []
         return dropped
 
     def keep_block(self, path: str, block: int) -> None:
-        """The block is about to be written: a hole that is still to be made there is called off, and one that is being
-        made is made first."""
+        """The block is about to be written: cancel its pending hole, or wait for one that is being punched."""
         if not self._holes and not self._holes_after and not self._punching:
             return
         with self._lock:
@@ -150,8 +150,8 @@ class Reclaimer:
                 self._holes[path][1].blocks.discard(block)
 
     def reclaim(self, volume: Volume, steps_max: int | None) -> Reclaimed:
-        """Unlink and punch up to so many files of a volume (None: all); what is refused stays for the next call. One
-        thread at a time for each volume."""
+        """Unlink and punch up to `steps_max` files of a volume (None: all). What is refused stays for the next call.
+        One thread at a time for each volume."""
         freed_bytes = 0
         deferred: list[int] = []
         doomed = self._doomed.get(volume.id, deque())
@@ -207,13 +207,13 @@ class Reclaimer:
 
 
 def _sealed(volume: Volume) -> str:
-    """Under which name stands what waits for the commit that is under way."""
+    """The name for effects that wait for the commit under way."""
     return f"{volume.id} sealed"
 
 
 def _forgets(volume: Volume) -> bool:
-    """Have the durable index forget what was settled, before any of its bytes go: after a machine stop it would name a
-    file with holes, or none, and call the object lost. Whether it has."""
+    """Let the durable index forget settled entries before any of their bytes go. Otherwise after a machine stop it
+    would name a file with holes, or none, and call the object lost. Returns whether it did."""
     if not volume.durable.unsettled or volume.state == "out":
         return True
     try:

@@ -1,14 +1,14 @@
-"""What the node remembers of its volumes, kept in its metadata store; and what lies at a path, for `core/volumes.py`.
+"""What the node remembers of its volumes, in its metadata store; and what lies at a path, for `core/volumes.py`.
 
 Theory. The memory is one small entry. It is written when a volume comes or goes, and when a bucket first owes something
-on a volume: before that write is acknowledged, so that a memory which is read after any stop lists at least what there
-is. How much is owed is brought up to date every few seconds, for people.
+on a volume: before that write is acknowledged, so that after any stop the memory lists at least what there is. The
+amount owed is updated every few seconds, for people.
 
-At a start, what is owed may be about to move between volumes (`writer/misplaced.py`), so until it has, whatever a
-volume owes counts as owed astray. Afterwards the volumes that are here are looked at, and the memory is exact again.
+At a start, owed objects may be about to move between volumes (`writer/misplaced.py`). Until they have moved, whatever a
+volume owes counts as owed astray. Afterwards the present volumes are examined, and the memory is exact again.
 
-Invariants. (1) `noted` answers yes only for what the metadata store has. (2) Of a volume that is not here nothing is
-forgotten, but by `give_up`.
+Invariants. (1) `noted` answers yes only for what the metadata store has. (2) Only `give_up` forgets anything of a
+volume that is not here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _decode = msgspec.json.Decoder(Memory).decode
 
 
 def look(path: str) -> Seen:
-    """What lies at `path`. Changes nothing; a directory that cannot be read is one that is not there."""
+    """What lies at `path`. Changes nothing. A directory that cannot be read counts as missing."""
     try:
         names = set(os.listdir(path))
         mark = read_mark(path)
@@ -54,7 +54,7 @@ def _has_durable(path: str) -> bool:
 
 
 class KnownVolumes:
-    """The memory. `load` first, then `judge`, `opening`, and once the store is open `opened`."""
+    """The memory. Call `load` first, then `judge`, `opening`, and once the store is open `opened`."""
 
     def __init__(self, meta: MetaStore, clock: Clock) -> None:
         self.memory = Memory()
@@ -67,8 +67,8 @@ class KnownVolumes:
         self._noted_astray: set[tuple[str, str]] = set()
 
     async def load(self, paths: Sequence[str], *, ran_before: bool, owing_buckets: Collection[str]) -> None:
-        """Remember. Where there is no memory yet, the volumes at `paths` are to be made; unless the node ran before it
-        had one: then it is made of their marks, and what is not here may own anything in `owing_buckets`."""
+        """Load the memory. Without one, the volumes at `paths` are new, unless the node `ran_before` it had a memory.
+        Then their marks make the memory, and an absent volume may own anything in `owing_buckets`."""
         entry = await self._meta.get(ENTRY)
         if entry is not None:
             self._hold(_decode(entry.value))
@@ -78,12 +78,12 @@ class KnownVolumes:
             await self._keep(first_memory(paths))
 
     def judge(self, paths: Sequence[str]) -> list[Standing]:
-        """What each volume is now; those that are `present` or `fresh` are to be opened."""
+        """What each volume is now. Those that are `present` or `fresh` are to be opened."""
         self.standings = judge(self.memory, [look(path) for path in paths])
         return self.standings
 
     async def opening(self) -> None:
-        """Volumes are about to be opened: what they owe may lie on any of them until `opened`."""
+        """Volumes are about to be opened: until `opened`, any of them may hold what they owe."""
         self._before = self.memory
         present = {each.volume_id for each in self.standings if each.state == "present"}
         kept = [
@@ -95,11 +95,11 @@ class KnownVolumes:
         await self._keep(msgspec.structs.replace(self.memory, volumes=tuple(kept)))
 
     async def opened(self, store: Store) -> None:
-        """Remember the volumes that are here as they are, and let the store know of those that are not."""
+        """Remember the present volumes as they are, and tell the store of the absent ones."""
         here = {volume.id for volume in store.usable()}
         memory = self.memory
         for known in self._before.volumes:
-            if known.volume_id not in here:  # one that was to be opened, and could not be, is what it was
+            if known.volume_id not in here:  # a volume that could not be opened is remembered as before
                 memory = memory.with_volume(known)
         store.doubt_buckets(bucket for each in memory.volumes if each.volume_id not in here for bucket in each.astray)
         for volume in store.usable():
@@ -113,11 +113,11 @@ class KnownVolumes:
     # --- what is owed where ---
 
     def noted(self, volume_id: str, bucket: str, astray: bool) -> bool:
-        """Whether it is remembered that this volume may own something of the bucket."""
+        """Whether the memory says that this volume may own something of the bucket."""
         return (volume_id, bucket) in (self._noted_astray if astray else self._noted)
 
     async def note(self, store: Store, bucket: str, key: str) -> None:
-        """Before something of this key is owned: remember that its volume may. Cheap when it is remembered."""
+        """Before something of this key is owned, remember that its volume may own it. Cheap if it is remembered."""
         volume_id = store.volume_of(bucket, key)
         astray = store.owners.strays(bucket, key, volume_id)
         if self.noted(volume_id, bucket, astray):
@@ -125,7 +125,7 @@ class KnownVolumes:
         async with self._changing:
             known = self.memory.find(volume_id)
             if known is None:
-                return  # every volume is out: the write is refused further on
+                return  # every volume is out: the write is refused later
             if astray:
                 known = msgspec.structs.replace(known, astray=tuple(sorted({*known.astray, bucket})))
             else:
@@ -134,8 +134,8 @@ class KnownVolumes:
             store.know(self.memory.volumes, self.noted)
 
     async def tend(self, store: Store, is_written: Collection[str]) -> None:
-        """Every few seconds: how much is owed now, and forget buckets of which a volume owes nothing any more. Those in
-        `is_written` have writes under way, and stay."""
+        """Every few seconds: update how much is owed, and forget buckets of which a volume owes nothing any more.
+        Buckets in `is_written` have writes under way, and stay."""
         async with self._changing:
             memory = self.memory
             if memory.epoch != store.epoch:
@@ -173,7 +173,8 @@ class KnownVolumes:
     # --- orders ---
 
     async def order(self, path: str, paths: Iterable[str]) -> None:
-        """Have a volume made, or taken in, at `path` at the next start. `Invalid` or `Exists` where that cannot be."""
+        """Order a volume at `path`: the next start makes it or takes it in. `Invalid` or `Exists` if that is
+        impossible."""
         if path not in paths:
             raise Invalid(f"{path} is not among the node's volumes: add `--volume {path}` to its command first")
         known = self.memory.find(path)
@@ -213,7 +214,7 @@ class KnownVolumes:
 
     async def _keep(self, memory: Memory) -> None:
         noted, astray = _pairs(memory)
-        self._noted &= noted  # what is forgotten now is noted again, after this, by who writes there meanwhile
+        self._noted &= noted  # a writer may note again what is forgotten here, after this
         self._noted_astray &= astray
         await self._meta.put(ENTRY, _encode(memory))
         self._hold(memory)

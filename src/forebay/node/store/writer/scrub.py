@@ -1,9 +1,9 @@
-"""Background scrub: every block is read again now and then, so that a rotten one is found before a client meets it.
+"""Background scrub: re-reads every block from time to time, to find a rotten one before a client does.
 
-Theory. Records are walked in index order, volume after volume, block after block, at a bounded rate. Where the walk is
-goes into the index's `meta` table, so a restart goes on instead of beginning again. A block that does not match is
-dropped from the index and told; it is fetched again when it is next wanted. Blocks in doubt after an unclean machine
-stop are checked by the same walk, and are in doubt no more.
+Theory. The scrub walks records in index order, volume after volume, block after block, at a bounded rate. Its position
+is kept in the index's `meta` table, so a restart continues the walk. A block that does not match is dropped from the
+index and reported; the next reader fetches it again. Blocks in doubt after an unclean machine stop are checked by the
+same walk, which removes the doubt.
 
 A step has three parts, so that an engine can read in a worker thread: `next_unit` (index), `Store.check_blocks` (disk),
 `settle` (index). `step` does all three.
@@ -27,9 +27,9 @@ from forebay.node.store.disk import files, keys, presence
 from forebay.node.store.writer.writer import Store
 
 IDLE_S = 60.0  # until the next look when there is nothing to scrub
-UNIT_BYTES_MIN = 64 * 1024  # what a unit counts at least: a million tiny objects must not keep a core busy
-ROUND_S = 6 * 3600.0  # a volume's next round begins no sooner after the last
-_KEEP_EVERY = 64  # units between two notes of where the walk is
+UNIT_BYTES_MIN = 64 * 1024  # the least that a unit counts: a million tiny objects must not keep a core busy
+ROUND_S = 6 * 3600.0  # between two rounds over a volume
+_KEEP_EVERY = 64  # units between two records of the position
 
 
 class ScrubUnit(NamedTuple):
@@ -43,7 +43,7 @@ class ScrubUnit(NamedTuple):
 
 
 class _Cursor(msgspec.Struct, array_like=True):
-    """Where the walk is in a volume: the next index key, and the next block of its object."""
+    """The walk's position in a volume: the next index key, and the next block of its object."""
 
     entry: bytes = b""
     block: int = 0
@@ -70,9 +70,9 @@ class Scrubber:
         self.units_bad = 0
 
     def step(self, now_s: float) -> float:
-        """Check the next block if its time has come; seconds (monotonic) until the next call is worth it.
+        """Check the next block if it is due; return the seconds (monotonic) until the next call.
 
-        Reads from the disk: call it where waiting for that is fine, or use the three parts.
+        Reads from the disk. Call it where waiting is acceptable, or use the three parts.
         """
         if self._due_s is not None and now_s < self._due_s:
             return self._due_s - now_s
@@ -82,18 +82,18 @@ class Scrubber:
         try:
             bad = self._store.check_blocks(unit.record, unit.bucket, unit.key, [unit.block])
         except Unavailable:
-            return IDLE_S  # the volume is out; the store has told
+            return IDLE_S  # the volume is out; the store has reported it
         self.settle(unit, bad)
         return self.pace(unit, now_s)
 
     def pace(self, unit: ScrubUnit, now_s: float) -> float:
-        """Seconds to wait after a unit so that the rate is kept."""
+        """Seconds to wait after a unit to keep the rate."""
         start_s = now_s if self._due_s is None else max(self._due_s, now_s - 1.0)
         self._due_s = start_s + max(unit.size_bytes, UNIT_BYTES_MIN) / self._rate_bytes_s
         return max(0.0, self._due_s - now_s)
 
     def next_unit(self, now_s: float) -> ScrubUnit | None:
-        """What to check next; None when there is nothing now. The walk goes round, through all volumes in turn."""
+        """The next unit to check; None when there is none now. The walk goes round through all volumes in turn."""
         volumes = self._store.usable()
         for _ in range(len(volumes) + 1):
             if not volumes:
@@ -120,7 +120,7 @@ class Scrubber:
         return None
 
     def settle(self, unit: ScrubUnit, bad: list[int]) -> None:
-        """Note the outcome of a unit. What was dropped while it was read is not bad, but gone."""
+        """Record the outcome of a unit. A block that was dropped while it was read is not bad."""
         self.units_checked += 1
         self.bytes_checked += unit.size_bytes
         now = self._store.lookup(unit.bucket, unit.key)
@@ -133,7 +133,7 @@ class Scrubber:
         self._store.settle_checked(unit.bucket, unit.key, now.object_id, good, bad)
 
     def rounds(self) -> int:
-        """How often the slowest volume has been walked through, restarts included."""
+        """How often the slowest volume has been walked completely, restarts included."""
         return min((cursor.rounds for cursor in self._cursors.values()), default=0)
 
     def _keep(self, volume_id: str) -> None:
@@ -142,7 +142,7 @@ class Scrubber:
             self.keep()
 
     def keep(self) -> None:
-        """Note where the walk is, with the store's next flush."""
+        """Store the walk's position with the next flush."""
         for volume in self._store.usable():
             if volume.id in self._cursors:
                 volume.index.put("meta", b"scrub", msgspec.msgpack.encode(self._cursors[volume.id]))

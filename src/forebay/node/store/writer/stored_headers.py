@@ -1,14 +1,14 @@
-"""New stored headers for an object that keeps its bytes: what changing its tags is to the store.
+"""New stored headers for an object that keeps its bytes: how the store changes tags.
 
-Theory. An object's headers stand in up to four places: its record in view, the header of its data file (for a rebuild),
-and for an owned object its entry in the durable index, whose note the flush works from. All are written anew, the bytes
-are not touched. As with other writes, `plan` decides on the loop's thread, `keep` does what waits for a disk in any
-thread, and `show` makes the outcome visible on the loop's thread; the caller has the key's lock from first to last.
+Theory. An object's headers are in up to four places: its record in view; the header of its data file (for a rebuild);
+and for an owned object its entry in the durable index, with the note that the flush uses. All are rewritten, the bytes
+are not. As with other writes, `plan` decides on the loop's thread, `keep` does what waits for a disk in any thread, and
+`show` makes the outcome visible on the loop's thread. The caller holds the key's lock from first to last.
 
 The durable entry is written before the record in view: a stop between the two leaves the new headers, acknowledged or
 not. Only the head of the record in view is replaced, since a reader's touch or an eviction may have changed the rest of
-it meanwhile. A file's header that cannot be written costs a rebuild the headers of a clean object, which its backend
-knows.
+it meanwhile. If a file's header cannot be written, a rebuild loses the headers of a clean object, which its backend
+has.
 
 Rejected: a new object with the same bytes (a copy, or two names for one file, whose header can name one object).
 
@@ -62,8 +62,8 @@ class Headings:
         self._put = put
 
     def plan(self, bucket: str, info: ObjectInfo, record: Record, tags: str, owes: Note | None) -> Tagged:
-        """Decide how the object `record` (described by `info`) gets these tags. `owes` is the note that it shall have
-        if it is to be flushed. `Unavailable` when its volume is out, `NotFound` if it is not that object any more."""
+        """Decide how the object `record` (described by `info`) gets these tags. `owes` is its new note if it is to be
+        flushed. `Unavailable` when its volume is out, `NotFound` if the key has another object by now."""
         volume = self._volumes.home(bucket, info.key)
         if volume.state == "out":
             raise self._volumes.unusable(volume)
@@ -90,8 +90,8 @@ class Headings:
         return Tagged(volume, entry, tagged, bucket, record.object_id, record.inline is not None, note, kept)
 
     def keep(self, tagged: Tagged) -> None:
-        """On the disk: the durable entry, then the header of the file. Any thread. `Unavailable` if the former cannot
-        be; nothing was changed then."""
+        """Write the durable entry, then the header of the file. Any thread. `Unavailable` if the durable entry cannot
+        be written; nothing was changed then."""
         volume = tagged.volume
         if tagged.kept is not None:
             try:
@@ -111,7 +111,7 @@ class Headings:
             log.info("the header of object %d keeps its old tags: %s", object_id, error)
 
     def show(self, tagged: Tagged) -> Owed | None:
-        """In view with the next flush; what the object owes now, if it is to be flushed."""
+        """Put it into view with the next flush; return what the object owes now, if it is to be flushed."""
         volume, key = tagged.volume, tagged.info.key
         now = volume.record(tagged.entry, key)
         if now is not None and now.object_id == tagged.object_id:

@@ -1,12 +1,12 @@
 """The node's volumes as a set: which are usable, which one a key belongs to, how full each is, and object ids.
 
-Theory. Which volume a key belongs to is `core.placement` over the usable volumes, the same computation as in the
-readers. When a volume goes out, its keys fall to the others; when volumes come or come back, what now lies in the wrong
-place is dropped (clean) or moved (owned) at the start.
+Theory. `core.placement` computes a key's volume from the usable volumes, as in the readers. When a volume goes out, its
+keys go to the others. When volumes come or come back, objects that are in the wrong place are dropped (clean) or moved
+(owned) at the start.
 
-A write needs less than a read that lands: bytes that only this node has may push out what can be fetched again. So
+A write needs less than a landing read: bytes that only this node has may push out bytes that can be fetched again. So
 there are two questions: `_roomy`, whether a volume takes cached bytes now, and `room`, what it could take if everything
-that may be evicted were.
+evictable were evicted.
 
 Invariants. (1) An object id is never used twice: ids are noted on every volume ahead of their use.
 """
@@ -57,10 +57,10 @@ class VolumeSet:
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
         self.any_stalled = False
-        self.roomless: dict[str, bool] = {}  # paths of volumes that found no room to be opened; whether it seemed so
-        self.on_lost: Callable[[Lost], None] = lambda lost: None  # hears of each that is lost from now on
+        self.roomless: dict[str, bool] = {}  # by path: volumes without room to be opened; whether some seemed free
+        self.on_lost: Callable[[Lost], None] = lambda lost: None  # called for each object lost from now on
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
-        self.astray: dict[str, set[str]] = {}  # buckets of which a volume holds what could not be moved to its place
+        self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
     def _add(self, path: str, xattrs: bool, expected: Expected | None, later: bool) -> None:
         try:
@@ -72,7 +72,7 @@ class VolumeSet:
             if any(other.id == volume.id for other in self._all):
                 raise Invalid(f"{path} is a copy of another volume (both say {volume.id}): remove one of them")
             volume.start()
-            if not later or not volume.mark.ids_below:  # without that number the files must say which ids were used
+            if not later or not volume.mark.ids_below:  # without that number the files must show which ids were used
                 index_repair.at_once(volume)
             volume.behind = later
         except (OSError, Corrupt) as error:
@@ -101,24 +101,25 @@ class VolumeSet:
         self.owners = Owners(self._known, self._by_id)
 
     def finds_room(self) -> bool:
-        """Whether a volume that found no room to be opened may find it now: open the store again."""
+        """Whether a volume that had no room to be opened may have it now: open the store again."""
         return any(has_room(path) for path, seemed in self.roomless.items() if not seemed)
 
     def serve(self) -> None:
-        """From now on others are served: none of them waits for a disk any more."""
+        """Others are served from now on: limit how long the store's thread waits for a disk."""
         for volume in self._all:
             volume.desk.patience_s = volume_threads.CALL_S
 
     # --- what volumes that are not here may own ---
 
     def know(self, known: Sequence[KnownVolume], noted: Callable[[str, str, bool], bool]) -> None:
-        """These are the node's volumes, whether here or not. `noted(volume_id, bucket, astray)`: whether the node
-        remembers that a volume may own something of a bucket; without it nothing is owned there."""
+        """Set the node's volumes, present or not. `noted(volume_id, bucket, astray)`: whether the node remembers that a
+        volume may own something of a bucket; otherwise nothing may be owned there."""
         self._known, self._noted = known, noted
         self.owners = Owners(known, self._by_id)
 
     def check_present(self, bucket: str, key: str) -> None:
-        """`VolumeMissing` if what only this node has of the key may lie where it cannot be read."""
+        """`VolumeMissing` if a volume that cannot be read may have the only copy of the key. `Unavailable` if a stalled
+        one does."""
         if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
             raise missing(absent, f"{bucket}/{key}")
         if self.astray:
@@ -128,14 +129,14 @@ class VolumeSet:
             raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_reads(self, bucket: str, key: str) -> None:
-        """`Unavailable` where the key's bytes are not read, since its disk does not answer just now."""
+        """`Unavailable` if the disk with the key's bytes does not answer now."""
         volume = self.volume_at(bucket, key)
         if volume is not None and volume.silent:
             raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_answers(self, bucket: str, key: str) -> None:
-        """`Unavailable` where what is here of the key could not be taken back, since its disk does not answer, or where
-        that was begun and is not done yet."""
+        """`Unavailable` if the key's record here could not be changed: its disk does not answer, or a change is not
+        done yet."""
         volume = self._by_id.get(self.volume_of(bucket, key))
         if volume is None:
             return
@@ -145,7 +146,7 @@ class VolumeSet:
             raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_bucket(self, bucket: str) -> None:
-        """`VolumeMissing` if that may be so of any key of the bucket."""
+        """`VolumeMissing` if that may be so for any key of the bucket."""
         for absent in self.owners.of_bucket(bucket):
             raise missing(absent, f"bucket {bucket}")
         for volume_id, buckets in self.astray.items():
@@ -153,8 +154,7 @@ class VolumeSet:
                 raise _stuck(self._by_id[volume_id], f"bucket {bucket}")
 
     def lost_of(self, bucket: str, key: str) -> Lost | None:
-        """What is known of an owned object whose bytes are gone; None where there is no such, or the key was written
-        since."""
+        """The lost object of a key; None if there is none, or the key was written since."""
         entry = keys.index_key(bucket, key)
         for volume in self._by_id.values():
             if volume.lost and (lost := volume.lost.get(entry)) is not None and lost.key == key:
@@ -162,7 +162,7 @@ class VolumeSet:
         return None
 
     def check_lost(self, bucket: str, key: str) -> None:
-        """`ObjectLost` if the key's object is. To be asked where it has no record."""
+        """`ObjectLost` if the key's object is lost. Ask when it has no record."""
         if (lost := self.lost_of(bucket, key)) is not None:
             raise object_lost(lost)
 
@@ -173,12 +173,12 @@ class VolumeSet:
         return sorted(chosen, key=lambda lost: lost.key)[:limit]
 
     def partly_lost(self, bucket: str) -> Iterator[LostObject]:
-        """The owned objects of a bucket of which some blocks rotted, and what of each."""
+        """The owned objects of a bucket with rotted blocks, and which bytes those are."""
         for volume in self._by_id.values():
             for entry, name in list(volume.partly_lost.items()):
                 record = volume.record(entry, name[1])
                 if record is None or not record.state & State.OWNED or record.complete or record.inline is not None:
-                    del volume.partly_lost[entry]  # it was written again, or deleted
+                    del volume.partly_lost[entry]  # the object was written again or deleted
                 elif name[0] == bucket:
                     blocks = blocks_in(record.size_bytes, record.block_bytes)
                     runs = absent_runs(record.present, 0, blocks)
@@ -189,7 +189,7 @@ class VolumeSet:
                     yield LostObject(*name, record.size_bytes, record.modified_s, problem, ranges)
 
     def check_noted(self, volume: Volume, bucket: str, key: str) -> None:
-        """`Unavailable` if the node would not remember that this volume owns something of the bucket."""
+        """`Unavailable` if the node does not remember that this volume may own something of the bucket."""
         if not self._noted(volume.id, bucket, self.owners.strays(bucket, key, volume.id)):
             raise Unavailable(f"the volumes changed while {bucket}/{key} was written: write it again")
 
@@ -201,17 +201,18 @@ class VolumeSet:
                 raise _stuck(volume, f"{bucket}/{key}")
 
     def doubt_buckets(self, buckets: Iterable[str]) -> None:
-        """What is here of these may be older than what an absent volume has: no reader is given it unasked."""
+        """An absent volume may have newer versions in these buckets: serve no version here before the backend confirms
+        it."""
         for bucket in sorted(set(buckets)):
             for volume in self._by_id.values():
                 volume.age_records(bucket)
 
     def owing_buckets(self, volume: Volume) -> tuple[str, ...]:
-        """Every bucket of which this volume owns or owes something, lost or not, in committed state."""
+        """Every bucket of which this volume owns or owes something, lost or not; committed state."""
         return owned.buckets_of(volume)
 
     def owes_in(self, volume: Volume, bucket: str) -> bool:
-        """As `owing_buckets`, of one."""
+        """As `owing_buckets`, for one bucket."""
         return next(owned.entries_in(volume, bucket), None) is not None
 
     def _write_epoch(self, epoch: int) -> None:
@@ -236,7 +237,7 @@ class VolumeSet:
             self._events.append(event)
 
     def tell_owed_out(self, volume: Volume) -> None:
-        """A volume went out: say what only it has."""
+        """A volume went out: report what only it has."""
         if volume.usage.owned_objects:
             detail = (
                 f"{volume.usage.owned_objects} objects with {volume.usage.owed_bytes} bytes that the backend has not "
@@ -245,7 +246,7 @@ class VolumeSet:
             self.tell(StoreEvent("owed-out", volume.id, detail))
 
     def _tell_absent(self, ids: list[str]) -> None:
-        """Volumes that served with these before, and are not here now."""
+        """Report volumes that served with these before and are absent now."""
         latest = max(self._all, key=lambda volume: volume.mark.epoch)
         for volume_id in sorted(set(latest.mark.members) - set(ids)):
             detail = "it is not here this time: what it had cached is fetched again; what it owed comes back with it"
@@ -268,7 +269,7 @@ class VolumeSet:
         return None if volume is None or volume.state == "out" else volume
 
     def _roomy(self, bucket: str, key: str, small_bytes: int | None = None) -> Volume:
-        """The key's volume if it takes more bytes, or a small object of so many; else `Unavailable`."""
+        """The key's volume if it takes more bytes now, or a small object of `small_bytes`; else `Unavailable`."""
         volume = self.home(bucket, key)
         if volume.silent:
             raise stalled(volume.path, f"{bucket}/{key}")
@@ -286,7 +287,7 @@ class VolumeSet:
         return volume
 
     def room(self, volume: Volume, *, fresh: bool = False) -> Room:
-        """What the volume has taken and free. `Unavailable` when its disk does not say."""
+        """What the volume has taken and free. `Unavailable` if its disk does not tell."""
         if volume.state == "out":
             raise self.unusable(volume)
         try:
@@ -295,7 +296,7 @@ class VolumeSet:
             raise volume.trouble(error, "asking for free space") from error
 
     def _share(self, volume: Volume) -> int:
-        """The part of `capacity_bytes` that falls to this volume."""
+        """This volume's part of `capacity_bytes`."""
         assert self._capacity_bytes is not None
         total = sum(self._members.weights) or 1.0
         return int(self._capacity_bytes * volume.mark.weight / total)
@@ -305,13 +306,13 @@ class VolumeSet:
         return [VolumeAt(volume.id, volume.path, volume.stall.stalled) for volume in self._by_id.values()]
 
     def watch(self, now_s: float) -> list[Volume]:
-        """Look whether every disk answers: the volumes whose disk stalled, or answers again. Every `stall.LOOK_S`."""
+        """Check whether every disk answers; return the volumes for which that changed. Every `stall.LOOK_S`."""
         changed = [volume for volume in self._by_id.values() if volume.watch(now_s)]
         self.any_stalled = any(volume.stall.stalled for volume in self._by_id.values())
         return changed
 
     def usable(self) -> list[Volume]:
-        """For the scrubber: the volumes themselves."""
+        """The usable volumes themselves."""
         return list(self._by_id.values())
 
     def volume_of(self, bucket: str, key: str) -> str:
@@ -319,7 +320,8 @@ class VolumeSet:
         return self._members.first(bucket, key) if self._by_id else ""
 
     def owed_in(self, bucket: str) -> int:
-        """How many objects and deletes of a bucket only this node has, local ones included: refuse to drop it then."""
+        """How many objects and deletes of a bucket only this node has, local ones included. If any, refuse to drop the
+        bucket."""
         return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
 
     def parts_dir(self, bucket: str, key: str) -> str:
@@ -329,7 +331,7 @@ class VolumeSet:
     # --- how full ---
 
     def usage(self) -> list[VolumeUsage]:
-        """Every volume, those that are out too. Pending changes count."""
+        """Every volume, also those that are out. Pending changes count."""
         return [self._usage(volume) for volume in self._all]
 
     def _usage(self, volume: Volume) -> VolumeUsage:
@@ -365,8 +367,8 @@ class VolumeSet:
         return max((volume.used_minute for volume in self._by_id.values()), default=0)
 
     def unit_batches(self) -> Iterator[tuple[str, list[Unit]]]:
-        """(volume id, units), to teach the eviction machines after a start; each batch is true until something changes.
-        It is the first walk over the indexes: a volume where it meets damage is out."""
+        """(volume id, units), for the eviction machines after a start. Each batch is right until something changes.
+        This is the first walk over the indexes: a volume with damage is then out."""
         for volume in list(self._by_id.values()):
             try:
                 for batch in ledger.unit_batches(volume):
@@ -378,7 +380,7 @@ class VolumeSet:
                 volume.trouble(error if isinstance(error, OSError) else Corrupt(damage), "walking over the index")
 
     def units(self) -> Iterator[Unit]:
-        """Every unit. Streams: memory does not grow."""
+        """Every unit, streamed in bounded memory."""
         for _, batch in self.unit_batches():
             yield from batch
 
@@ -400,7 +402,7 @@ class VolumeSet:
 
 
 def missing(absent: KnownVolume, subject: str) -> VolumeMissing:
-    """What is answered for what an absent volume may own."""
+    """The error for what an absent volume may own."""
     return VolumeMissing(
         f"{subject}: the only copy may be on volume {absent.volume_id} at {absent.path or 'an unknown path'}, which is "
         "not in use: bring it back (is its disk mounted, and has it room?) and restart the node, or give it up with "
@@ -409,7 +411,7 @@ def missing(absent: KnownVolume, subject: str) -> VolumeMissing:
 
 
 def object_lost(lost: Lost) -> ObjectLost:
-    """What is answered for it."""
+    """The error for a lost object."""
     name = f"{lost.bucket}/{lost.key}"
     return ObjectLost(
         f"{name} was acknowledged and is lost: {lost.problem}, and no backend has it; write it again, delete it, or "
@@ -425,7 +427,7 @@ def _stuck(volume: Volume, subject: str) -> VolumeMissing:
 
 
 def no_room(volume: Volume, detail: str, remedy: str = "flush or delete objects, or add a volume") -> Unavailable:
-    """What a write is told that a full volume cannot take."""
+    """The error for a write that a full volume cannot take."""
     return Unavailable(
         f"{detail}: there is no room on {volume.path}; {remedy}, and write again",
         code=FULL,

@@ -1,12 +1,12 @@
 """The writer's side of the store: every change to volumes and indexes goes through `Store`, in one process.
 
-Theory. Decisions come as plans from `core.machines.commit`; the store carries them out. What a plan puts before its
-record happens at once; the record waits in memory for the next `flush`; what follows the record (telling readers,
-unlinking, punching) waits until that flush has committed. So a stop at any moment leaves each object whole-old,
-whole-new or absent, and never takes bytes that a record still names.
+Theory. The store performs plans of `core.machines.commit`. Effects before the record happen at once. The record waits
+in memory for the next `flush`. Effects after the record (telling readers, unlinking, punching) wait until that flush
+has committed. So a stop at any moment leaves each object whole-old, whole-new or absent, and never takes bytes that a
+record still names.
 
-Bytes are moved by `Landing.write`, `check_blocks` and `reclaim`, which may run in worker threads. Which volume a key
-belongs to: `volumes.py`. What comes from writers: `puts.py`; what is owed at the start: `owned.py`.
+`Landing.write`, `check_blocks` and `reclaim` move bytes, and may run in worker threads. A key's volume: `volumes.py`.
+Changes by writers: `puts.py`. What is owed at the start: `owned.py`.
 
 Rejected: keeping a table of objects in memory (a gigabyte for a few million); undoing changes of a failed flush one by
 one (the index is the truth: pending changes are thrown away, and usage is what was committed).
@@ -54,16 +54,16 @@ class Store(VolumeSet):
     def __init__(
         self, capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None, block_bytes: int
     ) -> None:
-        """For `open`, which see."""
+        """Use `open`."""
         super().__init__(capacity_bytes, on_event, block_bytes)
         self._landings: dict[tuple[str, str], Landing] = {}
-        self._landing_ids: Counter[int] = Counter()  # one that lost its object may overlap with its successor
+        self._landing_ids: Counter[int] = Counter()  # a landing that lost its object may overlap with its successor
         self._reclaimer = Reclaimer(self.tell)
         self.held = self._reclaimer.held
         self.on_answer: Callable[[], None] = lambda: None
         self._flushes = Flushes(self._reclaimer, self.tell, lambda: self._next_id, lambda: self.on_answer())
         self._touched: dict[int, int] = {}
-        self.bad_blocks = 0  # that were found not to match their checksums
+        self.bad_blocks = 0  # blocks that did not match their checksums
         self._closed = False
         self._puts = Puts(
             self,
@@ -96,13 +96,12 @@ class Store(VolumeSet):
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
 
-        A volume that cannot be used (I/O errors) is left out and told to `on_event`; `Unavailable` if none is left.
-        `capacity_bytes` bounds all volumes together; without it, what the filesystems have. `xattrs=False` keeps file
-        headers in sidecar files, as on a filesystem without xattrs. `block_bytes` is for objects to come; each
-        record says its own. At a path in `expected` no volume is made, and no other one opened. With `may_be_empty`
-        a store without any volume is fine. `astray`: what is owed may lie on other volumes than it belongs to, though
-        the volumes are the same as last time. `later`: what only the volumes say comes into view by `catching` alone.
-        `epoch`: the highest that a store of this node had.
+        A volume that cannot be used (I/O errors) is left out and reported to `on_event`; `Unavailable` if none is left.
+        `capacity_bytes` bounds all volumes together; without it, the filesystems do. `xattrs=False` keeps file headers
+        in sidecar files. `block_bytes` is for new objects. At a path in `expected` no volume is made, and no other one
+        opened. `may_be_empty` allows a store without any volume. `astray`: owed objects may lie on other volumes than
+        their own, though the set of volumes is unchanged. `later`: only `catching` restores what the volumes owe or
+        hold. `epoch`: the highest of this node's stores so far.
         """
         store = cls(capacity_bytes, on_event, block_bytes)
         try:
@@ -118,7 +117,7 @@ class Store(VolumeSet):
         return store
 
     def _agree(self, astray: bool, epoch: int) -> None:
-        """Find out who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
+        """Find who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
         self.epoch = epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
         ids = sorted(volume.id for volume in self._all)
         changed = not ids or any(each.mark.members != ids or each.mark.epoch != epoch for each in self._all)
@@ -154,8 +153,8 @@ class Store(VolumeSet):
         self.flush()
 
     def close(self, *, clean: bool = True) -> None:
-        """Flush and close. With `clean`, sync first (may take long) and leave the mark that lets the next start trust
-        the index even after a machine stop. Twice is fine."""
+        """Flush and close. With `clean`, sync first (may take long) and mark the volumes so that the next start trusts
+        their index even after a machine stop. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -175,7 +174,7 @@ class Store(VolumeSet):
     # --- events and trouble ---
 
     def _deliver(self) -> None:
-        """Tell what worker threads met, and follow a volume that went out."""
+        """Deliver the events of worker threads, and follow up on a volume that went out."""
         while self._events:
             self._on_event(self._events.popleft())
         if any(volume.state == "out" for volume in self._by_id.values()):
@@ -200,7 +199,7 @@ class Store(VolumeSet):
         return sum(volume.index.pending for volume in self._by_id.values()) + self._reclaimer.waiting
 
     def lookup(self, bucket: str, key: str) -> Record | None:
-        """The record, pending changes included; None too when its volume cannot be read."""
+        """The record, pending changes included; also None if its volume cannot be read."""
         if not self._by_id:
             return None
         return self._by_id[self._members.first(bucket, key)].record(keys.index_key(bucket, key), key)
@@ -223,7 +222,7 @@ class Store(VolumeSet):
         """Make room for this version's blocks; resumes the file that already holds some blocks of the same version.
 
         Another version's record is replaced when the first block of this one is whole. While a landing of the same
-        version is open, the same landing is returned and must be closed as often. `Unavailable`: pass through.
+        version is open, the same landing is returned, and must be closed as often. `Unavailable`: pass through.
         """
         volume = self._roomy(bucket, info.key)
         self._refuse_owned(volume, bucket, info.key)
@@ -242,7 +241,7 @@ class Store(VolumeSet):
         return landing
 
     def _refuse_owned(self, volume: Volume, bucket: str, key: str) -> None:
-        """What only this node has, a tombstone too, is never replaced by what the backend says: `Unavailable`."""
+        """`Unavailable` if the node owns something of the key, even a tombstone: a fetch must not replace it."""
         entry = keys.index_key(bucket, key)
         note = ledger.note_of(volume, entry)
         if note is None:
@@ -292,7 +291,7 @@ class Store(VolumeSet):
         return volume.desk.call(create, unwanted=files.undo)
 
     def list_block(self, landing: Landing, block: int, stored_sum: int) -> None:
-        """For `Landing.finish_block`, which see."""
+        """For `Landing.finish_block`."""
         volume, bucket, info = landing.volume, landing.bucket, landing.info
         now = volume.record(keys.index_key(bucket, info.key), info.key)
         assert now is None or not now.state & State.OWNED, "a landing beside what was written here"
@@ -338,7 +337,7 @@ class Store(VolumeSet):
         self._reclaimer.keep_block(path, block)
 
     def end_landing(self, landing: Landing, partial: set[int]) -> None:
-        """For `Landing.close`: give back what no record will name."""
+        """For `Landing.close`: free what no record will name."""
         if self._landings.get((landing.bucket, landing.info.key)) is landing:
             del self._landings[landing.bucket, landing.info.key]
         self._landing_ids[landing.object_id] -= 1
@@ -399,32 +398,32 @@ class Store(VolumeSet):
     # --- written here ---
 
     def prepare(self, changes: Sequence[Change]) -> Prepared:
-        """Decide on changes, at most one of a key, and none of a key that another unpublished one changes.
+        """Decide on changes: at most one per key, and none of a key with another unpublished change.
 
-        A change that cannot be gets its error in `outcomes`, its temp file is removed, and it is left out:
-        `Unavailable` with code `InsufficientStorage` when there is no room, without when the volume is out.
+        A change that is impossible gets its error in `outcomes`, its temp file is removed, and it is left out.
+        `Unavailable` with code `InsufficientStorage` when there is no room, without it when the volume is out.
         """
         return self._puts.prepare(changes)
 
     def make_durable(self, prepared: Prepared) -> None:
-        """Bring files into place and, where a change is durable, sync it all: one transaction per volume. Any thread.
+        """Bring files into place and sync what must be durable: one transaction per volume. Any thread.
 
-        Never raises for a disk: errors are in `outcomes`, and what failed leaves nothing.
+        Never raises for a disk: errors are in `outcomes`, and a failed change leaves nothing.
         """
         self._puts.make_durable(prepared)
 
     def publish(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
-        """Show what was made durable, replacing what was there, and flush; per change its record (None for a delete)
-        or why it failed. Then send fronts `take_dropped` and call `reclaim`, as after every flush. None: a disk has not
-        answered, and `outcomes` says it after a later flush."""
+        """Show what was made durable, replacing the previous records, and flush. Returns per change its record (None
+        for a delete) or its error. Then send fronts `take_dropped` and call `reclaim`, as after every flush. None: a
+        disk has not answered, and `outcomes` tells after a later flush."""
         return self._puts.publish(prepared)
 
     def give_up(self, changes: Sequence[Change]) -> None:
-        """These will not be prepared: their temp files go."""
+        """These will not be prepared: remove their temp files."""
         self._puts.give_up(changes)
 
     def outcomes(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
-        """What `publish` could not say."""
+        """The outcomes that `publish` could not return."""
         return self._puts.outcomes(prepared)
 
     def _enter_written(
@@ -438,7 +437,7 @@ class Store(VolumeSet):
         ledger.enter(volume, bucket, entry, record, old, inline_sum)
         if sums:
             ledger.put_all_sums(volume, record.object_id, sums)
-        if old is not None and old.inline is None:  # of an inline one nobody holds a file
+        if old is not None and old.inline is None:  # nobody holds a file of an inline object
             self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
         return old
 
@@ -462,25 +461,25 @@ class Store(VolumeSet):
 
     def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None:
         """The backend has this dirty object as `version`: it is clean from the next flush on, its ETag stays, and it
-        may be evicted. Its record; None, and nothing happens, if the key is not that object any more.
+        may be evicted. Returns its record; None, with nothing done, if the key has another object by now.
 
-        `object_id` 0: the backend has heard of the delete; the tombstone goes. The durable index forgets the note with
-        its next transaction (`settle` makes one): after a machine stop before it, the flush is owed again.
+        `object_id` 0: the backend has done the delete; the tombstone goes. The durable index forgets the note with its
+        next transaction (or `settle`): after a machine stop before it, the flush is owed again.
         """
         return self._puts.mark_clean(bucket, key, object_id, version=version, checked_s=checked_s)
 
     def write_notes(self, owed: Iterable[Owed]) -> None:
-        """Replace the notes of keys whose note has the same `seq`, on the disk where the note stands in the durable
-        index. Any thread. `Unavailable` when a volume cannot."""
+        """Replace the notes that have the same `seq`; synced if the note is in the durable index. Any thread.
+        `Unavailable` when a volume cannot."""
         self._puts.write_notes(owed)
 
     def settle(self, only: Volume | None = None) -> None:
-        """Let the durable indexes, or one, forget what was settled since. Any thread, may take long; now and then."""
+        """Let the durable indexes, or one, forget settled notes. Any thread; may take long. Call it now and then."""
         for volume in self.usable() if only is None else [only]:
             self._puts.settle_on(volume)
 
     def digest(self, bucket: str, key: str, record: Record) -> str:
-        """What tells the object's body from another (`notes.digest_of`); "" unless all of it is here, undoubted."""
+        """The digest of the object's body (`notes.digest_of`); "" unless all of it is here and not in doubt."""
         if record.inline is not None:
             return digest_of(record.size_bytes, body=record.inline)
         if not record.complete or record.state & State.UNVERIFIED or record.block_bytes != limits.BLOCK_BYTES:
@@ -498,8 +497,8 @@ class Store(VolumeSet):
         raise NotFound("the object was replaced or dropped meanwhile: look it up again")
 
     def free_to_write(self, bucket: str, key: str, size_bytes: int) -> None:
-        """`Unavailable` (code `InsufficientStorage`) when that much has no room even if all that can be were evicted;
-        without the code when the volume is out."""
+        """`Unavailable` (code `InsufficientStorage`) if that much has no room even if everything evictable were
+        evicted; without the code when the volume is out."""
         self.check_present(bucket, key)
         volume = self.home(bucket, key)
         if volume.stall.stalled:
@@ -510,7 +509,7 @@ class Store(VolumeSet):
     # --- changing records ---
 
     def confirm(self, confirmed: Iterable[tuple[str, str, str, float]]) -> None:
-        """The backend confirmed (bucket, key, version) at `checked_s`; those whose version differs are passed over."""
+        """The backend confirmed (bucket, key, version) at `checked_s`. Records of another version are skipped."""
         for bucket, key, version, checked_s in confirmed:
             record = self.lookup(bucket, key)
             if record is not None and record.version == version:
@@ -519,7 +518,7 @@ class Store(VolumeSet):
                 )
 
     def unconfirm(self, bucket: str, key: str) -> bool:
-        """What is here of the key, and what lands of it, is unconfirmed; whether that is only so after a `flush`."""
+        """Make the key's record and its landing unconfirmed; return whether that takes a `flush`."""
         if (landing := self._landings.get((bucket, key))) is not None:
             landing.checked_s = 0.0
         record = self.lookup(bucket, key)
@@ -528,7 +527,7 @@ class Store(VolumeSet):
         return bool(self._by_id) and self.home(bucket, key).index.is_pending("records", keys.index_key(bucket, key))
 
     def set_pinned(self, bucket: str, key: str, pinned: bool) -> bool:
-        """Set or clear the record's PINNED state; whether there is a record."""
+        """Set or clear the record's PINNED state; return whether there is a record."""
         record = self.lookup(bucket, key)
         if record is None:
             return False
@@ -538,7 +537,7 @@ class Store(VolumeSet):
         return True
 
     def touch(self, object_ids: Iterable[int], minute: int) -> None:
-        """These were used in `minute` (minutes since the epoch). Kept by `housekeep`: a crash may forget it."""
+        """These were used in `minute` (minutes since the epoch). `housekeep` stores it: a crash may forget it."""
         self._touched.update(dict.fromkeys(object_ids, minute))
         if len(self._touched) > TOUCHES_HELD_MAX:
             self._keep_touches()
@@ -556,9 +555,9 @@ class Store(VolumeSet):
     # --- dropping ---
 
     def forget(self, bucket: str, key: str) -> int | None:
-        """Drop the object's record (and later its file); its object id, or None if there was none.
+        """Drop the object's record (and later its file); return its object id, or None if there was none.
 
-        None too, and nothing happens, for an owned object: it goes by `Delete` only.
+        Also None, with nothing done, for an owned object: only `Delete` removes it.
         """
         record = self.lookup(bucket, key)
         if record is not None and record.state & State.OWNED:
@@ -578,8 +577,8 @@ class Store(VolumeSet):
         self._retire(volume, plan, record)
 
     def _retire(self, volume: Volume, plan: Iterable[commit.Effect], old: Record) -> None:
-        """Do what a plan has after its record; `old` is what it gives up. A file that blocks still land in keeps its
-        name until they have: readers are told of it."""
+        """Queue the effects that a plan has after its record; `old` is what it gives up. A file in which blocks still
+        land keeps its name until they have landed: readers know it."""
         landing = self._landing_ids[old.object_id] > 0
         self._reclaimer.after_commit(volume, (e for e in plan if not (landing and isinstance(e, commit.Unlink))))
 
@@ -591,16 +590,16 @@ class Store(VolumeSet):
         self.tell(StoreEvent("object-missing", volume.id, f"{bucket}/{key}: its data file is gone or not its own"))
 
     def _set_aside(self, volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
-        """Owned bytes cannot be had: out of view, and said aloud; entry and file stay (`owned.py`)."""
+        """Owned bytes are gone: hide and report the object; entry and file stay (`owned.py`)."""
         owned.set_aside(volume, bucket, key, record, problem)
         self._reclaimer.after_commit(volume, [commit.Announce(record.object_id)])
         if (lost := self.lost_of(bucket, key)) is not None:
             self.on_lost(lost)
 
     def examine(self, bucket: str, key: str, object_id: int) -> Record | None:
-        """A front could not read this object: look whether its file is there and is its own, and drop it otherwise.
+        """A front could not read this object: check that its file is there and its own, else drop the object.
 
-        The record if it can still be used. Follow with `check_blocks` where bytes are in doubt.
+        Returns the record if it can still be used. Follow with `check_blocks` if bytes are in doubt.
         """
         record = self.lookup(bucket, key)
         if record is None or record.object_id != object_id:
@@ -620,9 +619,9 @@ class Store(VolumeSet):
         return record
 
     def drop_units(self, units: Iterable[tuple[int, int]]) -> list[int]:
-        """Take (object id, block) out of the index; ids of objects that are wholly gone. Then `flush` and `reclaim`.
+        """Take (object id, block) out of the index; return ids of wholly removed objects. Then `flush`, `reclaim`.
 
-        An inline object goes whole, whatever the block. Unknown, absent and owned units are passed over.
+        An inline object goes whole, whatever the block. Unknown, absent and owned units are skipped.
         """
         by_object: dict[int, list[int]] = {}
         for object_id, block in units:
@@ -635,7 +634,7 @@ class Store(VolumeSet):
                 volume.trouble(error, "reading the index")
                 continue
             found = [each for each in found if not each[2].state & OWNED]
-            small = [each for each in found if each[2].inline is not None]  # nobody holds a file of one
+            small = [each for each in found if each[2].inline is not None]  # inline objects have no file
             ledger.remove_small(volume, small)
             gone.update(object_id for object_id, _, _ in small)
             for object_id, entry, record in found:
@@ -646,7 +645,7 @@ class Store(VolumeSet):
         return [object_id for object_id in by_object if object_id in gone]
 
     def _drop(self, volume: Volume, bucket: str, key: str, record: Record, victims: int) -> Record | None:
-        """Drop blocks of one object; its record afterwards, None when it went whole."""
+        """Drop blocks of one object; return its record afterwards, None when it went whole."""
         present = presence.bits_of(record)
         victims &= present
         left = present & ~victims
@@ -657,7 +656,7 @@ class Store(VolumeSet):
             return record
         place = rebuild.place_of(volume, bucket, key, record)
         chosen = list(presence.iterate(victims))
-        # one block that stays stands for all of them: naming each would cost time with the object's size
+        # one remaining block stands for all: naming each would cost time with the object's size
         plan = commit.plan_evict_blocks(
             place,
             [*chosen, (left & -left).bit_length() - 1],
@@ -676,18 +675,18 @@ class Store(VolumeSet):
     # --- making it so ---
 
     def flush(self) -> int:
-        """Commit what is pending, one transaction per volume; how many changes. Never raises for a disk.
+        """Commit the pending changes, one transaction per volume; return how many. Never raises for a disk.
 
-        Where a disk does not answer, that is still to come, and so is what came after it: `on_answer` is called, in
-        another thread, when it has, and the next `flush` goes on. A volume that cannot commit loses its pending changes
-        (an event `changes-lost` says so; what they would have dropped is still there) and is full or out afterwards.
+        If a disk does not answer, its commits are still to come: `on_answer` is called, in another thread, when it
+        answers, and the next `flush` goes on. A volume that cannot commit loses its pending changes (reported as
+        `changes-lost`; what they would have dropped is still there) and is full or out afterwards.
         """
         done = sum(map(self._flushes.flush, list(self._by_id.values())))
         self._deliver()
         return done
 
     def take_dropped(self) -> list[int]:
-        """Objects that committed drops concern since the last call, for `Dropped`."""
+        """Objects of drops committed since the last call, for `Dropped`."""
         return self._reclaimer.take_dropped()
 
     @property
@@ -701,7 +700,7 @@ class Store(VolumeSet):
         return [volume for volume in self._by_id.values() if volume.id in ready and not volume.silent]
 
     def reclaim(self, only: Volume | None = None, *, steps_max: int = 1000) -> Reclaimed:
-        """Give the space of committed drops back, of all volumes or one. Any thread, one at a time for each volume."""
+        """Free the space of committed drops, on all volumes or one. Any thread, one at a time for each volume."""
         done = [self._reclaimer.reclaim(volume, steps_max) for volume in (self.usable() if only is None else [only])]
         return Reclaimed(sum(each.freed_bytes for each in done), [one for each in done for one in each.deferred])
 
@@ -719,24 +718,24 @@ class Store(VolumeSet):
     def check_blocks(self, record: Record, bucket: str, key: str, blocks: Iterable[int]) -> list[int]:
         """Re-read these present blocks (or the inline bytes) and return those that do not match. Any thread.
 
-        `Unavailable` when the disk cannot be read: the volume is out then.
+        `Unavailable` when the disk cannot be read: the volume is then out.
         """
         return block_checks.bad_blocks(self.home(bucket, key), record, list(blocks))
 
     def settle_checked(
         self, bucket: str, key: str, object_id: int, good: Iterable[int], bad: Iterable[int]
     ) -> Record | None:
-        """Note the outcome of `check_blocks`: bad blocks are dropped (and told), good ones are in doubt no more.
+        """Record the outcome of `check_blocks`: bad blocks are dropped and reported, good ones are no longer in doubt.
 
-        The record afterwards (None: it is gone); UNVERIFIED goes when no present block is in doubt.
+        Returns the record afterwards (None: it is gone). UNVERIFIED is cleared when no present block is in doubt.
         """
         record: Record | None = self.lookup(bucket, key)
         if record is None or record.object_id != object_id:
             return None
         volume = self.home(bucket, key)
-        bits = presence.bits_of(record)  # what went in the meantime is not bad, but gone
+        bits = presence.bits_of(record)  # a block dropped meanwhile is gone, not bad
         wrong = [block for block in bad if record.inline is not None or bits >> block & 1]
-        self.bad_blocks += len(wrong)  # here, so that what two of us found is counted once
+        self.bad_blocks += len(wrong)  # counted here, so that two finders of one block count once
         if wrong and record.state & State.OWNED:
             return self._puts.lose_blocks(volume, bucket, key, record, wrong)
         if wrong:
@@ -755,8 +754,8 @@ class Store(VolumeSet):
     # --- housekeeping ---
 
     def sweep(self) -> Iterator[int]:
-        """Background: remove files that no record names, records without a file, space without a block; nothing of a
-        volume whose index is being made anew. Yields after each small step how many objects or files it removed."""
+        """Background: remove files that no record names, records without a file, and space without a block; skips
+        volumes whose index is being rebuilt. Yields after each small step how many objects or files it removed."""
         for volume in [volume for volume in self._by_id.values() if not volume.rebuilding]:
 
             def drop(bucket: str, key: str, record: Record, volume: Volume = volume) -> None:
@@ -778,8 +777,8 @@ class Store(VolumeSet):
                 yield removed
 
     def housekeep(self) -> None:
-        """Every few seconds: clear slots of dead readers, keep last uses, see that directories are there, let full
-        volumes heal, remove bodies that dead processes were receiving."""
+        """Every few seconds: clear slots of dead readers, store last uses, check directories, let full volumes heal,
+        remove dead processes' bodies."""
         self._keep_touches()
         for volume in list(self._by_id.values()):
             if volume.silent:
@@ -791,7 +790,7 @@ class Store(VolumeSet):
         self._deliver()
 
     def sync(self) -> None:
-        """Put everything on the disks, and learn of writes that failed since. Any thread; may take long."""
+        """Sync everything, and find earlier failed writes. Any thread; may take long."""
         for volume in list(self._by_id.values()):
             try:
                 volume.index.sync()
