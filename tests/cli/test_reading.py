@@ -235,7 +235,7 @@ def test_get_all_under_a_prefix(program: Program, node: FakeNode, tmp_path: Path
 
 
 def test_get_of_a_prefix_that_is_not_a_directory_keeps_the_rest_of_the_names(program: Program, tmp_path: Path) -> None:
-    program("get", "-r", "corpus/train/d", str(tmp_path))
+    program("get", "-r", "corpus/train/d*", str(tmp_path))
     assert (tmp_path / "deep" / "c").read_bytes() == b"ccccc"
 
 
@@ -318,7 +318,8 @@ def test_get_of_wrong_things(program: Program, node: FakeNode, tmp_path: Path) -
     assert "is not a directory" in program("get", "-r", "corpus/", str(tmp_path / "file"), code=2).stderr
     assert "No space left" in program("get", "corpus/readme", "/dev/full", code=10).stderr
     assert "names a bucket and no object" in program("get", "corpus", str(tmp_path), code=2).stderr
-    assert "nothing begins with" in program("get", "-r", "corpus/none", str(tmp_path), code=3).stderr
+    assert "neither an object nor a folder" in program("get", "-r", "corpus/none", str(tmp_path), code=3).stderr
+    assert "nothing begins with corpus/none" in program("get", "-r", "corpus/none*", str(tmp_path), code=3).stderr
     assert "does not exist" in program("get", "corpus/none", str(tmp_path), code=3).stderr
     node.objects["corpus"]["dir/"] = b"x"
     assert "does not end in a file name" in program("get", "corpus/dir/", str(tmp_path), code=2).stderr

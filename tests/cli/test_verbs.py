@@ -175,7 +175,7 @@ def test_prefetch_pin_unpin_evict_and_refresh_change_what_is_cached(program: Pro
     assert ("corpus", "val/a.tar") not in node.pinned
     assert program("evict", "corpus", "--dry-run").stdout == "would have evicted s3://corpus/: 3 objects, 2.9 MiB\n"
     assert len(node.cached) == 3
-    program("evict", "corpus/val/", "corpus/train/b")
+    program("evict", "corpus/val/", "corpus/train/b*")
     assert list(node.cached) == [("corpus", "train/a.tar")]
     assert program("refresh", "corpus").stdout.startswith("checked s3://corpus/: 5 objects")
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import xxhash
+from typer.testing import CliRunner
 
+from forebay.cli.main import app
 from forebay.cli.put import key_for, same_bytes
 from forebay.cli.stat import facts
 from forebay.core.errors import Denied, Invalid
@@ -221,3 +223,43 @@ def test_stat_says_where_what_was_written_is() -> None:
         assert shown["state"] == here
         assert there in shown["backend"]
         assert shown["volume"] == "v0"
+
+
+RUNS = ("run-1", "run-1/a", "run-1/b/c", "run-1.txt", "run-10/a", "run-10/b")
+
+
+@pytest.mark.parametrize(
+    "name, gone", [("run-1", RUNS[:3]), ("run-1/", RUNS[1:3]), ("run-1*", RUNS), ("run-10", RUNS[4:])]
+)
+def test_a_name_is_the_object_and_the_folder_and_nothing_that_only_begins_so(
+    program: Program, node: FakeNode, name: str, gone: tuple[str, ...]
+) -> None:
+    node.objects["corpus"] = dict.fromkeys(RUNS, b"x")
+    program("rm", "-r", f"corpus/{name}")
+    assert sorted(node.objects["corpus"]) == sorted(set(RUNS) - set(gone))
+
+
+def test_jobs_take_a_name_as_rm_does(program: Program, node: FakeNode) -> None:
+    node.objects["corpus"] = dict.fromkeys(RUNS, b"x")
+    node.cached.clear()
+    node.cached.update({("corpus", key): 1 for key in RUNS[:-1]})
+    assert program("evict", "corpus/run-1").stdout.count("evicted") == 2, "a job for the object and one for the folder"
+    assert sorted(key for _, key in node.cached) == ["run-1.txt", "run-10/a"]
+    assert "neither an object nor a folder" in program("pin", "corpus/run", code=3).stderr
+    program("prefetch", "corpus/run-10")
+    assert ("corpus", "run-10/b") in node.cached
+
+
+@pytest.mark.parametrize("answer, left", [("n", 6), ("y", 3), ("", 6)])
+def test_at_a_terminal_rm_asks_before_it_deletes_many(
+    program: Program, node: FakeNode, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+) -> None:
+    node.objects["corpus"] = dict.fromkeys(RUNS, b"x")
+    monkeypatch.setattr("forebay.cli.rm._is_terminal", lambda: True)
+    result = CliRunner().invoke(app, ["rm", "-r", "corpus/run-1"], input=f"{answer}\n", env=program.env)
+    assert "Delete 3 objects at s3://corpus/run-1?" in result.stderr
+    assert (result.exit_code == 0) == (answer == "y")
+    assert len(node.objects["corpus"]) == left
+    node.objects["corpus"] = dict.fromkeys(RUNS, b"x")
+    assert "Delete" not in program("rm", "-r", "--yes", "corpus/run-1").stderr
+    assert "Delete" not in program("rm", "-r", "corpus/run-10/a").stderr, "one object is what was named"

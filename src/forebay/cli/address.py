@@ -1,10 +1,15 @@
-"""What people type for an object: `s3://bucket/key` and `bucket/key` are the same."""
+"""What people type for an object: `s3://bucket/key` and `bucket/key` are the same.
+
+Theory. Verbs that work on many objects take a name as a file system does: `run-1` is the object of that name and what
+lies in the folder `run-1/`, and never `run-10`. What begins so is written `run-1*`, and S3's own listings stay as S3
+has them.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from forebay.core.errors import Invalid
+from forebay.core.errors import Invalid, NotFound
 from forebay.core.types import check_bucket_name, check_key
 
 
@@ -16,6 +21,23 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key}"
+
+
+class Selection(NamedTuple):
+    """Which objects an address of many means: the one at `key`, unless that is empty, and all that begin with `prefix`,
+    which is "" for a whole bucket."""
+
+    key: str
+    prefix: str
+
+
+def selection(address: Address) -> Selection:
+    """`a` is the object and the folder of that name, `a/` the folder, `a*` whatever begins so, "" the bucket."""
+    if address.key.endswith("*"):
+        return Selection("", address.key[:-1])
+    if not address.key or address.key.endswith("/"):
+        return Selection("", address.key)
+    return Selection(address.key, address.key + "/")
 
 
 def parse(text: str) -> Address:
@@ -41,3 +63,15 @@ def parse_object(text: str) -> Address:
     if not address.key:
         raise Invalid(f"{text!r} names a bucket and no object: write {address.bucket}/KEY")
     return address
+
+
+def nothing_there(at: Address) -> NotFound:
+    """What to raise where an address of many selects nothing."""
+    key, prefix = selection(at)
+    if not key:
+        return NotFound(f"nothing begins with {at.bucket}/{prefix}: see `forebay ls {at.bucket}/`", code="NoSuchKey")
+    return NotFound(
+        f"there is neither an object nor a folder {at.bucket}/{key}: see `forebay ls {at.bucket}/{key}`, and write "
+        f"{at.bucket}/{key}* for all that begins so",
+        code="NoSuchKey",
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forebay.cli import address
-from forebay.cli.get import entries, entries_crew, get_all, get_one, nothing_there
+from forebay.cli.get import entries, entries_crew, get_all, get_one
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
 from forebay.cli.options import AsJson, Debug, Url, open_client
@@ -38,7 +38,7 @@ SCHEMES = ("s3://", "forebay://")
 def cp(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/key, or a local path.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="s3://bucket/key, or a local path.")],
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All under the prefix or directory.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All in the folder or directory.")] = False,
     threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
     force: Annotated[bool, typer.Option("--force", help="With -r, also copy what is there already.")] = False,
     checksum: Checksum = False,
@@ -93,7 +93,7 @@ def _inside(
     at = address.parse(source)
     start = to.key if not to.key or to.key.endswith("/") else to.key + "/"
     cut = at.key.rfind("/") + 1
-    if to.bucket == at.bucket and start.startswith(at.key):
+    if to.bucket == at.bucket and start.startswith(address.selection(at).prefix):
         raise Invalid(f"{to} lies under {at}, so copies would be copied again: name another target")
     there = {} if force else {entry.key: entry for entry in entries(client, address.Address(to.bucket, start))}
 
@@ -116,5 +116,5 @@ def _inside(
             entries(client, at),
             lambda: f"{done.files} objects are copied to {to}; run the same command again for the rest",
         ):
-            raise nothing_there(at)
+            raise address.nothing_there(at)
     return done

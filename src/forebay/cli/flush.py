@@ -23,7 +23,7 @@ def flush(
         typer.Argument(
             metavar="[ADDRESS...]",
             autocompletion=complete_addresses,
-            help="Buckets or prefixes: bucket/prefix. Default: all buckets.",
+            help="Buckets, folders, objects; NAME* for a prefix. Default: all buckets.",
         ),
     ] = None,
     exact: jobs.Exact = False,

@@ -27,7 +27,7 @@ from forebay.cli.outcome import Interrupted, as_forebay, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.client import flows
 from forebay.client.sinks import IntoFd
-from forebay.core.errors import ForebayError, Invalid, NotFound
+from forebay.core.errors import ForebayError, Invalid
 from forebay.core.types import ListEntry
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def get(
     where: Address,
     target: Annotated[str, typer.Argument(metavar="[TARGET]", help="File or directory; - is standard output.")] = ".",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects under the prefix.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects in the folder.")] = False,
     threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
     force: Annotated[bool, typer.Option("--force", help="With -r, also fetch what is there already.")] = False,
     member: Member = None,
@@ -150,7 +150,7 @@ def relative(key: str, prefix: str) -> str:
 
 
 def get_all(client: Client, at: address.Address, target: str, *, threads: int, force: bool, quiet: bool) -> Done:
-    """All objects under the prefix `at` to files in the directory `target`."""
+    """All objects that `at` selects to files in the directory `target`."""
     if os.path.exists(target) and not os.path.isdir(target):
         raise Invalid(f"{target} is not a directory: with -r the target is one")
     done = Done(target, "fetched_bytes")
@@ -176,23 +176,22 @@ def get_all(client: Client, at: address.Address, target: str, *, threads: int, f
             lambda: f"{done.files} files are whole in {target}; run the same command again for the rest",
         )
     if not found:
-        raise nothing_there(at)
+        raise address.nothing_there(at)
     return done
 
 
 def entries(client: Client, at: address.Address) -> Iterator[ListEntry]:
-    """All objects under a prefix, as the backend has them now."""
-    for page in client.list_pages(at.bucket, at.key):
+    """All objects that `at` selects, as the backend has them now."""
+    key, prefix = address.selection(at)
+    if key:
+        yield from (entry for entry in client.list_page(at.bucket, key, limit=1).entries if entry.key == key)
+    for page in client.list_pages(at.bucket, prefix):
         yield from page.entries
 
 
 def entries_crew() -> dict[str, Any]:
     """What a crew is told of units that are entries of a listing."""
     return {"name": lambda entry: entry.key, "size_bytes": lambda entry: entry.size_bytes}
-
-
-def nothing_there(at: address.Address) -> NotFound:
-    return NotFound(f"nothing begins with {at}: see `forebay ls {at.bucket}/`", code="NoSuchKey")
 
 
 def _is_there(path: str, entry: ListEntry) -> bool:

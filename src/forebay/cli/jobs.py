@@ -26,9 +26,11 @@ LOOK_FIRST_S, LOOK_S = 0.05, 0.5  # a small job ends at once; a long one is look
 
 Addresses = Annotated[
     list[str],
-    typer.Argument(metavar="ADDRESS...", autocompletion=complete_addresses, help="Buckets or prefixes: bucket/prefix."),
+    typer.Argument(
+        metavar="ADDRESS...", autocompletion=complete_addresses, help="Buckets, folders, objects; NAME* for a prefix."
+    ),
 ]
-Exact = Annotated[bool, typer.Option("--exact", help="Each ADDRESS is one object, not a prefix.")]
+Exact = Annotated[bool, typer.Option("--exact", help="Each ADDRESS is one object, whatever lies below it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Count what would be done, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or return at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
@@ -43,14 +45,40 @@ DONE = {
 }
 
 
-def plan(texts: list[str], *, exact: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+def plan(client: Client, verb: JobVerb, texts: list[str], *, exact: bool) -> list[tuple[str, str, tuple[str, ...]]]:
     """(bucket, prefix, keys) of each job that the addresses ask for."""
     if not exact:
-        return [(at.bucket, at.key, ()) for at in map(address.parse, texts)]
+        return [job for at in map(address.parse, texts) for job in _selected(client, verb, at)]
     by_bucket: dict[str, list[str]] = {}
     for at in map(address.parse_object, texts):
         by_bucket.setdefault(at.bucket, []).append(at.key)
     return [(bucket, "", tuple(keys)) for bucket, keys in by_bucket.items()]
+
+
+def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[str, str, tuple[str, ...]]]:
+    """One job for the object of a name, one for its folder, as far as they are there. What is owed may be a delete,
+    which no listing shows."""
+    key, prefix = address.selection(at)
+    one, folder = (at.bucket, "", (key,)), (at.bucket, prefix, ())
+    if not key:
+        return [folder]
+    if verb == "flush":
+        return [one, folder]
+    found: list[tuple[str, str, tuple[str, ...]]] = []
+    for job, begin in ((one, key), (folder, prefix)):
+        found += [job] if _is_there(client, at.bucket, begin, key) else []
+    if not found:
+        raise address.nothing_there(at)
+    return found
+
+
+def _is_there(client: Client, bucket: str, prefix: str, key: str) -> bool:
+    """Whether something is cached, or else listed, that begins so: for `key` itself, that and nothing longer."""
+    for look in (client.cached_page, client.list_page):
+        page = look(bucket, prefix, limit=1)
+        if any(entry.key == key or prefix != key for entry in page.entries):
+            return True
+    return False
 
 
 def run(
@@ -68,7 +96,7 @@ def run(
     code = 0
     ended: list[JobState] = []
     with open_client(url) as client:
-        for bucket, prefix, keys in plan(texts, exact=exact):
+        for bucket, prefix, keys in plan(client, verb, texts, exact=exact):
             state = client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
             if wait:
                 state = watch(client, state, quiet=quiet or as_json)

@@ -56,9 +56,9 @@ def ls(
 def give_up(
     where: Annotated[
         str,
-        typer.Argument(metavar="ADDRESS", autocompletion=complete_addresses, help="An object, or with -r a prefix."),
+        typer.Argument(metavar="ADDRESS", autocompletion=complete_addresses, help="An object, or with -r a folder."),
     ],
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All that is lost under the prefix.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All that is lost in the folder.")] = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -75,7 +75,9 @@ def give_up(
             if not given:
                 raise Invalid(f"{where} is not lost: `forebay lost ls` lists what is")
         else:
-            while found := client.lost_give_up(at.bucket, at.key):
+            key, prefix = address.selection(at)
+            given += client.lost_give_up(at.bucket, keys=(key,)) if key else []
+            while found := client.lost_give_up(at.bucket, prefix):
                 given += found
     if as_json:
         show.document(given)

@@ -1,27 +1,34 @@
 """`forebay rm`: delete objects, here and at the backend.
 
 Theory. Deleting cannot be taken back, so a slip is caught where it can be: a name that is not there is an error, many
-objects need `-r`, a whole bucket needs `--yes` too, and `--dry-run` shows what would go.
+objects need `-r` and, on a terminal, an answer, a whole bucket needs `--yes` too, and `--dry-run` shows what would go.
 
 Invariant. `--dry-run` asks for listings and nothing else.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.cli import address, show
-from forebay.cli.get import entries, entries_crew, nothing_there
+from forebay.cli.get import entries, entries_crew
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
 from forebay.cli.options import Address, AsJson, Debug, Url, open_client
-from forebay.cli.outcome import Partial, one_line, verb
+from forebay.cli.outcome import Interrupted, Partial, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.core.errors import Invalid
 from forebay.core.types import ListEntry
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+ASK_COUNT = 1000  # objects that are counted before a question
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,9 +37,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @verb
 def rm(
     where: Address,
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects under the prefix.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects in the folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With -r, also all of a bucket.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With -r, do not ask; also all of a bucket.")] = False,
     threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
     quiet: Quiet = False,
     url: Url = None,
@@ -61,9 +68,11 @@ def rm(
         threads = 1 if dry_run else threads
         crew: Crew[ListEntry] = Crew(delete, **entries_crew(), done=done, progress=progress, threads=threads)
         if recursive:
+            if not (yes or dry_run):
+                _ask(client, at)
             found = crew.run(entries(client, at), lambda: f"{done.files} objects are deleted, the others are there")
             if not found:
-                raise nothing_there(at)
+                raise address.nothing_there(at)
         else:
             got = client.head(at.bucket, at.key)
             crew.run([ListEntry(at.key, got.size_bytes, got.etag, 0.0)], lambda: "look whether it is there")
@@ -85,3 +94,19 @@ def rm(
         raise Partial(
             f"{done.failed} of {done.files + done.failed} objects are still there: run the same command again"
         )
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(client: Client, at: address.Address) -> None:
+    """Whoever sits at a terminal says whether he means it, when it is more than one object."""
+    if not _is_terminal():
+        return
+    some = list(islice(entries(client, at), ASK_COUNT))
+    if len(some) < 2:
+        return
+    count = f"{len(some)}" if len(some) < ASK_COUNT else f"{ASK_COUNT} or more"
+    if not typer.confirm(f"Delete {count} objects at {one_line(str(at))}?", err=True):
+        raise Interrupted("nothing is deleted")
