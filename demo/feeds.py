@@ -2,7 +2,8 @@
 
 Both give batches of half a kilobyte cut at random out of each sample, with its kind. `FromBucket` is what people write
 by hand: workers stream shards in an order that is new each epoch, and where a job stopped is not known. `FromNode` is a
-dataset and a loader: samples in one random order over all shards, and a state that says where the job is.
+dataset and a loader: an order that is new each epoch, from the second on over all samples, and a state that says where
+the job is.
 """
 
 from __future__ import annotations

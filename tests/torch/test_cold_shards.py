@@ -208,7 +208,7 @@ def test_what_has_no_length_yet_says_so(many: Counted, closing: list[DataLoader]
     again = DataLoader(dataset_of(many), 4)
     closing.append(again)
     assert len(again.dataset) == len(loader.dataset)
-    assert "reading 40 of 40 shards" in caplog.text
+    assert "looking into 40 of 40 shards" in caplog.text
     assert len(again) == len(loader)
 
 
