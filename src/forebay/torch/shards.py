@@ -223,9 +223,13 @@ class ShardDataset(Dataset):
         left = shards[self._counting.counts[shards] < 0]
         if self.arriving and left.size:
             log.warning(
-                "how many samples %s has is asked for: looking into %d of %d shards (%.1f GB), which reads those that the "
-                "node has not looked into; say it with counts= to do without", self.place, left.size, shards.size, self.listing.sizes[left].sum() / 1e9,
-            )  # fmt: skip
+                "how many samples %s has is asked for: looking into %d of %d shards (%.1f GB), which reads those that "
+                "the node has not looked into; say it with counts= to do without",
+                self.place,
+                left.size,
+                shards.size,
+                self.listing.sizes[left].sum() / 1e9,
+            )
         counts = self._counting.of(shards)
         if not counts.any():
             raise self.empty()
