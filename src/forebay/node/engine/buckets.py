@@ -278,7 +278,7 @@ class Buckets:
         served = Served(bucket, self._open_backend(bucket))
         if bucket.write == "back" and served.backend.read_only:
             await served.backend.aclose()
-            raise Invalid(f"what is written back to {bucket.url} would never arrive: it can only be read")
+            raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
         if probe:
             try:
                 await served.backend.probe()

@@ -515,7 +515,9 @@ class Engine:
             changed = self.store.watch(self.clock.monotonic_s())
             for volume in changed:
                 if volume.stall.stalled:
-                    log.error("the disk of volume %s does not answer: it is passed by until it does", volume.path)
+                    log.error(
+                        "the disk of volume %s does not answer: the node works without it until it does", volume.path
+                    )
                     self.writes.commits.stalled(volume.id, stalled(volume.path, "a write"))
                 else:
                     log.warning("the disk of volume %s answers again", volume.path)

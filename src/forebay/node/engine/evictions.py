@@ -134,7 +134,7 @@ class Room:
             self._restoring = None
             self.follow_volumes()
         except Exception:
-            log.exception("what the volumes hold could not be learned: what is not known stays until the next start")
+            log.exception("could not read what the volumes hold: unknown objects are not evicted until a restart")
 
     async def _learn(self) -> None:
         for volume_id, units in self._store.unit_batches():

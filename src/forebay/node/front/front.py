@@ -1,9 +1,9 @@
 """A front: the process that clients talk to. It reads the store, and asks the engine for what is not there.
 
-Theory. Everything of a front is put together here, in one function, and nothing else knows all of it: the store's
-readers' side, the link to the engine, the API handlers, the HTTP server. A front starts to listen once its engine has
-welcomed it, since before that it knows neither volumes nor buckets; from then on it serves hits whether or not there is
-an engine. Several fronts share an address with SO_REUSEPORT and nothing else.
+Theory. This module puts the front together, and nothing else knows all its parts: the store's readers' side, the link
+to the engine, the API handlers, the HTTP server. A front starts to listen once its engine has welcomed it, since before
+that it knows neither volumes nor buckets. From then on it serves hits with or without an engine. Several fronts share
+an address with SO_REUSEPORT and nothing else.
 
 Invariant. After `stop` no connection, descriptor, task or timer of the front is left.
 """
@@ -45,7 +45,7 @@ WELCOME_TIMEOUT_S = 60.0  # an engine that rebuilds its index after a crash take
 
 
 class Front:
-    """One front. `start`, then `stop`; both on the loop that it shall run on."""
+    """One front. Call `start`, then `stop`, both on the loop that it runs on."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Front:
         await self.server.start(listener)
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Finish answers under way within `grace_s`, then let go of everything. Twice is fine."""
+        """Finish answers under way within `grace_s`, then close everything. May be called twice."""
         if self.server is not None:
             await self.server.stop(grace_s)
         self.door.stop()
@@ -158,7 +158,7 @@ class Front:
         self._store.close()
 
     def snapshot(self) -> Snapshot:
-        """What this front counted, and how it is."""
+        """This front's counters and gauges."""
         self.counts.engine_connects = self.link.connects
         counted = self.counts.snapshot()
         values = counted.values | vitals(f"front-{self.number}", self._started_s)
@@ -184,7 +184,7 @@ class Front:
         self.door.dropped(object_ids)
 
     def _missing(self) -> str:
-        """What keeps this front from being ready; "" when nothing does."""
+        """Why this front is not ready; "" if it is."""
         if not self.link.connected:
             return self.link.trouble
         if self._welcomed is None or not self._welcomed.volumes:

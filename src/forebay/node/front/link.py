@@ -1,30 +1,30 @@
 """The front's end of the socket to the engine: reads, calls, reports.
 
-Theory. One connection carries everything (core/messages/wire.py). When it breaks, the engine died or is being
-restarted: all that waited for it fails at once with `Unavailable`, and a loop connects again, soon at first and then
-less often. Hits need no engine, so a front keeps serving; a miss waits up to `grace_s` for the engine to come back
-before it fails, which hides an ordinary restart from clients.
+Theory. One connection carries everything (core/messages/wire.py). When it breaks, the engine died or is restarting.
+Everything that waits for it fails at once with `Unavailable`, and a loop reconnects, soon at first and then less often.
+Hits need no engine, so a front keeps serving. A miss waits up to `grace_s` for the engine to come back before it fails,
+which hides an ordinary restart from clients.
 
-An engine that hangs keeps its connection, so it beats, and one that is silent for too long (`core/machines/pulse.py`)
-is treated as one that died: its connection is cut. Whether it is replaced is its supervisor's affair.
+An engine that hangs keeps its connection, so it sends beats. One that is silent for too long (`core/machines/pulse.py`)
+counts as dead: its connection is cut. Its supervisor decides whether to replace it.
 
-Hits are gathered in a dictionary, so that an object read a thousand times in a fifth of a second is one entry: the
-engine needs to know that it was used, not how often within that time.
+Hits gather in a dictionary, so that an object read a thousand times in a fifth of a second is one entry: the engine
+needs to know that it was used, not how often.
 
-What is said in one turn of the loop goes out together, and a call may be answered by a function instead of a future
-(`begin`): both for many small writes, of which each would else cost a system call, a task and a wake-up more.
+Messages of one turn of the loop go out together, and a function instead of a future may take a call's answer (`begin`).
+Both serve many small writes, of which each would otherwise cost a system call, a task and a wake-up more.
 
-What the engine told a read of is there until the read is closed, or the engine is gone; so who opens a file that a
-message named must know that the engine was still there *after* it was opened (`Read.stands`). The loop may not have
-heard of its end yet: this process may have stood still, and the next engine has begun to clear away. The socket knows.
+Bytes that the engine announced to a read stay until the read is closed, or the engine is gone. So after opening a file
+that a message named, the front checks that the engine is still there (`Read.stands`). The loop may not have noticed its
+end yet: this process may have been paused while the next engine began to clean up. The socket knows.
 
 Rejected: a connection for each read (a descriptor and a handshake for each miss); asking again after the engine died
-(only one layer retries, and that is the engine's; the rest of an answer that was begun is not asked again, but for the
-first time: `objects/arriving_bytes.py`).
+(only one layer retries, and that is the engine's; only the rest of an answer that was begun is asked for again:
+`objects/arriving_bytes.py`).
 
-Invariants. (1) Every read and call that was sent ends: with an answer, with `Failed`, or with the connection.
-(2) Numbers are never used twice, so a late message for a closed read finds nobody. (3) A read is closed at the engine
-when it is closed here, whatever it was answered.
+Invariants. (1) Every read and call that was sent ends: with an answer, with `Failed`, or with the connection. (2)
+Numbers are never used twice, so a late message for a closed read finds nobody. (3) A read that is closed here is closed
+at the engine, whatever its answer was.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BUFFERED_BYTES_MAX = 8 * limits.MIB  # an engine that does not read for this lon
 
 
 class Read:
-    """One conversation about one object. Close it, whatever happened."""
+    """One conversation about one object. Close it in any case."""
 
     __slots__ = (
         "_error",
@@ -95,13 +95,13 @@ class Read:
         self._withdrawn = False
 
     async def opened(self) -> wire.Opened:
-        """What the object is. Raises what the engine says is wrong, `Unavailable` if it goes away."""
+        """What the object is. Raises the engine's error; `Unavailable` if the engine goes away."""
         while self._opened is None:
             await self._wait()
         return self._opened
 
     async def landed(self) -> wire.Landed:
-        """The next piece. What landed before a failure is still given, in order."""
+        """The next piece. Pieces that landed before a failure still come, in order."""
         while not self._landed:
             await self._wait()
         return self._landed.popleft()
@@ -112,7 +112,7 @@ class Read:
             self._link.post(wire.Consumed(self.number, position))
 
     def close(self) -> None:
-        """No more is wanted. Twice is fine."""
+        """No more is wanted. May be called twice."""
         if not self.closed:
             self.closed = True
             self._link.forget(self)
@@ -132,8 +132,8 @@ class Read:
 
     @property
     def stands(self) -> bool:
-        """Whether the engine that was asked is there now, and so has kept all that it told us of, and took none of it
-        back."""
+        """Whether the engine that was asked is still there, and so keeps all that it announced, and withdrew
+        nothing."""
         return not self._withdrawn and self._link.is_current(self._source) and not self._source.hung_up
 
     @property
@@ -172,20 +172,20 @@ class _Wire(asyncio.Protocol):
         self._watched = -1  # our own descriptor of the socket: the transport's may be another's by the time we look
 
     def send(self, message: wire.Message) -> None:
-        """At the end of this turn of the loop, together with what else is said in it."""
+        """Send at the end of this turn of the loop, with the turn's other messages."""
         if not self._outgoing:
             self._link.loop.call_soon(self.flush)
         self._outgoing.append(wire.encode(message))
 
     def flush(self) -> None:
-        """Send what was said, now."""
+        """Send the gathered messages now."""
         outgoing, self._outgoing = self._outgoing, []
         if outgoing:
             self.transport.write(outgoing[0] if len(outgoing) == 1 else b"".join(outgoing))
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other side is gone, heard of or not."""
+        """Whether the other side is gone, noticed or not."""
         return self._watched < 0 or bool(self._watch.poll(0))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -209,7 +209,7 @@ class _Wire(asyncio.Protocol):
 
 
 class Link:
-    """See the module's header. `welcome` and `dropped` are called with what the engine says, `report` for counts."""
+    """See the module's header. `welcome` and `dropped` take the engine's messages; `report` returns the counters."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Link:
         return self._wire is not None
 
     def is_current(self, source: _Wire) -> bool:
-        """Whether this is the connection that is spoken on."""
+        """Whether this is the current connection."""
         return self._wire is source
 
     @property
@@ -280,7 +280,7 @@ class Link:
         self._look()
 
     async def stop(self) -> None:
-        """Fail what waits, and disconnect. Twice is fine."""
+        """Fail everything that waits, and disconnect. May be called twice."""
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -327,7 +327,7 @@ class Link:
         return read
 
     async def open_again(self, read: Read, range: RangeSpec, *, version: str) -> None:
-        """Ask the engine that is there now for another range of what `read`, which is closed by this, was about."""
+        """Close `read`, and ask the present engine for another range of its object."""
         read.close()
         await self._begin(read, range, version, False, False)
 
@@ -342,8 +342,8 @@ class Link:
         self.post(wire.OpenRead(read.number, read.bucket, read.key, range, version, head_only, revalidate))
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
-        """Ask the engine and return its answer, typed as core/messages/calls.py says. Raises what the engine raised;
-        `Unavailable` if there is no engine, or it goes away (what was asked may have been done all the same)."""
+        """Ask the engine and return its answer, typed as core/messages/calls.py says. Raises the engine's error.
+        `Unavailable` if there is no engine, or it goes away (it may have performed the call all the same)."""
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)
         await self.wait()
         future: asyncio.Future[Any] = self.loop.create_future()
@@ -354,8 +354,8 @@ class Link:
             self._calls.pop(number, None)
 
     def begin(self, verb: str, arguments: Any, answered: Answered) -> bool:
-        """As `call`, without waiting: `answered` is called, once and later, with the answer or with the `ForebayError`.
-        False, and nothing happened, while there is no engine."""
+        """As `call`, without waiting: `answered` is called once, later, with the answer or with the `ForebayError`.
+        Returns False, with nothing done, while there is no engine."""
         if self._wire is None:
             return False
         self._call(verb, calls.encode_call(verb, arguments), answered)
@@ -376,7 +376,7 @@ class Link:
         self.post(wire.GaveUp(put))
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        """The record says the bytes are here, and they are not."""
+        """The record lists bytes that are not there."""
         self.post(wire.Suspect(bucket, key, object_id, reason))
 
     def touch(self, object_id: int, first_block: int, end_block: int) -> None:
@@ -439,7 +439,7 @@ class Link:
             self._ready.set()
 
     def lost(self, source: _Wire) -> None:
-        """A connection ended. If it was the current one, everybody who waits learns of it now."""
+        """A connection ended. If it was the current one, everybody who waits gets an error now."""
         self._broken.set()
         if self._wire is not source:
             return

@@ -90,7 +90,7 @@ class Derived:
             writer = self.writer(kind, bucket, key, version)
             await asyncio.to_thread(writer.write, data)
         except (OSError, Unavailable) as error:
-            log.info("what was derived from %s/%s is not kept: %s", bucket, key, error)
+            log.info("an object derived from %s/%s is not kept: %s", bucket, key, error)
             return False
         except BaseException:
             if writer is not None:
@@ -111,7 +111,7 @@ class Derived:
         except ForebayError as error:
             if call.path:
                 remove_temp(call.path)
-            log.info("what was derived from %s/%s is not kept: %s", call.bucket, call.key, error)
+            log.info("an object derived from %s/%s is not kept: %s", call.bucket, call.key, error)
             return False
         return kept.kept
 

@@ -198,7 +198,7 @@ class Errand:
             self._place.books.check_present(self._place.bucket.name, self._key)
             self._place.books.check_lost(self._place.bucket.name, self._key)
             raise Unavailable(
-                f"the bytes of {self._key}, which the backend lacks, are not to be had; see `forebay status`"
+                f"the bytes of {self._key}, which the backend lacks, cannot be read: see `forebay status`"
             )
         return record
 
@@ -335,7 +335,7 @@ class Errand:
             if expect is not None and "expect" in plain:
                 seen = await self._seen(key)
                 if (seen.version if seen is not None else "") != expect:
-                    raise Precondition(f"{key} is not what it was at the backend: it was written there by others")
+                    raise Precondition(f"{key} changed at the backend: somebody else wrote it there")
                 given = None
             self.is_cancellable = False
             try:
@@ -588,7 +588,11 @@ class Errand:
     def _tell_once(self, error: NotSupported) -> None:
         if error.message not in self._place.told and len(self._place.told) < TOLD_MAX:
             self._place.told.add(error.message)
-            log.warning("bucket %s: the flush goes without: %s", self._place.bucket.name, error)
+            log.warning(
+                "bucket %s: its backend does not support all of a flush, which goes on without: %s",
+                self._place.bucket.name,
+                error,
+            )
 
     async def _in_worker(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._place.workers, work, *arguments)

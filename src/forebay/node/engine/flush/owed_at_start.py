@@ -77,9 +77,9 @@ class CatchingUp:
                     await asyncio.sleep(0)
                     until_s = loop.time() + TURN_S
             self._was_whole |= not self._catching.is_behind
-            log.info("what was owed before the start was brought into view in %.1f s", loop.time() - began_s)
+            log.info("objects owed before the start were restored to the index in %.1f s", loop.time() - began_s)
         except Exception:
-            log.exception("what was owed before the start could not be brought into view: restart the node")
+            log.exception("objects owed before the start could not be restored to the index: restart the node")
         finally:
             self._task = None
 

@@ -67,7 +67,7 @@ class Prefetch:
         self._end(from_wire(error))
 
     def withdrawn(self) -> None:
-        self._end(Unavailable("what was fetched rotted on its way: prefetch again"))
+        self._end(Unavailable("the fetched bytes do not match their checksums: prefetch again"))
 
     def _end(self, error: ForebayError) -> None:
         if not self.done.done():

@@ -134,7 +134,7 @@ class DiskSink:
             whole = done.result()
         except (Unavailable, OSError) as error:
             self.broken = True
-            raise DiskTrouble(f"the disk does not take bytes: {error}") from error
+            raise DiskTrouble(f"the disk refuses writes: {error}") from error
         if self._held is not None and position <= self._held.start < position + sum(map(len, pieces)):
             self._held = None  # it is on disk now; other runs' writes do not count
         return whole

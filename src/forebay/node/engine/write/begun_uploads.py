@@ -70,7 +70,12 @@ class Begun:
         try:
             await self._meta.put(name, _encode(noted))
         except Unavailable as error:
-            log.warning("a stop would leave the upload of %s/%s at the backend: %s", noted.bucket, noted.key, error)
+            log.warning(
+                "the upload of %s/%s is not noted, so a stop would leave it at the backend: %s",
+                noted.bucket,
+                noted.key,
+                error,
+            )
             return False
         return True
 

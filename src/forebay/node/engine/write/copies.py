@@ -91,7 +91,7 @@ class _Pieces:
         self.queue.put_nowait(from_wire(error))
 
     def withdrawn(self) -> None:
-        self.queue.put_nowait(Unavailable("what is copied does not match its checksums: try again"))
+        self.queue.put_nowait(Unavailable("the source does not match its checksums: try again"))
 
 
 class _Target(NamedTuple):
@@ -331,7 +331,7 @@ class Copies:
         )
         if conditions.judge(info.etag, info.modified_s) != 200:
             raise Precondition(
-                f"the source {call.source_key!r} is not what the conditions want: look at it again",
+                f"the source {call.source_key!r} does not meet the conditions: look at it again",
                 code="PreconditionFailed",
             )
         return info

@@ -208,6 +208,11 @@ def _failed_early(arriving: _Arriving) -> bool:
         return False
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ForebayError):
-        log.info("%s/%s did not go out while it came in: %s", arriving.call.bucket, arriving.call.key, error)
+        log.info(
+            "%s/%s could not be sent to the backend while it arrived: %s",
+            arriving.call.bucket,
+            arriving.call.key,
+            error,
+        )
         return error.retry != "never"
     return True

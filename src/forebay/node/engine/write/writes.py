@@ -226,7 +226,7 @@ class Writes:
         if info is None:
             raise NotFound(f"there is no object {key!r} that the condition could mean: leave it out", code="NoSuchKey")
         raise Precondition(
-            f"{key!r} is not what the condition wants (its ETag is {info.etag!r}): read it again, then decide",
+            f"{key!r} does not meet the condition (its ETag is {info.etag!r}): read it again, then decide",
             code="PreconditionFailed",
         )
 
@@ -519,7 +519,7 @@ class Writes:
                 raise NotSupported("the backend names no version: what was written is not kept here")
             await self.commit(put)
         except ForebayError as error:
-            log.info("%s/%s is written, and not kept here: %s", bucket.name, key, error)
+            log.info("%s/%s was written to the backend, but is not cached: %s", bucket.name, key, error)
             await self.drop(bucket.name, key)
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)
 

@@ -1,10 +1,10 @@
-"""How the items of a batch's answer are told apart: by frames, or as a POSIX tar for people with curl.
+"""The two forms of a batch's answer: frames, or a POSIX tar for people with curl.
 
-Theory. A form makes what stands around the bytes of an item, and what stands for one that cannot be had; the bytes pass
-by in between and are never gathered. Frames (core/messages/batch.py) are of a fixed size, so the length of an answer
-follows from its items'. In a tar each item is a regular file under its key (`KEY/MEMBER` for a member), with the
-object's time; one that cannot be had is an empty file `KEY.error` whose pax comment says why. `tarfile` makes the
-headers, long names and all.
+Theory. A form makes what surrounds an item's bytes, and what stands for an item that failed; the bytes pass in between
+and are never gathered. Frames (core/messages/batch.py) have a fixed size, so the length of an answer follows from its
+items' sizes. In a tar each item is a regular file under its key (`KEY/MEMBER` for a member), with the object's time. A
+failed item is an empty file `KEY.error` whose pax comment has the error. `tarfile` makes the headers, long names
+included.
 
 Invariants. (1) A frame is FRAME.size bytes longer than its item. (2) Every entry of a tar fills whole blocks.
 """

@@ -1,8 +1,8 @@
-"""The HTTP server of one front: a listening socket, its connections, one look a second at all of them.
+"""The HTTP server of one front: a listening socket, its connections, and one check a second of all of them.
 
-Theory. What is the same for every response (date, server name) and what every connection needs (the coarse time) is
-made once a second here. The same tick looks at every connection's deadline: 4,096 of them take about a millisecond,
-while a timer for each would be set and cancelled with every request.
+Theory. Header lines that are the same for every response (date, server name) and the coarse time that every connection
+needs are made once a second here. The same tick checks every connection's deadline: 4,096 of them take about a
+millisecond, while a timer for each would be set and cancelled with every request.
 
 With `tls`, every connection speaks TLS (`tls_connection.py`), and the tick follows the certificate's files.
 

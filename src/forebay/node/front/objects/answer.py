@@ -1,10 +1,10 @@
-"""What to answer to a read once the object is known. The one place that knows, for every API.
+"""How to answer a read once the object is known. The one place that decides, for every API.
 
-Theory. Conditions, a part number and a range can only be judged against one version of the object, and a miss learns
-that later than a hit. So they are gathered here into a `Decide`, which `Reads` calls once with the record. The order is
-RFC 9110's (13.2.2): conditions, then the part or range, and only then what the API adds or replaces.
+Theory. Conditions, a part number and a range can be judged only against one version of the object, and a miss learns
+the version later than a hit. So they are gathered here into a `Decide`, which `Reads` calls once with the record. The
+order is RFC 9110's (13.2.2): conditions, then the part or range, and only then what the API adds or replaces.
 
-Invariant. What is decided depends on the request's headers and the record alone.
+Invariant. A decision depends only on the request's headers and the record.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The fast lane: a plain, anonymous GET of an object that is here, answered in one go.
 
-Theory. `requests.py` to `s3.py` to `reads.py` is how a request is answered. Nearly all requests of a training job are
-the same trivial case of it: GET, path style, nothing in the query, no header that means anything for a read, no
-identities, and the object is a hit. For these the whole chain decides nothing, and its calls cost more than the work
-(measured at 1 KiB: 8 µs against 3.3). So a connection asks the lane first, and the lane either answers exactly what the
-chain would have answered, or touches nothing and says no. A test sends the same requests both ways and compares bytes.
+Theory. The normal chain of a request is `http/requests.py`, `s3/operations.py`, `objects/reads.py`. Nearly all requests
+of a training job are the same simple case of it: GET, path style, no query, no header that matters for a read, no
+identities, and the object is a hit. For these the chain decides nothing, and its calls cost more than the work
+(measured at 1 KiB: 8 µs against 3.3). So a connection asks the lane first. The lane either answers exactly what the
+chain would have answered, or touches nothing and declines. A test sends the same requests both ways and compares bytes.
 
-What depends on the header fields alone (does any of them matter? is the host a virtual one?) is judged once for each
+What depends only on the header fields (does any of them matter? is the host a virtual one?) is judged once for each
 block of fields, when the connection remembers it: `admits`.
 
 Invariants. (1) An answer of the lane is the chain's answer. (2) The lane never answers with an error.
@@ -99,7 +99,8 @@ class Lane:
         )
 
     def serve(self, connection: Connection, target: bytes) -> bool:
-        """Answer `target` (only TARGET_BYTES in it) on an idle connection whose fields `admits`; or say False."""
+        """Answer `target` (only TARGET_BYTES in it) on an idle connection whose fields `admits`; return False if it
+        cannot."""
         slash = target.find(b"/", 1)
         bucket = self._buckets.get(target[1:slash])
         if bucket is None or len(target) > TARGET_LENGTH_MAX:

@@ -180,7 +180,7 @@ class Puts:
         return written
 
     def finish(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        """Begin `work` and see it to its end, whether or not anybody still waits for what is returned."""
+        """Begin `work` and see it to its end, whether or not anybody still waits for what it returns."""
         task = asyncio.ensure_future(work)
         self._busy.add(task)
         task.add_done_callback(self._done)

@@ -1,15 +1,15 @@
-"""Reading one object: is it a hit, and how does a miss become a response? The one place that knows, for every API.
+"""Reading one object: is it a hit, and how does a miss become a response? The one place that decides, for every API.
 
 Theory. The APIs differ in how they name an object and word an error; what a read *is* stands here once. A record makes
-a hit if it is fresh (or owned: then it is the truth), verified, and has every byte that is asked for; then the answer
-is made and sent before `serve` returns. Everything else is a conversation with the engine: it says what the object is,
+a hit if it is fresh (or owned: then it is the truth), verified, and has every requested byte. Then the answer is made
+and sent before `serve` returns. Everything else is a conversation with the engine: the engine says what the object is,
 the API decides what to answer (conditions, range), and the bytes are sent from the file they land in, as they land.
 
-A hit whose file cannot be read is told to the engine (`Suspect`) and read through it like a miss; if the head was sent
-already, the rest of the same version follows from there. If that version is gone, the connection is cut: a client sees
-a short body, never a mixed one.
+If a hit's file cannot be read, the engine is told (`Suspect`) and the read goes through it like a miss. If the head was
+sent already, the rest of the same version follows from there. If that version is gone, the connection is cut: a client
+sees a short body, never a mixed one.
 
-How what lands is read, and what follows when it cannot be: `objects/arriving_bytes.py`.
+`objects/arriving_bytes.py` reads landing bytes, and handles those that cannot be read.
 
 Invariants. (1) One response holds bytes of one version. (2) A file's bytes are sent only under a lease, and only if the
 record that was read *after* the lease was taken has them. (3) A read given to the engine is closed.
@@ -89,8 +89,8 @@ def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"
 
 
 def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
-    """Whether what is here of the object may be given out without asking the engine: it is verified, and either the
-    truth (owned) or fresh."""
+    """Whether the object may be served from here without asking the engine: it is verified, and either owned or
+    fresh."""
     state = record.state
     return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
 
@@ -161,8 +161,8 @@ class Reads:
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
 
     def prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
-        """Answer a HEAD as `serve` does, but first ask the engine to fetch the whole object in the background. That
-        takes as long as the engine takes to put it in line, and nothing that goes wrong with it is told."""
+        """Answer a HEAD as `serve` does, but first ask the engine to fetch the whole object in the background. This
+        takes as long as the engine takes to put it in line; errors of it are not reported."""
         exchange.spawn(self._prestage(exchange, bucket, key, range, decide))
 
     async def _prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:
@@ -176,7 +176,7 @@ class Reads:
 
     # --- hits --------------------------------------------------------------------------------------------------------
     def hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:
-        """Answer from here; False if that cannot be, and then nothing was sent. The record is fresh and verified."""
+        """Answer from here. False if that is impossible; then nothing was sent. The record is fresh and verified."""
         status, head, start, end = plan
         counts = self.counts
         size = end - start
@@ -238,7 +238,7 @@ class Reads:
         exchange.send_file(status, head, file, start, end - start, fault, self.counts.hit_seconds)
 
     def suspect(self, bucket: str, key: str, object_id: int, reason: str) -> None:
-        """The record says that the bytes are here, and they are not: have the engine look before the next one asks."""
+        """The record lists bytes that are not there: let the engine check before the next reader asks."""
         self.counts.suspects += 1
         self._store.dropped([object_id])
         self._link.suspect(bucket, key, object_id, reason)
