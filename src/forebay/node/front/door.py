@@ -1,15 +1,14 @@
 """The host door, the front's side: descriptors of whole objects for clients on this host.
 
-Theory. A client on the node's host need not have bytes sent: it asks here which file they are in, and reads them
-itself. Each descriptor given is an open file description of its own, read-only, under a shared `flock` that was taken
-before the look-up that is trusted; so it carries its own lease (design 0001), and bytes read through it are never
-holes, however long it is kept. Whether an object may be given is decided as for HTTP (`reads.may_serve`); what is not
-whole, fresh and verified is `DoorCold`, and the client asks over HTTP, where it is fetched. Small objects go along in
-the answer.
+Theory. A client on the node's host can read bytes itself: it asks here which file has them. Each descriptor it gets is
+an open file description of its own, read-only, under a shared `flock` that was taken before the look-up that is
+trusted. So it carries its own lease (design 0001), and bytes read through it are never holes, however long it is kept.
+Whether an object may be given is decided as for HTTP (`reads.may_serve`). For one that is not whole, fresh and verified
+the answer is `DoorCold`, and the client asks over HTTP, which fetches it. Small objects go along in the answer.
 
-What a client keeps, this front remembers, and passes on what the engine says was dropped. When it cannot know (the
-engine was away) or what was decided may not hold any more (identities or a bucket changed), it ends the connections:
-a client that loses its connection closes what it was given and asks again.
+The front remembers what each client holds, and tells it what the engine dropped. If the front cannot know (the engine
+was away), or a decision may no longer hold (identities or a bucket changed), it ends the connections. A client that
+loses its connection closes what it was given and asks again.
 
 Sockets are our own and not the loop's: no transport passes descriptors. One question is answered in one turn of the
 loop, at most DOOR_FILES_MAX objects, and only when the answer before has left.
@@ -17,9 +16,9 @@ loop, at most DOOR_FILES_MAX objects, and only when the answer before has left.
 Rejected: giving the descriptors that the front has open (one file description has one lock, and the client could drop
 the front's lease); letting clients open paths (they would need the store's format, and its rights).
 
-Invariants. (1) A descriptor is given, or closed, exactly once. (2) Nothing is answered before a `DoorHello` that was
-let in. (3) A connection holds at most DOOR_GIVEN_MAX descriptors as far as the client has not said that it closed them,
-and a client that does not read is cut after `stall_s`.
+Invariants. (1) A descriptor is given, or closed, exactly once. (2) Nothing is answered before an accepted `DoorHello`.
+(3) A connection holds at most DOOR_GIVEN_MAX descriptors that the client has not reported closed, and a client that
+does not read is cut after `stall_s`.
 """
 
 from __future__ import annotations

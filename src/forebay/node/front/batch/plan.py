@@ -1,12 +1,12 @@
 """What to do for each item of a batch, decided before the answer begins.
 
-Theory. Each distinct object is looked up once, however many items name it, and each item becomes a *step*: bytes that
-are here (a hit), finished bytes (an error that is known already), a member that must be unpacked, or a question to the
-engine. Where members are is found out first, once for each shard; then most of them are ranges like others, of the
-version that their places are true of. When nothing must be asked, `total` is the length of the answer.
+Theory. Each distinct object is looked up once, however many items name it. Each item becomes a *step*: bytes that are
+here (a hit), finished bytes (a known error), a member that must be unpacked, or a question to the engine. First the
+members of each shard are located, once per shard; then most members are ranges like others, of the version whose layout
+is known. If the engine need not be asked, `total` is the length of the answer.
 
-A plan holds records and small objects, no leases: sending may take long, and a lease held means space that does not
-come back.
+A plan holds records and small objects, but no leases: sending may take long, and a held lease is space that cannot be
+freed.
 
 Invariants. (1) A hit is fresh or owned, verified, of a bucket that the caller may read, and its range lies in the
 object. (2) The steps of a plan are of at most BATCH_BYTES_MAX, as far as sizes are known. (3) Planning keeps the loop

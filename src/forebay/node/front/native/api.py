@@ -1,13 +1,14 @@
 """The native API under `/-/`: objects, buckets, listings, jobs and the node itself, in JSON.
 
-Theory. Object bytes take the same way as in S3 (`reads.py`), so this file has no data path of its own. The rest is
-translation: path and query into the arguments of an engine call, its answer into JSON. What can be answered without the
-engine is (listings of what is cached, health), so that a node whose engine is being restarted still says what it has.
+Theory. Object bytes take the same path as in S3 (`reads.py`), so this file has no data path of its own. The rest is
+translation: path and query into the arguments of an engine call, its answer into JSON. Questions that need no engine
+are answered without it (listings of what is cached, health), so that a node whose engine restarts can still be
+inspected.
 
 Errors are `{"error": {"kind", "message", "code", "retry_after_s"}}`; clients act on `kind`.
 
 Invariants. (1) Secrets in a bucket's options never leave the node: they are shown as `***`, and a `***` that comes back
-means "as it was". (2) A listing from the index looks at one page of it at a time, so that hits are served in between.
+means "unchanged". (2) A listing from the index looks at one page of it at a time, so that hits are served in between.
 """
 
 from __future__ import annotations

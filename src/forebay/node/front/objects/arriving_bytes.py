@@ -1,15 +1,16 @@
-"""The bytes of a read as they arrive from the engine, each from the file or memory that the engine put it in.
+"""The bytes of a read as they arrive from the engine, each from the file or memory where the engine put it.
 
-Theory. The engine says "bytes [a, b) are in this file" and keeps them there until the read took them, is closed, or the
-engine is gone (`node/engine/read/one_read.py`). A front may come to such a word late: its client is slow, or it stood
-still. So a file is opened under a lease, and only then looked whether the engine that spoke is still there
-(`Read.stands`): if it is, the bytes were there when the lease was taken, and from then on nobody makes a hole in the
-file. If it is not, what was said of a file that was not opened yet counts for nothing: the next engine may have cleared
-it away, and a number in /proc may name another memory.
+Theory. The engine says "bytes [a, b) are in this file", and keeps them there until the read took them, is closed, or
+the engine is gone (`node/engine/read/one_read.py`). A front may process such a message late: its client is slow, or the
+front was paused. So it opens the file under a lease, and then checks that the engine that sent the message is still
+there (`Read.stands`). If so, the bytes were there when the lease was taken, and nobody punches a hole in the file from
+then on. If not, the message counts for nothing: the next engine may have removed the file, and a number in /proc may
+name other memory.
 
-What cannot be had any more (the engine is gone, the file is, it failed, or the engine took back what it had said since
-the bytes are wrong; a piece that is being sent then goes on to its end) is asked for anew: the rest of the range, of
-the same version. If that version is gone the answer is cut short; it is never completed with another's bytes.
+Bytes that are no longer available are asked for again: the rest of the range, of the same version. This happens if the
+engine or the file is gone, the file failed, or the engine withdrew wrong bytes (a piece that is being sent then still
+goes on to its end). If that version is gone, the answer is cut short; it is never completed with another version's
+bytes.
 
 Rejected: remembering the inode of what was told (says which file it is, not whether its bytes are still in it).
 
@@ -43,8 +44,8 @@ class Piece(NamedTuple):
 
 
 class Arriving:
-    """Bytes [start, end) of what `opened` says, which `read` was answered. See the module's header. `again` counts how
-    often the rest was asked for."""
+    """Bytes [start, end) of the object in `opened`, the engine's answer to `read`. See the module's header. `again`
+    counts how often the rest was asked for."""
 
     def __init__(self, store: StoreReader, link: Link, read: Read, opened: Opened) -> None:
         self.position, self._end = opened.start, opened.end
@@ -64,8 +65,8 @@ class Arriving:
         return self._end - self.position
 
     async def piece(self) -> Piece:
-        """The bytes behind those that were taken, as many as there are. Raises what the engine says is wrong,
-        `Precondition` if the version is gone, `Unavailable` if the rest cannot be had now."""
+        """The next bytes, as many as there are. Raises the engine's error, `Precondition` if the version is gone,
+        `Unavailable` if the rest is not available now."""
         while True:
             if self._broken:
                 await self._ask_again()
@@ -87,24 +88,24 @@ class Arriving:
             self._broken = True
 
     def took(self, position: int) -> None:
-        """Every byte below `position` is the client's."""
+        """The client has every byte below `position`."""
         if position > self.position:
             self.position, self._tries = position, 0
             self._read.consumed(position)
 
     def failed(self) -> None:
-        """The file of the last piece failed or ended: what was not taken must come from elsewhere."""
+        """The file of the last piece failed or ended: bytes not taken must come from elsewhere."""
         self._broken = True
 
     def close(self) -> None:
-        """Let go of the file. The read is for its owner to close."""
+        """Close the file. The read's owner closes the read."""
         file, self._file = self._file, None
         if file is not None:
             file.release()
 
     # --- inside ------------------------------------------------------------------------------------------------------
     async def _landed(self) -> Landed | None:
-        """What the engine says next; None when it is gone."""
+        """The engine's next message; None when the engine is gone."""
         try:
             landed = await self._read.landed()
         except ForebayError:
@@ -117,7 +118,7 @@ class Arriving:
         return landed
 
     async def _open(self, path: str) -> LeasedFile | None:
-        """The file that the engine named; None if it cannot be had, or the engine that named it is gone."""
+        """The file that the engine named; None if it cannot be opened, or that engine is gone."""
         if self._file is not None and path == self._path and not path.startswith("/proc/"):
             return self._file  # its lease is older than what was told of it
         self.close()
@@ -147,6 +148,6 @@ class Arriving:
 
 
 def check_same(opened: Opened, version: str, start: int, end: int) -> None:
-    """What the engine opened must be what was asked for."""
+    """Check that the engine opened what was asked for."""
     if not is_version(opened.record, version) or (opened.start, opened.end) != (start, end):
         raise Bug("the engine opened another version or range than was asked for: please report it")

@@ -1,20 +1,20 @@
-"""From a request's headers to a sink for its body: how long it is, how it is framed, what was promised of it.
+"""From a request's headers to a sink for its body: its length, its framing, and its promised checksums.
 
 Theory. Everything that can be refused before the body is refused here, so that a client that asks `Expect:
-100-continue` sends nothing in vain: no length, too long a length, a checksum that cannot be one, a payload form that
-cannot be checked, no room. What can only be judged with the bytes is written down in `bodies.Wanted`.
+100-continue` sends nothing in vain: no length, too long a length, an impossible checksum, a payload form that cannot be
+checked, no room. `bodies.Wanted` lists what can be judged only with the bytes.
 
-On a node without identities signatures are not looked at, those of chunks neither; a SHA-256 given for the whole body
-is compared all the same, since it protects the bytes and not the door.
+A node without identities ignores signatures, also those of chunks. It still compares a SHA-256 given for the whole
+body, since that protects the bytes and not the door.
 
-A body is unframed where its payload form says that it is framed (`STREAMING-…`), or the length that is left is given.
+A body is unframed if its payload form says that it is framed (`STREAMING-…`), or if its decoded length is given.
 `Content-Encoding: aws-chunked` alone means nothing: clients that let their users set the header send it with plain
-bytes, and S3 takes them so.
+bytes, and S3 accepts them.
 
-A body in chunks of HTTP's own need not say how long it is: S3 refuses it, other stores take it, and its end cannot be
-mistaken. It is bounded like all others.
+A body in HTTP's own chunks need not give its length. S3 refuses it, other stores accept it, and its end is
+unmistakable. It is bounded like all others.
 
-Invariant. A body that is longer than was announced here is never taken.
+Invariant. A body that is longer than announced is never taken.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""One object on its way from a request's body to the engine. The one place that knows, for every API.
+"""One object on its way from a request's body to the engine. The one place that does this, for every API.
 
-Theory. A PUT is judged before its body: what the headers want, how long it is, whether there is room. The body then
-goes where `Intake` says, and when it is whole one call tells the engine where it lies; the engine judges the conditions
-under the key's lock, since only there they can be true when the write happens.
+Theory. A PUT is judged before its body: by its headers, its length, and the room there is. The body then goes where
+`Intake` says. When it is whole, one call tells the engine where it lies. The engine judges the conditions under the
+key's lock, since only there do they still hold when the write happens.
 
-For a bucket written through, a large body is sent on to the backend while it arrives: `_Stream` opens the put with the
-engine when the body is expected and says how far the file has grown. Whether the engine wants that is its to say, and a
+For a bucket written through, a large body is sent on to the backend while it arrives. `_Stream` opens the put with the
+engine when the body is expected, and reports how far the file has grown. The engine decides whether it wants that. A
 body that breaks off is given up.
 
-The engine finishes a write that it was told of, whether or not the client is still there; so what remains to be cleaned
-up afterwards is not left to the request's task, which ends with the client.
+The engine finishes a write that it was told of, whether or not the client is still there. So the clean-up afterwards is
+not left to the request's task, which ends with the client.
 
 Rejected: repeating `put` when the engine went away in between (it may have happened: the client decides).
 
-Invariants. (1) A file belongs to the engine from the call on; if the call failed it is removed here. (2) A stream that
-was opened ends with a `put` of its number or is given up.
+Invariants. (1) A file belongs to the engine from the call on; if the call fails, the file is removed here. (2) A stream
+that was opened ends with a `put` of its number or is given up.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _PLAIN: Final = Plan()
 
 
 def plan_of(request: Request) -> Plan:
-    """What the headers of a PUT want. `Invalid`, `NotSupported`."""
+    """What the headers of a PUT ask for. `Invalid`, `NotSupported`."""
     refuse_unserved(request)
     return Plan(stored_headers(request), tags_of(request), write_conditions(request))
 
@@ -159,8 +159,8 @@ class Puts:
     def begin(
         self, bucket: str, key: str, incoming: Incoming, answered: Callable[[Written | ForebayError], None]
     ) -> bool:
-        """As `put`, without a task, for a body in memory: `answered` is called later with the outcome. False, and
-        nothing happened, where that cannot be: `put` it then."""
+        """As `put`, without a task, for a body in memory: `answered` is called later with the outcome. Returns False,
+        with nothing done, if that is impossible: `put` it then."""
         plan, received = incoming.plan, incoming.result
         assert isinstance(plan, Plan)
         if self._begin is None or received.body is None or incoming.stream is not None:
@@ -212,7 +212,7 @@ def _call_of(bucket: str, key: str, received: Received, plan: Plan, number: int)
 
 
 class _Stream:
-    """A put that the engine knows of before its body is whole."""
+    """A put that the engine knows before its body is whole."""
 
     def __init__(self, call: Call, streams: Streams, opening: PutOpenCall) -> None:
         self._streams = streams

@@ -1,11 +1,11 @@
-"""Writing objects as S3 speaks of it: PutObject, CopyObject, DeleteObject, DeleteObjects.
+"""The S3 operations that write objects: PutObject, CopyObject, DeleteObject, DeleteObjects.
 
-Theory. Bodies and what becomes of them are `puts.py`'s; here are S3's words: which headers, which XML, which code.
-DeleteObjects is many deletes at once, each with its own outcome, so the answer is 200 whatever became of them.
+Theory. `puts.py` takes the bodies; here are S3's headers, XML and codes. DeleteObjects is many deletes at once, each
+with its own outcome, so its status is always 200.
 
-A copy onto itself that changes nothing is refused, as S3 refuses it: it is a mistake in the caller nearly always.
+A copy onto itself that changes nothing is refused, as in S3: it is nearly always a mistake of the caller.
 
-Invariant. No operation begins before the caller was found to be allowed to write, and to read what is copied.
+Invariant. No operation begins before the caller was found to be allowed to write, and to read the source of a copy.
 """
 
 from __future__ import annotations
