@@ -21,7 +21,6 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,6 +74,7 @@ from forebay.node.store.writer.volumes import object_lost
 from forebay.node.store.writer.writer import Store
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
+from forebay.ports import threads
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 from forebay.ports.machine import boot_id
@@ -122,7 +122,7 @@ class Engine:
         self._background: list[asyncio.Task[None]] = []
         self._stopping = False
         self.starts_again = asyncio.Event()  # set when a volume that was left out may be opened now
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-bytes")
+        self._workers = threads.pool(WORKERS, "forebay-bytes")
 
     # --- starting and stopping ---------------------------------------------------------------------------------------
     async def start(self) -> None:

@@ -27,13 +27,13 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from forebay.core.errors import Bug, ForebayError, Unavailable
 from forebay.core.record import Record
 from forebay.node.outcomes import resolve
 from forebay.node.store.writer.puts import Change, Prepared, Put
 from forebay.node.store.writer.writer import Store
+from forebay.ports import threads
 
 log = logging.getLogger("forebay.writes")
 
@@ -53,7 +53,7 @@ class _Queue:
         self.refuses: ForebayError | None = None  # set while the disk does not answer
         self.group: list[_Asked] = []
         self.syncing = False  # the thread has this group
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-commit")
+        self.thread = threads.pool(1, "forebay-commit", volume_id)
 
 
 class Commits:

@@ -15,7 +15,6 @@ import asyncio
 import email.utils
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.core import limits
@@ -25,6 +24,7 @@ from forebay.node.front.http.counts import FrontCounts
 from forebay.node.front.http.requests import STATUS_LINES, Handler
 from forebay.node.front.objects.fast_lane import Lane
 from forebay.ports import clock as clocks
+from forebay.ports import threads
 
 if TYPE_CHECKING:
     from forebay.node.tls import TlsFiles
@@ -66,7 +66,7 @@ class Server:
         self.timeouts = timeouts
         self.connections: set[Connection] = set()
         self.draining = False
-        self.workers = ThreadPoolExecutor(WORKERS, "body")  # they store long bodies
+        self.workers = threads.pool(WORKERS, "body")  # they store long bodies
         self.now_s = clock.monotonic_s()
         self.standing = b""
         self.loop: asyncio.AbstractEventLoop

@@ -40,7 +40,7 @@ import socket
 import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,6 +64,7 @@ from forebay.node.store.disk.volume_threads import Late
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.records import is_version, own_version
 from forebay.ports import clock as clocks
+from forebay.ports import threads
 
 log = logging.getLogger("forebay.shards")
 ResultT = TypeVar("ResultT")
@@ -120,8 +121,8 @@ class Shards:
         self._failed: OrderedDict[_Name, tuple[float, ForebayError]] = OrderedDict()
         self._building: dict[_Name, asyncio.Task[MemberIndex]] = {}
         self._unpacking: dict[_Name, asyncio.Task[None]] = {}
-        self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="forebay-shards")
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="forebay-members")
+        self._builders = threads.pool(BUILDERS, "forebay-shards")
+        self._workers = threads.pool(WORKERS, "forebay-members")
         self.builds = 0
 
     async def aclose(self) -> None:
@@ -131,8 +132,8 @@ class Shards:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         loop = asyncio.get_running_loop()
-        for threads in (self._builders, self._workers):
-            await loop.run_in_executor(None, lambda threads=threads: threads.shutdown(cancel_futures=True))  # type: ignore[misc]
+        for pool in (self._builders, self._workers):
+            await loop.run_in_executor(None, lambda pool=pool: pool.shutdown(cancel_futures=True))  # type: ignore[misc]
 
     # --- where a member is -------------------------------------------------------------------------------------------
     def known(self, bucket: Bucket, key: str, member: str) -> Span | None:

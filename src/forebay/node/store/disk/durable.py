@@ -48,7 +48,7 @@ from forebay.node.store.disk.index import as_error, check_size, close_env, open_
 from forebay.node.store.disk.journal import Journal
 from forebay.node.store.disk.notes import Note
 from forebay.node.store.disk.pages import FreePages, Pages
-from forebay.ports import chance
+from forebay.ports import chance, threads
 
 _NODE_BYTES_MAX = 2030  # LMDB keeps a longer entry in pages of its own
 _HEARD, _SEED = b"heard", b"seed"
@@ -103,7 +103,7 @@ class Durable:
         self._settled: deque[bytes] = deque()  # filled by committing threads, emptied by the store's thread
         self._replaced: dict[bytes, Entry] = {}
         self._layers: tuple[_Layer, ...] = (_Layer(),)  # the newest first
-        self._feeder: threading.Thread | None = None
+        self._feeder: threads.Started | None = None
         self.free_pages = FreePages(self._pages)
         data = os.path.join(path, "data.mdb")
         fresh = not os.path.exists(data)
@@ -337,8 +337,7 @@ class Durable:
         full = self._layers[0]
         self._layers = (_Layer(), full)
         self._journal.turn()
-        self._feeder = threading.Thread(target=self._feed_later, args=(full, generation), name="forebay-feed")
-        self._feeder.start()
+        self._feeder = threads.start(self._feed_later, full, generation, name="forebay-feed")
 
     def _feed_later(self, full: Updates, generation: int) -> None:
         try:

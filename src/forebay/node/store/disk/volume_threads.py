@@ -21,8 +21,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
+
+from forebay.ports import threads
 
 log = logging.getLogger("forebay.store")
 
@@ -40,15 +42,17 @@ class Late(OSError):
         super().__init__(errno.ETIMEDOUT, "the disk does not answer", path)
 
 
-class _Threads(ThreadPoolExecutor):
+class _Threads(Executor):
     """A pool that tracks the tasks waiting for the disk."""
 
-    def __init__(self, desk: Desk, count: int, name: str) -> None:
-        super().__init__(count, thread_name_prefix=name)
-        self._desk = desk
+    def __init__(self, desk: Desk, path: str, count: int, name: str) -> None:
+        self._desk, self._pool = desk, threads.pool(count, name, path)
 
     def submit(self, work: Callable[..., Result], /, *arguments: Any, **named: Any) -> Future[Result]:
-        return super().submit(self._desk.timed, work, *arguments, **named)
+        return self._pool.submit(self._desk.timed, work, *arguments, **named)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
 class Desk:
@@ -56,8 +60,8 @@ class Desk:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._hand = _Threads(self, 1, "forebay-hand")
-        self.bearers: Executor = _Threads(self, BEARERS, "forebay-bytes")
+        self._hand = _Threads(self, path, 1, "forebay-hand")
+        self.bearers: Executor = _Threads(self, path, BEARERS, "forebay-bytes")
         self._lock = threading.Lock()
         self._waiting: dict[int, None] = {}  # tasks begun and not ended, in order
         self._number = 0
@@ -105,21 +109,17 @@ class Desk:
         if self.late:
             raise Late(self._path)
         future = self.bearers.submit(work, *arguments)
-        try:
-            future.exception(patience_s)
-        except TimeoutError:
+        if not threads.wait(future, patience_s):
             self._overdue = future
             _leave(future, unwanted)
-            raise Late(self._path) from None
+            raise Late(self._path)
         return future.result()
 
     def wait(self, future: Future[Any]) -> None:
         """Return when it is done or overdue."""
         if self.late:
             return
-        try:
-            future.exception(self.patience_s)
-        except TimeoutError:
+        if not threads.wait(future, self.patience_s):
             self._overdue = future
 
     def timed(self, work: Callable[..., Result], *arguments: Any, **named: Any) -> Result:

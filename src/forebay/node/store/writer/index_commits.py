@@ -11,11 +11,11 @@ Invariants. (1) One commit of a volume at a time. (2) Consequences of a change w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import wait
 
 from forebay.core.errors import Corrupt
 from forebay.node.store.disk.volume import StoreEvent, Volume
 from forebay.node.store.writer.reclaim import Reclaimer
+from forebay.ports import threads
 
 
 class Flushes:
@@ -52,7 +52,7 @@ class Flushes:
         for volume in volumes:
             self.flush(volume)
             while volume.writing is not None:
-                wait([volume.writing])
+                threads.wait(volume.writing)
                 self.flush(volume)
 
     def _begin(self, volume: Volume) -> None:
