@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from forebay.backends.seam import Backend
 from forebay.core import limits
+from forebay.core.errors import Unavailable
 from forebay.core.listing import after_prefix, merge_pages
 from forebay.core.messages.calls import CachedEntry, CachedPage, ListCall
 from forebay.core.record import Record, State
@@ -136,6 +137,10 @@ class Listings:
                     removed.add(key)
                 elif record is not None:
                     entries.append(_entry(key, record))
+                else:  # a disk has not answered: a delete is under way there, and readers still see what was before
+                    raise Unavailable(
+                        f"{bucket}/{key} is being deleted on a disk that does not answer: list again", retry_after_s=1.0
+                    )
             else:
                 if len(found) < WINDOW:
                     return _Ours(ListPage(entries, prefixes), removed, thinned)

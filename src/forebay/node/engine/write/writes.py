@@ -47,7 +47,6 @@ import xxhash
 from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
-from forebay.core.freshness import MISSED
 from forebay.core.machines import sent_bodies
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
@@ -460,8 +459,8 @@ class Writes:
         record = self._store.lookup(bucket.name, key)
         based_on: str | None = None
         sent = self._owes.sent(bucket.name, key)
-        if record is not None and record.checked_s == MISSED:
-            pass  # a write of this node may have replaced it: the backend's version is unknown
+        if record is not None and record.checked_s <= 0:
+            pass  # a volume or a stop brought it back, and a write of this node may have replaced it since
         elif record is not None:
             based_on = record.version or None
             # A request of an ended flush may still be on its way, and make this the object again: it is ours.
@@ -596,8 +595,14 @@ class Writes:
             self._owes.forget(bucket, key)
 
     async def _on_disk(self, bucket: str, key: str, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in the threads of the key's volume. `Unavailable` if its disk stalls meanwhile."""
-        return await by_disk(self._store.volume_at(bucket, key), self._workers, work, f"{bucket}/{key}")
+        """Run `work` in the threads of the key's volume. `Unavailable` if its disk stalls meanwhile, or fails."""
+        volume = self._store.volume_at(bucket, key)
+        try:
+            return await by_disk(volume, self._workers, work, f"{bucket}/{key}")
+        except OSError as error:
+            if volume is None:
+                raise
+            raise volume.trouble(error, "taking a body") from error
 
     async def aclose(self, grace_s: float = 10.0) -> None:
         """Begin nothing more, and end every section: those that wait for a backend after `grace_s` at the latest."""

@@ -310,9 +310,10 @@ class Reads:
         window_bytes = WINDOW_BLOCKS * record.block_bytes
         position, stop = start, (start // window_bytes + 1) * window_bytes
         self._link.touch(record.object_id, start // record.block_bytes, (end - 1) // record.block_bytes + 1)
-        exchange.start(status, head, end - start)
         try:
             right = await asyncio.shield(self.compare(file, bucket, key, start, min(stop, end)))
+            if right:
+                exchange.start(status, head, end - start)
             while right and position < end:
                 stop = min(stop, end)
                 following = self.compare(file, bucket, key, stop, min(stop + window_bytes, end)) if stop < end else None
@@ -322,6 +323,9 @@ class Reads:
                 right = following is None or await asyncio.shield(following)
         finally:
             file.release()
+        if position == start:  # nothing is said yet: there may be another version by now
+            await self._miss(exchange, bucket, key, *question)
+            return
         self.counts.hits += 1
         if position < end:
             await self._rest(exchange, bucket, key, record.version, position, end)

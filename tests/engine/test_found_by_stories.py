@@ -1,0 +1,80 @@
+"""What the simulator's stories found in the product, each as a small story of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.messages import calls
+from forebay.node.engine.write import writes
+
+from .conftest import MIB, Rig, pattern
+from .writing import flushed, names, put, written
+
+Rigged = Callable[..., None]
+
+
+def test_a_body_that_its_disk_does_not_sync_is_refused_as_a_disk_that_fails(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was answered as a bug of the node."""
+
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        monkeypatch.setattr(writes, "_sync", fail)
+        with pytest.raises(Unavailable):
+            await put(rig, "key", pattern(2 * MIB, 1))
+        assert [usage.state for usage in rig.engine.store.usage()] == ["out"]
+
+    rigged(story)
+
+
+def test_what_a_stop_brought_back_is_no_base_for_a_write(rigged: Rigged) -> None:
+    """A stop of the machine may bring back a version that this node has replaced at the backend since. A write that was
+    based on it met this node's own flush there, called it somebody else's, and stepped aside."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        await put(rig, "key", pattern(MIB, 1))
+        await flushed(rig)
+        rig.remote.objects.place("key", pattern(MIB, 2))  # by a flush whose file and note the stop took
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is not None
+        volume = rig.engine.store.home("remote", "key")
+        rig.engine.store._put(volume, "remote", "key", msgspec.structs.replace(record, checked_s=0.0), record)
+        rig.engine.flush()
+        await put(rig, "key", pattern(MIB, 3))
+        await flushed(rig)
+        assert await names(rig) == ["key"], "nothing stepped aside"
+        assert (await rig.remote.objects.head("key")).size_bytes == MIB
+        assert rig.remote.objects._objects["key"][1] == pattern(MIB, 3)
+
+    rigged(story)
+
+
+def test_a_listing_says_so_while_a_delete_waits_for_its_disk(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is gone from the engine's view, and readers still have it: the backend's older version was listed."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        await put(rig, "key", b"old")
+        await flushed(rig)
+        rig.remote.writable.clear()
+        await put(rig, "key", b"newer")
+        assert await names(rig) == ["key"]
+        monkeypatch.setattr(rig.engine.listings._store, "lookup", lambda bucket, key: None)
+        with pytest.raises(ForebayError) as refused:
+            await rig.front.call("list", calls.ListCall("remote"))
+        assert refused.value.kind == "Unavailable"
+        monkeypatch.undo()
+        await flushed(rig)
+
+    rigged(story)
