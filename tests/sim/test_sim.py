@@ -21,7 +21,7 @@ def test_a_seed_run_twice_is_identical_to_the_next_random_number():
 
 
 def test_a_seed_is_the_same_world_in_any_process_whatever_the_hash_seed():
-    command = [sys.executable, "-m", "forebay.sim", "--seed", "11", "--ticks", "800"]
+    command = [sys.executable, "-m", "forebay.sim", "--world", "reading", "--seed", "11", "--ticks", "800"]
     runs = [
         subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": seed}, check=True).stdout
         for seed in ("1", "2")
@@ -98,7 +98,7 @@ def test_every_machine_has_a_plant():
 
 # --- the command -----------------------------------------------------------------------------------------------------
 def test_a_finding_prints_the_command_that_replays_it(capsys):
-    assert main(["--seed", "1", "--seeds", "5", "--plant", "placement"]) == 1
+    assert main(["--world", "machines", "--seed", "1", "--seeds", "5", "--plant", "placement"]) == 1
     printed = capsys.readouterr().out
     replay = re.search(r"replay: python -m forebay\.sim (.*)", printed)[1].split()
     assert main(replay) == 1
@@ -107,7 +107,7 @@ def test_a_finding_prints_the_command_that_replays_it(capsys):
 
 
 def test_many_seeds_print_a_line_each(capsys):
-    assert main(["--seed", "100", "--seeds", "3", "--ticks", "500"]) == 0
+    assert main(["--world", "machines", "--seed", "100", "--seeds", "3", "--ticks", "500"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines] == [
         [seed, world] for seed in ("100", "101", "102") for world in ("reading", "writing")

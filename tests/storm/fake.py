@@ -12,7 +12,7 @@ import threading
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.storm.clients import Answer
+from forebay.sim.clients import Answer
 
 Fault = Literal[
     "",

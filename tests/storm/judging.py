@@ -5,16 +5,95 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
+from forebay.sim.clients import Answer, Board, Client, Judge, Place, Sizes
 from tests.patience import PATIENCE_S, until
-from tests.storm.clients import Ask, Board, Client, Place
-from tests.storm.history import ABSENT, explain, told
+
+Ask = Callable[[str, str, dict[str, str], bytes | None], Answer]
 
 SOURCES = ["source/small", "source/large"]  # what copies are made of: written once, never again
 SOURCE_SIZES = [700, 400_000]
 STALL_ASKS = 5
+MIB = 1 << 20
+Result = TypeVar("Result")
+PART_BYTES = 5 * MIB
+SIZES = Sizes(
+    [100, 900, 9_000, 40_000, 300_000, MIB + 7, 5 * MIB + 17],
+    [6, 6, 4, 4, 2, 2, 1],
+    PART_BYTES,
+    [0, 0, 1, 50, 70_000, MIB],
+    [1, 40, 30_000, 2 * MIB],
+)
+AFTER_UNSURE_S = 0.1  # as a client's own retry would wait
+
+
+def driven(call: Coroutine[Any, Any, Result]) -> Result:
+    """What a coroutine comes to whose every wait is over at once."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        result: Result = done.value
+        return result
+    raise AssertionError("it waits for something")
+
+
+class Caller(threading.Thread):
+    """A client in a thread of its own. Calls until it is told to stop."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        board: Board,
+        name: str,
+        places: list[Place],
+        sources: list[str],
+        seed: int,
+        *,
+        changing: Collection[str] = (),
+    ) -> None:
+        super().__init__(daemon=True, name=name)
+        self.stopping = threading.Event()
+        self.going = threading.Event()
+        self.going.set()
+        self.resting = threading.Event()
+        self._board = board
+
+        async def asked(method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
+            return ask(method, target, headers, body)
+
+        async def pause() -> None:
+            self.stopping.wait(AFTER_UNSURE_S)
+
+        self.client = Client(asked, pause, board, name, places, sources, seed, SIZES, changing=changing)
+
+    def run(self) -> None:
+        try:
+            self._call_on()
+        except Exception as error:  # a client that ended is one that finds nothing
+            self._board.complain(f"{self.name} broke: {error!r}")
+        finally:
+            self.resting.set()
+
+    def _call_on(self) -> None:
+        while not self.stopping.is_set() and not self._board.wrong:
+            if not self.going.is_set():
+                self.resting.set()
+                self.going.wait()
+                self.resting.clear()
+                continue
+            driven(self.client.call())
+
+    def rest(self) -> None:
+        """No call from now on until `go_on`. Wait for `resting` to know that the last one is over."""
+        self.going.clear()
+
+    def go_on(self) -> None:
+        self.resting.clear()
+        self.going.set()
 
 
 class Crew:
@@ -31,20 +110,20 @@ class Crew:
         changing: Collection[str] = (),
     ) -> None:
         """`changing`: buckets where the ETag of one body may become another."""
-        self.board = Board()
+        self.board = Board(time.monotonic)
         self.places: list[Place] = [(bucket, f"k{number}") for bucket in buckets for number in range(keys)]
         self.sources: list[Place] = [(bucket, source) for bucket in buckets for source in SOURCES]
-        self.content: dict[Place, set[str]] = {place: {ABSENT} for place in self.places}
+        self._judge = Judge(self.board, self.places)
         self._ask = ask
         self.clients = [
-            Client(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number, changing=changing)
+            Caller(ask, self.board, f"client {number}", self.places, SOURCES, seed * 1000 + number, changing=changing)
             for number in range(clients)
         ]
         for (bucket, source), size_bytes in zip(self.sources, SOURCE_SIZES * len(buckets), strict=True):
             label = f"{bucket} {source}"
             answer = ask("PUT", f"/{bucket}/{source}", {}, self.board.new((bucket, source), label, size_bytes))
             assert answer.status == 200, answer
-            self.content[bucket, source] = {label}
+            self._judge.content[bucket, source] = {label}
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -75,18 +154,13 @@ class Crew:
 
         Afterwards the history begins anew with what was read.
         """
-        reader = self.clients[0]
+        reader = self.clients[0].client
         wrong = list(self.board.wrong)
         for place in [*self.places, *self.sources]:
-            until(lambda place=place: self.board.wrong or reader.read(place, whole=True), f"an answer of {place}")
-            calls = self.board.calls.pop(place, [])
-            self.board.open.pop(place, None)
-            after = explain(calls, self.content[place])
-            if not after:
-                before = " or ".join(sorted(each or "nothing" for each in self.content[place]))
-                wrong.append(f"{place[0]}/{place[1]}: nothing explains this, where {before} was:\n{told(calls)}")
-            self.content[place] = after or self.content[place]
-            self.board.forget(place, self.content[place])
+            until(
+                lambda place=place: self.board.wrong or driven(reader.read(place, whole=True)), f"an answer of {place}"
+            )
+            wrong += self._judge.judge(place)
         return wrong + self.board.wrong[len(wrong) :]
 
 

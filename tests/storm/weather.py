@@ -28,11 +28,11 @@ from bench import servers
 from bench.shaper import Shaper
 from forebay.core.placement import Members
 from forebay.node.store.disk.volume import read_mark
+from forebay.sim.clients import Answer, body_of
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 from tests.storm.careful import CarefulGate
-from tests.storm.clients import MIB, Answer, body_of
-from tests.storm.judging import stalled
+from tests.storm.judging import MIB, stalled
 
 KINDS = ("through", "back", "hasty", "own")
 VOLUME_BYTES, SMALL_VOLUME_BYTES = 600 * MIB, 160 * MIB

@@ -8,6 +8,9 @@ well which one is there: they are reads to the judge, and a listing is one of ea
 
 An answer of 503, a connection that broke and a timeout all mean the same: the call may have been done or not. Any other
 answer that the call did not ask for is wrong.
+
+Who calls is a coroutine, so that the same clients work in virtual time and, each driven by a thread of its own, against
+processes (`tests/storm/judging.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +24,15 @@ import math
 import random
 import re
 import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
 from forebay.core import limits
-from tests.storm.history import ABSENT, Call, Kind
+from forebay.sim.history import ABSENT, Call, Kind, explain, told
 
-MIB = 1 << 20
-SIZES = [100, 900, 9_000, 40_000, 300_000, MIB + 7, 5 * MIB + 17]
-SIZE_WEIGHTS = [6, 6, 4, 4, 2, 2, 1]
-PART_BYTES = 5 * MIB
 OPEN_MAX = 4  # calls without an answer that a key may have before it is only read: each doubles what the judge tries
-AFTER_UNSURE_S = 0.1  # as a client's own retry would wait
 FULL = 507
 UNSURE = 503  # the status of "may have been done or not"
 
@@ -48,7 +45,18 @@ class Answer(NamedTuple):
     body: bytes
 
 
-Ask = Callable[[str, str, dict[str, str], bytes | None], Answer]  # raises OSError or HTTPException without an answer
+Ask = Callable[[str, str, dict[str, str], bytes | None], Awaitable[Answer]]  # OSError, HTTPException: no answer
+
+
+class Sizes(NamedTuple):
+    """What clients write and read, in bytes: bodies with how often each comes, the least part, where ranges begin and
+    how long they are."""
+
+    bodies: list[int]
+    weights: list[int]
+    part: int
+    starts: list[int]
+    lengths: list[int]
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,10 +74,14 @@ class Seen(NamedTuple):
     size_bytes: int
 
 
-class Board:
-    """What all clients of a storm know and wrote down; for several threads. Times are monotonic seconds."""
+_Act = Callable[[Place], Awaitable[object]]
 
-    def __init__(self) -> None:
+
+class Board:
+    """What all clients of a storm know and wrote down; for several threads. `now` tells what came before what."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.calls: dict[Place, list[Call]] = defaultdict(list)
         self.tried: dict[Place, dict[str, int]] = defaultdict(dict)  # labels and sizes in bytes
         self.wrong: list[str] = []
@@ -132,72 +144,56 @@ class Board:
         return ", ".join(f"{act} {count}" for act, count in sorted(total.items()))
 
 
-class Client(threading.Thread):
-    """Calls until it is told to stop. One line a call on the board."""
+class Client:
+    """Makes one call after the other. One line a call on the board."""
 
     def __init__(
         self,
         ask: Ask,
+        pause: Callable[[], Awaitable[None]],
         board: Board,
         name: str,
         places: list[Place],
         sources: list[str],
         seed: int,
+        sizes: Sizes,
         *,
         changing: Collection[str] = (),
     ) -> None:
-        """`changing`: buckets where the ETag of one body may become another."""
-        super().__init__(daemon=True, name=name)
-        self.stopping = threading.Event()
-        self.going = threading.Event()
-        self.going.set()
-        self.resting = threading.Event()
-        self._ask, self._board, self._places, self._sources = ask, board, places, sources
-        self._changing = changing
+        """`pause` after a call without an answer; `changing`: buckets where the ETag of one body may become another."""
+        self.name = name
+        self._ask, self._pause, self._board, self._places, self._sources = ask, pause, board, places, sources
+        self._sizes, self._changing = sizes, changing
         self._random = random.Random(seed)
         self._number = 0
         self._found: dict[Place, Seen] = {}
 
-    # --- its life ----------------------------------------------------------------------------------------------------
-    def run(self) -> None:
-        try:
-            self._call_on()
-        except Exception as error:  # a client that ended is one that finds nothing
-            self._board.complain(f"{self.name} broke: {error!r}")
-        finally:
-            self.resting.set()
-
-    def _call_on(self) -> None:
-        reads = [self.read, self._head, self._list]
-        writes = [self._put, self._create, self._swap, self._copy, self._remove, self._remove_some, self._multipart]
-        while not self.stopping.is_set() and not self._board.wrong:
-            if not self.going.is_set():
-                self.resting.set()
-                self.going.wait()
-                self.resting.clear()
-                continue
-            place = self._random.choice(self._places)
-            if self._random.random() < 0.45 or self._board.open[place] >= OPEN_MAX:
-                self._random.choices(reads, [6, 2, 2])[0](place)
-            else:
-                self._random.choices(writes, [6, 2, 3, 3, 2, 1, 1])[0](place)
-
-    def rest(self) -> None:
-        """No call from now on until `go_on`. Wait for `resting` to know that the last one is over."""
-        self.going.clear()
-
-    def go_on(self) -> None:
-        self.resting.clear()
-        self.going.set()
+    async def call(self) -> None:
+        """One call, or one of several steps."""
+        reads: list[_Act] = [self.read, self._head, self._list]
+        writes: list[_Act] = [
+            self._put,
+            self._create,
+            self._swap,
+            self._copy,
+            self._remove,
+            self._remove_some,
+            self._multipart,
+        ]
+        place = self._random.choice(self._places)
+        if self._random.random() < 0.45 or self._board.open[place] >= OPEN_MAX:
+            await self._random.choices(reads, [6, 2, 2])[0](place)
+        else:
+            await self._random.choices(writes, [6, 2, 3, 3, 2, 1, 1])[0](place)
 
     # --- reads -------------------------------------------------------------------------------------------------------
-    def read(self, place: Place, whole: bool = False) -> Seen | None:
+    async def read(self, place: Place, whole: bool = False) -> Seen | None:
         """What a read found, or None where there was no answer."""
-        start = 0 if whole else self._random.choice([0, 0, 1, 50, 70_000, MIB])
-        end = start + self._random.choice([1, 40, 30_000, 2 * MIB])
+        start = 0 if whole else self._random.choice(self._sizes.starts)
+        end = start + self._random.choice(self._sizes.lengths)
         headers = {} if whole or self._random.random() < 0.5 else {"Range": f"bytes={start}-{end - 1}"}
-        began = time.monotonic()
-        answer = self._asked("GET", place, headers=headers)
+        began = self._board.now()
+        answer = await self._asked("GET", place, headers=headers)
         if answer is None:
             return None
         if answer.status == 404 and b"NoSuchKey" in answer.body:
@@ -207,36 +203,40 @@ class Client(threading.Thread):
         elif answer.status == 206:
             first, last, total = map(int, re.findall(r"\d+", answer.headers["content-range"]))
             if first != start or last - first + 1 != len(answer.body):
-                return self._wrong(place, f"asked {headers}, got {answer.headers['content-range']}")
+                self._wrong(place, f"asked {headers}, got {answer.headers['content-range']}")
+                return None
             labels = self._board.labels_of(place, answer.body, start, total)
         elif answer.status == 200:
             labels = self._board.labels_of(place, answer.body, 0, len(answer.body))
         else:
-            return self._refused(place, "GET", answer)
+            self._refused(place, "GET", answer)
+            return None
         if not labels:
             said = f"{len(answer.body)} bytes that nobody wrote: {_glimpse(answer.body)}, {dict(answer.headers)}"
-            return self._wrong(place, f"{headers}: {said}")
+            self._wrong(place, f"{headers}: {said}")
+            return None
         if len(labels) > 1:
             return None
-        self._board.note(place, Call("read", labels[0], began, time.monotonic()), "range" if headers else "get")
+        self._board.note(place, Call("read", labels[0], began, self._board.now()), "range" if headers else "get")
         return Seen(labels[0], answer.headers.get("etag", ""), len(answer.body))
 
-    def _head(self, place: Place) -> None:
-        began = time.monotonic()
-        answer = self._asked("HEAD", place)
+    async def _head(self, place: Place) -> None:
+        began = self._board.now()
+        answer = await self._asked("HEAD", place)
         if answer is None:
             return None
         if answer.status not in (200, 404):
             return self._refused(place, "HEAD", answer)
         size_bytes = int(answer.headers["content-length"]) if answer.status == 200 else None
-        return self._found_size(place, size_bytes, began, time.monotonic(), "head")
+        return self._found_size(place, size_bytes, began, self._board.now(), "head")
 
-    def _list(self, place: Place) -> None:
+    async def _list(self, place: Place) -> None:
         """All keys of its bucket, in one page or several, as it was while the first to the last was asked for."""
         version, page = self._random.choice(["", "list-type=2&"]), self._random.choice([1000, 1000, 2])
-        began, sizes, after = time.monotonic(), {}, ""
+        sizes: dict[str, int] = {}
+        began, after = self._board.now(), ""
         while True:
-            answer = self._asked("GET", (place[0], ""), f"{version}max-keys={page}{after}")
+            answer = await self._asked("GET", (place[0], ""), f"{version}max-keys={page}{after}")
             if answer is None:
                 return None
             if answer.status != 200:
@@ -251,7 +251,7 @@ class Client(threading.Thread):
                 after = f"&continuation-token={quote(token[1].decode(), safe='')}"
             else:
                 after = f"&marker={quote(max(sizes), safe='')}"
-        ended = time.monotonic()
+        ended = self._board.now()
         for each in self._places:
             if each[0] == place[0]:
                 self._found_size(each, sizes.get(each[1]), began, ended, "list v2" if version else "list v1")
@@ -271,29 +271,29 @@ class Client(threading.Thread):
 
     def _new(self, place: Place) -> tuple[str, bytes]:
         label = self._label(place)
-        return label, self._board.new(place, label, self._random.choices(SIZES, SIZE_WEIGHTS)[0])
+        return label, self._board.new(place, label, self._random.choices(self._sizes.bodies, self._sizes.weights)[0])
 
-    def _put(self, place: Place) -> None:
+    async def _put(self, place: Place) -> None:
         label, body = self._new(place)
         headers = {}
         if self._random.random() < 0.5:
             headers["Content-MD5"] = base64.b64encode(hashlib.md5(body).digest()).decode()
-        self._write("write", place, label, "PUT", body=body, headers=headers)
+        await self._write("write", place, label, "PUT", body=body, headers=headers)
 
-    def _create(self, place: Place) -> None:
+    async def _create(self, place: Place) -> None:
         label, body = self._new(place)
-        self._write("create", place, label, "PUT", body=body, headers={"If-None-Match": "*"})
+        await self._write("create", place, label, "PUT", body=body, headers={"If-None-Match": "*"})
 
-    def _swap(self, place: Place) -> None:
+    async def _swap(self, place: Place) -> None:
         """Overwrite what a read has found, now or long ago, if it is still that."""
-        seen = self._found.get(place) if self._random.random() < 0.4 else self.read(place, whole=True)
+        seen = self._found.get(place) if self._random.random() < 0.4 else await self.read(place, whole=True)
         if seen is None or seen.label == ABSENT:
             return
         self._found[place] = seen
         label, body = self._new(place)
-        self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen)
+        await self._write("swap", place, label, "PUT", body=body, headers={"If-Match": seen.etag}, seen=seen)
 
-    def _copy(self, place: Place) -> None:
+    async def _copy(self, place: Place) -> None:
         """From a source that never changes, or from another key while it is what a read has found."""
         headers = {}
         if self._random.random() < 0.5:
@@ -301,55 +301,55 @@ class Client(threading.Thread):
             (label, size_bytes), *_ = self._board.tried[source].items()
         else:
             source = self._random.choice([each for each in self._places if each[0] == place[0] and each != place])
-            seen = self._found.get(source) if self._random.random() < 0.4 else self.read(source, whole=True)
+            seen = self._found.get(source) if self._random.random() < 0.4 else await self.read(source, whole=True)
             if seen is None or seen.label == ABSENT or not self._lasts(source, seen):
                 return
             self._found[source] = seen
             label, headers["x-amz-copy-source-if-match"], size_bytes = seen
         self._board.trying(place, label, size_bytes)
         headers["x-amz-copy-source"] = f"/{source[0]}/{quote(source[1])}"
-        self._write("write", place, label, "PUT", headers=headers, source=source)
+        await self._write("write", place, label, "PUT", headers=headers, source=source)
 
-    def _remove(self, place: Place) -> None:
-        self._write("delete", place, ABSENT, "DELETE")
+    async def _remove(self, place: Place) -> None:
+        await self._write("delete", place, ABSENT, "DELETE")
 
-    def _remove_some(self, place: Place) -> None:
+    async def _remove_some(self, place: Place) -> None:
         """Several keys of its bucket in one call; each is told by itself."""
         others = [other for other in self._places if other[0] == place[0] and other != place]
         some = [place, *self._random.sample(others, min(2, len(others)))]
         listed = "".join(f"<Object><Key>{key}</Key></Object>" for _, key in some)
         document = f"<Delete>{listed}</Delete>".encode()
         digest = base64.b64encode(hashlib.md5(document).digest()).decode()
-        began = time.monotonic()
-        answer = self._asked("POST", (place[0], ""), "delete", document, {"Content-MD5": digest})
-        ended = time.monotonic()
+        began = self._board.now()
+        answer = await self._asked("POST", (place[0], ""), "delete", document, {"Content-MD5": digest})
+        ended = self._board.now()
         gone = {found.decode() for found in re.findall(rb"<Deleted><Key>([^<]+)</Key>", answer.body if answer else b"")}
         if answer is not None and answer.status != 200:
             self._refused(place, "POST ?delete", answer)
         for each in some:
             self._board.note(each, Call("delete", ABSENT, began, ended if each[1] in gone else math.inf), "delete some")
 
-    def _multipart(self, place: Place) -> None:
+    async def _multipart(self, place: Place) -> None:
         label = self._label(place)
-        body = self._board.new(place, label, PART_BYTES + self._random.choice([17, MIB]))
-        began = self._asked("POST", place, "uploads")
+        body = self._board.new(place, label, self._sizes.part + self._random.choice([17, self._sizes.part // 5]))
+        began = await self._asked("POST", place, "uploads")
         found = re.search(rb"<UploadId>([^<]+)</UploadId>", began.body if began else b"")
         if began is None or found is None:
             return None if began is None else self._refused(place, "POST ?uploads", began)
         upload = quote(found[1].decode())
         tags = []
-        for number, start in enumerate(range(0, len(body), PART_BYTES), 1):
-            part = body[start : start + PART_BYTES]
-            sent = self._asked("PUT", place, f"partNumber={number}&uploadId={upload}", part)
+        for number, start in enumerate(range(0, len(body), self._sizes.part), 1):
+            part = body[start : start + self._sizes.part]
+            sent = await self._asked("PUT", place, f"partNumber={number}&uploadId={upload}", part)
             if sent is None or sent.status != 200:
                 return None if sent is None else self._refused(place, "PUT part", sent)
             tags.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{hashlib.md5(part).hexdigest()}</ETag></Part>")
         document = f"<CompleteMultipartUpload>{''.join(tags)}</CompleteMultipartUpload>".encode()
         kind: Kind = self._random.choice(["write", "create"])
         headers = {"If-None-Match": "*"} if kind == "create" else {}
-        return self._write(kind, place, label, "POST", f"uploadId={upload}", document, headers)
+        return await self._write(kind, place, label, "POST", f"uploadId={upload}", document, headers)
 
-    def _write(
+    async def _write(
         self,
         kind: Kind,
         place: Place,
@@ -362,9 +362,9 @@ class Client(threading.Thread):
         source: Place | None = None,
     ) -> None:
         before = "" if seen is None else seen.label
-        began = time.monotonic()
-        answer = self._asked(method, place, query, body, headers)
-        ended = time.monotonic()
+        began = self._board.now()
+        answer = await self._asked(method, place, query, body, headers)
+        ended = self._board.now()
         act = "multipart" if query else "copy" if source else kind if label else "delete"
         status = UNSURE if answer is None else answer.status
         if answer is not None and status == 200 and b"<Error>" in answer.body:  # told after the head had been sent
@@ -387,7 +387,7 @@ class Client(threading.Thread):
             self._refused(place, f"{method} {kind}", answer)
 
     # --- asking ------------------------------------------------------------------------------------------------------
-    def _asked(
+    async def _asked(
         self,
         method: str,
         place: Place,
@@ -397,10 +397,10 @@ class Client(threading.Thread):
     ) -> Answer | None:
         target = f"/{place[0]}/{quote(place[1])}" + (f"?{query}" if query else "")
         with contextlib.suppress(OSError, http.client.HTTPException):
-            answer = self._ask(method, target, headers or {}, body)
+            answer = await self._ask(method, target, headers or {}, body)
             if answer.status != UNSURE:
                 return answer
-        self.stopping.wait(AFTER_UNSURE_S)
+        await self._pause()
         return None
 
     def _lasts(self, place: Place, seen: Seen) -> bool:
@@ -423,3 +423,25 @@ class Client(threading.Thread):
 def _glimpse(body: bytes) -> str:
     zeros = next((at for at in range(0, len(body), 4096) if not any(body[at : at + 4096])), None)
     return f"{body[:60]!r}" + ("" if zeros is None else f", zeros from {zeros}")
+
+
+class Judge:
+    """`content` is what each key may hold. Only for quiet moments: no client is in a call."""
+
+    def __init__(self, board: Board, places: list[Place]) -> None:
+        self.board = board
+        self.content: dict[Place, set[str]] = {place: {ABSENT} for place in places}
+
+    def judge(self, place: Place) -> list[str]:
+        """What is wrong with the calls to this key since the last time. Its history begins anew with what it may hold
+        now: read it before, or that is much."""
+        calls = self.board.calls.pop(place, [])
+        self.board.open.pop(place, None)
+        after = explain(calls, self.content[place])
+        wrong = []
+        if not after:
+            before = " or ".join(sorted(each or "nothing" for each in self.content[place]))
+            wrong.append(f"{place[0]}/{place[1]}: nothing explains this, where {before} was:\n{told(calls)}")
+        self.content[place] = after or self.content[place]
+        self.board.forget(place, self.content[place])
+        return wrong

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from tests.storm.history import ABSENT, Call, Kind, apply, explain
+from forebay.sim.history import ABSENT, Call, Kind, apply, explain
 
 KINDS: list[Kind] = ["write", "create", "swap", "delete", "read", "refused create", "refused swap"]
 

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from forebay.ports import clock
+
 Kind = Literal["write", "create", "swap", "delete", "read", "refused create", "refused swap"]
 UNCHANGING = {"read", "refused create", "refused swap"}  # they only look
 ABSENT = ""  # the label of nothing
@@ -101,8 +103,8 @@ def told(calls: Iterable[Call]) -> str:
     """A history in words, one call a line, for whoever has to find out."""
     story = sorted(calls, key=lambda call: call.began)
     first = story[0].began if story else 0.0
-    clock = time.strftime("%H:%M:%S", time.localtime(first + time.time() - time.monotonic()))
-    return f"  from {clock} on:\n" + "\n".join(
+    began = time.strftime("%H:%M:%S", time.localtime(first + clock.wall_s() - clock.monotonic_s()))
+    return f"  from {began} on:\n" + "\n".join(
         f"  {call.began - first:9.4f} to {call.ended - first:9.4f} {call.kind:14} {call.label or 'nothing'}"
         + (f" where {call.seen or 'nothing'} was" if "swap" in call.kind else "")
         + f" ({call.act})"

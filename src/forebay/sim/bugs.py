@@ -1,0 +1,223 @@
+"""Bugs to plant in the product: a simulator that finds nothing must be shown to find something.
+
+Theory. Each changes one function of the product the way a tired programmer might, for the length of one run.
+`tests/sim` runs seeds until each is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from forebay.core.machines import flight, flush, recover, sent_bodies
+from forebay.core.s3rules import conditions
+from forebay.node.engine.flush import key_flush
+from forebay.node.engine.read import cold, listing
+from forebay.node.engine.write import appends, locks, parts, writes
+from forebay.node.store.disk import journal
+from forebay.node.store.writer import puts
+
+_Patch = tuple[Any, str, Any]
+
+
+def _flight() -> list[_Patch]:
+    """A block that has begun to land is announced whole."""
+    real = flight.Flight._readable_to
+
+    def readable_to(self: flight.Flight, position: int, end: int) -> int:
+        at = real(self, position, end)
+        return min(end, -(-at // self.block_bytes) * self.block_bytes) if at > position else at
+
+    return [(flight.Flight, "_readable_to", readable_to)]
+
+
+def _ranges() -> list[_Patch]:
+    """The first missing block is overlooked when it is the last one asked for."""
+    real = vars(flight)["next_absent"]
+
+    def next_absent(present: bytes, first: int, end: int) -> int:
+        at: int = real(present, first, end)
+        return end if at == end - 1 else at
+
+    return [(flight, "next_absent", next_absent)]
+
+
+def _commit() -> list[_Patch]:
+    """A durable write is acknowledged without fsync of its file."""
+    return [(puts, "_sync_files", lambda volume, steps: None)]
+
+
+def _write() -> list[_Patch]:
+    """The name of a written file is not synced before its durable record."""
+    real = vars(puts)["sync_path"]
+    return [(puts, "sync_path", lambda path: None if os.path.isdir(path) else real(path))]
+
+
+def _recover() -> list[_Patch]:
+    """Of two files of an object the one that its durable record names is deleted."""
+    real = recover.judge_file
+
+    def judge(seen: recover.FileSeen, record: recover.RecordSeen | None, trusted: bool) -> list[recover.Action]:
+        actions = real(seen, record, trusted)
+        if record and record.durable and actions == [recover.Delete(seen.path, "superseded")]:
+            return [recover.Delete(record.path, "superseded")]
+        return actions
+
+    return [(recover, "judge_file", judge)]
+
+
+def _owed() -> list[_Patch]:
+    """What is durable is not put into view again where nothing is in its place."""
+    real = recover.judge_owed
+
+    def judge(
+        owed: recover.RecordSeen, now: recover.RecordSeen | None, settled: bool, size_bytes: int | None
+    ) -> list[recover.Action]:
+        return [] if now is None else real(owed, now, settled, size_bytes)
+
+    return [(recover, "judge_owed", judge)]
+
+
+def _flush() -> list[_Patch]:
+    """A flush that ends clears what the key owes, whatever was written meanwhile."""
+    real = flush.Queue._ended
+
+    def ended(self: flush.Queue, event: flush.Ended) -> None:
+        real(self, dataclasses.replace(event, seq=1 << 60))
+
+    return [(flush.Queue, "_ended", ended)]
+
+
+def _sent() -> list[_Patch]:
+    """Of what was sent nothing is remembered."""
+    return [(sent_bodies, "left", lambda sent, digest: sent)]
+
+
+def _whose() -> list[_Patch]:
+    """What the backend has is taken for a stranger's."""
+
+    async def whose(self: key_flush.Errand, seen: Any) -> Any:
+        return key_flush._Whose.STRANGER
+
+    return [(key_flush.Errand, "_whose", whose)]
+
+
+def _deleted() -> list[_Patch]:
+    """An opening forgets that a key's delete is on its way to the backend."""
+    real = cold.ColdReads.__init__
+
+    def init(self: cold.ColdReads, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        self._deleted = lambda bucket, key: False
+
+    return [(cold.ColdReads, "__init__", init)]
+
+
+def _listing() -> list[_Patch]:
+    """A listing does not know of what is owed."""
+    return [(listing.Listings, "_window", lambda self, bucket, prefix, after: [])]
+
+
+def _locks() -> list[_Patch]:
+    """Two have a key's lock at once."""
+
+    async def take(self: locks.KeyLocks, name: tuple[str, str]) -> None:
+        self._waiting.setdefault(name, deque())
+
+    def give(self: locks.KeyLocks, name: tuple[str, str]) -> None:
+        self._waiting.pop(name, None)
+
+    return [(locks.KeyLocks, "take", take), (locks.KeyLocks, "give", give)]
+
+
+def _condition() -> list[_Patch]:
+    """A write's condition always holds."""
+
+    async def check(self: writes.Writes, *args: Any, **named: Any) -> None:
+        return None
+
+    return [(writes.Writes, "check", check)]
+
+
+def _journal() -> list[_Patch]:
+    """The journal acknowledges a frame that is not synced."""
+
+    class Unsynced:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda fd: None) if name == "fdatasync" else getattr(os, name)
+
+    return [(journal, "os", Unsynced())]
+
+
+def _settled() -> list[_Patch]:
+    """What a start finds owed is taken for what has arrived."""
+    real = recover.judge_owed
+
+    def judge(
+        owed: recover.RecordSeen, now: recover.RecordSeen | None, settled: bool, size_bytes: int | None
+    ) -> list[recover.Action]:
+        return real(owed, now, True, size_bytes)
+
+    return [(recover, "judge_owed", judge)]
+
+
+def _append() -> list[_Patch]:
+    """The last byte of a shard is not copied to the one with a member more."""
+    real = appends._copy
+    return [(appends, "_copy", lambda source, target, size_bytes: real(source, target, max(0, size_bytes - 1)))]
+
+
+def _parts() -> list[_Patch]:
+    """The parts of an upload are joined in the order in which they came last."""
+    real = parts.join
+    return [(parts, "join", lambda directory, chosen, target: real(directory, chosen[::-1], target))]
+
+
+def _conditions() -> list[_Patch]:
+    """If-Match of a copy's source is not looked at."""
+    real = conditions.Conditions.judge
+
+    def judge(self: Any, etag: str, modified_s: float) -> int:
+        return 200 if real(self, etag, modified_s) == 412 else real(self, etag, modified_s)
+
+    return [(conditions.Conditions, "judge", judge)]
+
+
+BUGS: dict[str, Callable[[], list[_Patch]]] = {
+    "append": _append,
+    "commit": _commit,
+    "condition": _condition,
+    "conditions": _conditions,
+    "deleted": _deleted,
+    "flight": _flight,
+    "flush": _flush,
+    "journal": _journal,
+    "listing": _listing,
+    "locks": _locks,
+    "owed": _owed,
+    "parts": _parts,
+    "ranges": _ranges,
+    "recover": _recover,
+    "sent": _sent,
+    "settled": _settled,
+    "whose": _whose,
+    "write": _write,
+}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Run with this bug in place (None: as it is)."""
+    patches = BUGS[name]() if name else []
+    kept = [(where, what, vars(where)[what]) for where, what, _ in patches]
+    for where, what, replacement in patches:
+        setattr(where, what, replacement)
+    try:
+        yield
+    finally:
+        for where, what, original in kept:
+            setattr(where, what, original)
