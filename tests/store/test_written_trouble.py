@@ -262,6 +262,21 @@ def test_a_body_that_is_not_whole_is_refused(writer: Writer) -> None:
     assert len(owning.files_in(writer.bench.dirs[0])) == 1
 
 
+def test_a_body_that_is_swept_with_its_dead_process_takes_no_volume_out(writer: Writer) -> None:
+    """A front dies while the engine works on its write; housekeeping removes the body before it is in place."""
+    bench = writer.bench
+    writer.write("k", version="w1")
+    swept, kept = writer.put("k", version="w2"), writer.put("other")
+    os.unlink(swept.path)
+    refused, made = owning.commit(bench.store, [swept, kept])
+    assert isinstance(refused, Unavailable)
+    assert "send it again" in str(refused)
+    assert isinstance(made, Record), "what is committed together with it is not concerned"
+    assert [volume.state for volume in bench.store.usable()] == ["ok"]
+    bench.settle()
+    assert objects.read(bench.reader(), "k") == objects.make("k", LARGE, "w1")[1]
+
+
 def test_what_the_visible_index_could_not_take_comes_into_view_later(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,7 +304,16 @@ class Puts:
         for step in steps:
             if step.source:
                 with _failing(volume, step, "bringing a data file into place"):
-                    self._bring(volume, step)
+                    try:
+                        self._bring(volume, step)
+                    except FileNotFoundError as error:
+                        if os.path.exists(step.source) or not os.path.isdir(os.path.dirname(step.source)):
+                            raise
+                        # `sweep_temp` removed it with what else its dead process left: that is no trouble of the disk.
+                        raise Unavailable(
+                            f"the body of {step.bucket}/{step.key} is gone with the process that received it: send it "
+                            "again"
+                        ) from error
         durable = [step for step in steps if step.source and step.durable and step.error is None]
         for first in range(0, len(durable), _SYNCED_TOGETHER):
             _sync_files(volume, durable[first : first + _SYNCED_TOGETHER])
