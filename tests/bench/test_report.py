@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,51 +122,90 @@ def test_every_row_can_be_run_shrunk_and_judged():
     assert len(BY_NAME) == len(ROWS), "a name belongs to one row"
 
 
-def test_results_go_into_the_pages_only_from_a_whole_run(tmp_path: Path):
-    script = Path(__file__).parents[2] / "scripts" / "results"
-    part = tmp_path / "part.json"
-    part.write_text(report.as_json(results(), quick=False, wall_s=1.8e9))
-    refused = subprocess.run([sys.executable, str(script), str(part)], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "not a whole run" in refused.stderr
-    assert "warm-10m" in refused.stderr
-
-
-def test_the_tables_of_the_pages_show_every_measure(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """scripts/results on pages of its own: one row of another day, and none else."""
     loader = importlib.machinery.SourceFileLoader("results_script", str(ROOT / "scripts" / "results"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     loader.exec_module(module)
-    short, full = module.lines(json.loads(report.as_json(results(), quick=False, wall_s=1.8e9)))
-    assert [len(line) for line in short] == [7] * 4
-    assert short[1][2:5] == ("131 200 req/s", "nginx 165 350 req/s", "0.793")
-    assert short[2][-1] == "**missed**"
-    assert "**failed**" in short[3][-1]
-    assert module.markdown(full).count("\n") == 4
-    short, full = module.lines({"rows": [{"row": "warm-1k", "what": "warm GET 1 KiB", "unmeasured": True}]})
-    assert (short[1][-1], full[1][-1]) == ("not measured yet", "not measured yet")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    machine = json.loads(report.as_json([], quick=False, wall_s=1.8e9))["machine"]
+    about = (
+        f"Measured on {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, "
+        f"Linux {machine['kernel'].split('-')[0]}, Python {machine['python']}."
+    )
+    line = "| `epochs` | speed-up | 36.1 s | direct 67.6 s | 1.87 | 1.80 to 1.90 | ≥ 1.8 | reached | 2026-11-21 |"
+    (tmp_path / "docs" / "benchmarks.md").write_text(
+        f"<!-- resume -->\nold\n<!-- end of resume -->\n<!-- results -->\n{about}\n\n{line}\n<!-- end of results -->\n"
+    )
+    return module
 
 
-def test_the_table_of_resumed_jobs_may_be_written_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    loader = importlib.machinery.SourceFileLoader("results_script", str(ROOT / "scripts" / "results"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    page, told = tmp_path / "docs" / "benchmarks.md", tmp_path / "resume.json"
-    page.parent.mkdir()
-    page.write_text("before\n<!-- resume -->\nold\n<!-- end of resume -->\nafter\n")
+def written(tmp_path: Path, told: list[Result], *, quick: bool = False) -> str:
+    path = tmp_path / "told.json"
+    path.write_text(report.as_json(told, quick=quick, wall_s=1.8e9))
+    return str(path)
+
+
+def test_measured_rows_take_the_place_of_their_lines(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "argv", ["results", written(tmp_path, results())])
+    assert script.main() == 0
+    _, table = script.table_of((tmp_path / "docs" / "benchmarks.md").read_text())
+    assert table["epochs"][0][-1] == "2026-11-21", "a row that was not measured stays, with its day"
+    ours = table["warm-1k"][0]
+    assert ours[2:5] == ("131 200 req/s", "nginx 165 350 req/s", "0.793")
+    assert ours[-1] == "2027-01-15"
+    assert "**missed**" in {line[7] for of_row in table.values() for line in of_row}
+    assert "**failed**" in {line[7].split(":")[0] for of_row in table.values() for line in of_row}
+    assert table["put-disk-4k"] == [("`put-disk-4k`", "", "", "", "", "", "", "not measured yet", "")]
+    page = (tmp_path / "README.md").read_text()
+    assert "| warm GET 1 KiB | rate | 131 200 req/s | nginx 165 350 req/s | 0.793 |" in page
+    assert "| 36.1 s | direct 67.6 s | 1.87 |" in page
+    assert "\nold\n" not in page
+    assert page.endswith("<!-- end of results -->\nafter\n")
+
+
+def test_a_quick_run_shows_nothing(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "argv", ["results", written(tmp_path, results(), quick=True)])
+    assert script.main() == 1
+    assert "\nold\n" in (tmp_path / "README.md").read_text()
+
+
+def test_rows_of_two_machines_do_not_share_a_table(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = Path(written(tmp_path, results()))
+    document = json.loads(path.read_text())
+    document["machine"]["cores"] = 96
+    path.write_text(json.dumps(document))
+    monkeypatch.setattr(sys, "argv", ["results", str(path)])
+    assert script.main() == 1
+    assert "another machine" in capsys.readouterr().err
+    assert "\nold\n" in (tmp_path / "README.md").read_text()
+
+
+def test_the_resume_row_writes_its_own_table_too(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     versions = {"torch": "2.13.0", "torchdata": "0.11.0"}
     result = Result(BY_NAME["resume"], notes=("| loader |", "| --- |"), extra={"versions": versions})
-    told.write_text(report.as_json([result], quick=False, wall_s=1.8e9))
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["results", str(told)])
-    assert module.main() == 0
-    assert page.read_text() == (
-        "before\n<!-- resume -->\nMeasured 2027-01-15, with torchdata 0.11.0, torch 2.13.0.\n\n"
-        "| loader |\n| --- |\n<!-- end of resume -->\nafter\n"
+    monkeypatch.setattr(sys, "argv", ["results", written(tmp_path, [result])])
+    assert script.main() == 0
+    assert (
+        (tmp_path / "docs" / "benchmarks.md")
+        .read_text()
+        .startswith(
+            "<!-- resume -->\nMeasured 2027-01-15, with torchdata 0.11.0, torch 2.13.0.\n\n"
+            "| loader |\n| --- |\n<!-- end of resume -->\n"
+        )
     )
-    told.write_text(report.as_json([result], quick=True, wall_s=1.8e9))
-    assert module.main() == 1, "a quick run shows nothing"
+
+
+def test_the_readme_shows_rows_that_the_page_has(script: Any):
+    _, table = script.table_of((ROOT / "docs" / "benchmarks.md").read_text("utf-8"))
+    measures = {(row, line[1]) for row, of_row in table.items() for line in of_row}
+    assert set(script.SHOWN) <= measures
 
 
 def test_a_link_says_what_binds():
