@@ -248,13 +248,15 @@ def test_a_source_that_is_replaced_before_its_bytes_are_taken_is_read_anew(rigge
         volume = rig.engine.store.volume_at("other", "b")
         assert volume is not None
         held = [volume.desk.bearers.submit(free.wait) for _ in range(BEARERS)]
-        await until(lambda: all(each.running() for each in held))
-        copied = asyncio.create_task(copy(rig, "remote/a", "other/b"))
-        await until(lambda: volume.desk.bearers._work_queue.qsize())  # type: ignore[attr-defined]
-        await put(rig, "a", b"newer")
-        rig.engine.flush()
-        rig.engine.store.settle()
-        free.set()
+        try:
+            await until(lambda: all(each.running() for each in held))
+            copied = asyncio.create_task(copy(rig, "remote/a", "other/b"))
+            await until(lambda: volume.desk.bearers._pool._work_queue.qsize())  # type: ignore[attr-defined]
+            await put(rig, "a", b"newer")
+            rig.engine.flush()
+            rig.engine.store.settle()
+        finally:
+            free.set()
         await copied
         assert await rig.front.get("b", bucket="other") in (pattern(3 * MIB, 1), b"newer")
         assert await rig.front.get("a") == b"newer"
