@@ -245,6 +245,9 @@ def test_jobs_take_a_name_as_rm_does(program: Program, node: FakeNode) -> None:
     node.cached.update({("corpus", key): 1 for key in RUNS[:-1]})
     assert program("evict", "corpus/run-1").stdout.count("evicted") == 2, "a job for the object and one for the folder"
     assert sorted(key for _, key in node.cached) == ["run-1.txt", "run-10/a"]
+    for verb in ("evict", "unpin", "refresh"):
+        program(verb, "corpus/run-none")
+    assert node.requests("GET", "/list") == [], "what is here is worked on though the backend may be away"
     assert "neither an object nor a folder" in program("pin", "corpus/run", code=3).stderr
     program("prefetch", "corpus/run-10")
     assert ("corpus", "run-10/b") in node.cached

@@ -56,29 +56,21 @@ def plan(client: Client, verb: JobVerb, texts: list[str], *, exact: bool) -> lis
 
 
 def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[str, str, tuple[str, ...]]]:
-    """One job for the object of a name, one for its folder, as far as they are there. What is owed may be a delete,
-    which no listing shows."""
+    """One job for the object of a name, one for its folder. Verbs that ask the backend anyway learn first which of the
+    two is there; the others must not need it: what they work on is here, and a backend that is away hinders nobody to
+    evict. What is pinned or owed (a delete, say) need not be in any listing."""
     key, prefix = address.selection(at)
-    one, folder = (at.bucket, "", (key,)), (at.bucket, prefix, ())
+    one: tuple[str, str, tuple[str, ...]] = (at.bucket, "", (key,))
+    folder: tuple[str, str, tuple[str, ...]] = (at.bucket, prefix, ())
     if not key:
         return [folder]
-    if verb == "flush":
+    if verb not in ("prefetch", "pin"):
         return [one, folder]
-    found: list[tuple[str, str, tuple[str, ...]]] = []
-    for job, begin in ((one, key), (folder, prefix)):
-        found += [job] if _is_there(client, at.bucket, begin, key) else []
+    found = [one] if any(entry.key == key for entry in client.list_page(at.bucket, key, limit=1).entries) else []
+    found += [folder] if client.list_page(at.bucket, prefix, limit=1).entries else []
     if not found:
         raise address.nothing_there(at)
     return found
-
-
-def _is_there(client: Client, bucket: str, prefix: str, key: str) -> bool:
-    """Whether something is cached, or else listed, that begins so: for `key` itself, that and nothing longer."""
-    for look in (client.cached_page, client.list_page):
-        page = look(bucket, prefix, limit=1)
-        if any(entry.key == key or prefix != key for entry in page.entries):
-            return True
-    return False
 
 
 def run(
