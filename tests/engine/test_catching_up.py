@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core.errors import Exists, ForebayError, NotFound, ObjectLost, Precondition
+from forebay.core.errors import Exists, ForebayError, NotFound, ObjectLost, Precondition, Unavailable
+from forebay.core.freshness import MISSED
 from forebay.core.messages import calls
+from forebay.core.types import RangeSpec
 from forebay.node.engine.flush import owed_at_start
 from forebay.node.engine.flush.owed_at_start import CatchingUp
 
 from .conftest import MIB, Front, Rig, pattern, until
-from .writing import delete, flushed, names, put, written
+from .writing import AWAY, delete, flushed, names, put, written
 
 Rigged = Callable[..., None]
 STOPS = ["process", "machine"]
@@ -218,5 +220,72 @@ def test_what_happens_while_it_comes_into_view_is_kept(
             assert theirs(rig) == have
         volume = rig.engine.store.usage()[0]
         assert volume.owned_objects == (0 if mode == "back" else len(have))
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("reads_only", [False, True])
+def test_what_a_machine_stop_brought_back_is_not_served_before_the_backend_confirmed_it(
+    rigged: Rigged, reads_only: bool
+) -> None:
+    """A stop may bring back a version that an acknowledged write had replaced, whose flush had ended: the write's file
+    and note are gone with the names that were not synced. A bucket that cannot be written has no such versions."""
+
+    async def story(rig: Rig) -> None:
+        older, newer = pattern(2 * MIB, 1), pattern(2 * MIB, 2)
+        rig.remote.place("key", older)
+        assert await rig.front.get("key") == older
+        await rig.idle()
+        rig.engine.flush()
+        await stopped(rig, "machine")
+        if not reads_only:
+            rig.remote.place("key", newer)  # by a flush of which the stop left nothing
+        rig.remote.read_only = reads_only
+        rig.remote.down = AWAY
+        await rig.start()
+        await rig.engine.catching_up.whole()
+        if reads_only:
+            assert await rig.front.get("key") == older
+        else:
+            await refused(rig, "key", Unavailable)
+        head = rig.front.open("key", head_only=True)
+        await head.until(lambda: (head.opened or head.error) is not None)
+        assert (head.error is None) == reads_only
+        await rig.again(clean=True)
+        if not reads_only:
+            await refused(rig, "key", Unavailable)  # a clean restart confirms nothing
+        rig.remote.down = None
+        rig.clock.ahead_s += 100
+        fetches = rig.remote.count("fetch")
+        assert await rig.front.get("key") == (older if reads_only else newer)
+        assert rig.remote.count("fetch") == (fetches if reads_only else fetches + 1)
+        rig.remote.down = AWAY
+        rig.clock.ahead_s += 100
+        assert await rig.front.get("key") == (older if reads_only else newer), "once confirmed it is as any other"
+
+    rigged(story, freshness_s=60.0)
+
+
+def test_a_listing_or_a_write_under_way_does_not_confirm_what_a_machine_stop_brought_back(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        older = pattern(6 * MIB, 1)
+        rig.remote.place("key", older)
+        await rig.front.get("key", RangeSpec(0, MIB))
+        await rig.idle()
+        rig.engine.flush()
+        await stopped(rig, "machine")
+        await rig.start()
+        await rig.engine.catching_up.whole()
+        cold = rig.engine.cold
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is not None
+        assert record.checked_s == MISSED
+        for window in (False, True):
+            if window:
+                cold.confirmations.open_window("remote", "key")
+            assert cold.confirmations.kept_s("remote", "key", record.version, record.checked_s) == MISSED
+        cold.listed("remote", "", "", "")
+        assert rig.engine.store.lookup("remote", "key").checked_s == MISSED  # type: ignore[union-attr]
+        cold.confirmations.close_window("remote", "key")
 
     rigged(story)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.core.freshness import MISSED
 from forebay.core.record import State
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store
@@ -140,7 +141,7 @@ def test_after_a_machine_stop_blocks_are_found_again_and_doubted(
         assert record is not None
         assert objects.present(record) == blocks
         assert record.state & State.UNVERIFIED
-        assert record.checked_s == 0.0
+        assert record.checked_s == MISSED
         assert store.doubtful(record, range(4)) == blocks
         bad = store.check_blocks(record, objects.BUCKET, key, blocks)
         assert bad == ([1] if key == "torn" else [])

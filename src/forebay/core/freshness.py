@@ -6,12 +6,13 @@ clocks step: a confirmation from the future is no confirmation, since nothing sa
 
 Rejected: the backend's own Cache-Control (few set it, most set it for browsers).
 
-What is unconfirmed (`checked_s` 0) is asked about once, whatever the bucket says. So is what a machine stop brought
-back: it may have been deleted through the node, and the stop may have taken that back. And so is what a write through
-was about to replace when the engine was killed, or when the backend's answer was lost.
+What is unconfirmed (`checked_s` 0) is asked about once, whatever the bucket says: what a write through was about to
+replace when the engine was killed, or when the backend's answer was lost. While the backend is away it is still served:
+nobody was told that the write happened.
 
-What a volume brings back from a time when the node went on without it (`MISSED`) may have been replaced or deleted by a
-write that was acknowledged. It is asked about as well, and served by no bucket before the backend has confirmed it.
+What a machine stop brings back, or a volume from a time when the node went on without it (`MISSED`), may be older: a
+write or delete that was acknowledged may have replaced it. Until the backend confirms it, it is served only by a bucket
+whose backend takes no writes, since nobody can have replaced it through the node there.
 
 Invariant. `always` never answers fresh, `immutable` always does once it was confirmed.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from forebay.core.types import FRESH_IMMUTABLE
 
-MISSED = -1.0  # `checked_s` of what its volume brought back
+MISSED = -1.0  # `checked_s` of what a machine stop or its volume brought back
 CLOCK_SLACK_S = 1.0  # processes of one host may disagree by a scheduling delay, not more
 
 

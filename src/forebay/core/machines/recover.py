@@ -96,7 +96,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Write a clean record, UNVERIFIED, never confirmed (`checked_s` 0), listing `identity.blocks`."""
+    """Write a clean record, UNVERIFIED, unconfirmed (`checked_s` `MISSED`), listing `identity.blocks`."""
 
     path: str
     identity: Identity

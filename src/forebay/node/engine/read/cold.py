@@ -177,7 +177,7 @@ class ColdReads:
         need_s, tolerant = _need(ask, served, self.clock.wall_s()), _tolerant(ask, served)
         while not read.closed:
             await self.suspicions.settled(name)
-            found = self._found(name, need_s, ask.version)
+            found = self._found(name, served, need_s, ask.version)
             if found is not None:
                 await self._give_found(read, served, found)
                 return
@@ -216,7 +216,7 @@ class ColdReads:
         else:
             await self._give_record(read, served, found)
 
-    def _found(self, name: tuple[str, str], need_s: float, version: str) -> Flight | Record | None:
+    def _found(self, name: tuple[str, str], served: Served, need_s: float, version: str) -> Flight | Record | None:
         """The local version, if it is owned, was confirmed late enough, or is the version asked for; else None.
         `NotFound` if it was deleted here. `VolumeMissing` or `ObjectLost` if a newer version cannot be read."""
         self.store.check_present(*name)
@@ -233,7 +233,7 @@ class ColdReads:
                 raise changed_meanwhile(*name)
             return found
         checked_s = self.confirmations.checked_s(*name, _version_of(found), found.checked_s)
-        if not _suffices(checked_s, need_s, self.clock.wall_s()):
+        if not _suffices(served, checked_s, need_s, self.clock.wall_s()):
             return None
         if version:
             raise changed_meanwhile(*name)
@@ -320,7 +320,7 @@ class ColdReads:
         """The object's metadata, as fresh as its bucket requires. For an unknown object nothing is fetched or kept."""
         name = (ask.bucket, ask.key)
         asked_s = self.clock.wall_s()
-        found = self._found(name, _need(ask, served, asked_s), ask.version)
+        found = self._found(name, served, _need(ask, served, asked_s), ask.version)
         if found is None:
             found, _ = self._here(name)
             if found is None:
@@ -381,7 +381,7 @@ class ColdReads:
         for key in self.confirmations.outdated(bucket, prefix, after, upto):
             flight = self.flights.get((bucket, key))
             if flight is not None:
-                flight.checked_s = 0.0
+                flight.checked_s = min(flight.checked_s, 0.0)
             opening = self._openings.pop((bucket, key), None)
             if opening is not None:
                 opening.overtaken = True
@@ -750,17 +750,22 @@ def _need(ask: Ask, served: Served, arrived_s: float) -> float:
     return _ONCE if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
 
 
-def _suffices(checked_s: float, need_s: float, now_s: float) -> bool:
+def _suffices(served: Served, checked_s: float, need_s: float, now_s: float) -> bool:
     """Whether a confirmation at `checked_s` (0: none) satisfies a reader's need."""
     if need_s == _ANY:
-        return checked_s != MISSED
+        return not _may_be_replaced(served, checked_s)
     return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
 
 
 def _tolerant(ask: Ask, served: Served, found: Flight | Record | None = None) -> bool:
     """Whether a stale version (this one, if `found` is given) is better than an error."""
-    is_missed = found is not None and found.checked_s == MISSED
-    return not ask.revalidate and served.bucket.freshness_s > 0 and not is_missed
+    replaced = found is not None and _may_be_replaced(served, found.checked_s)
+    return not ask.revalidate and served.bucket.freshness_s > 0 and not replaced
+
+
+def _may_be_replaced(served: Served, checked_s: float) -> bool:
+    """Whether an acknowledged write may have replaced this version. No bucket that only reads has any."""
+    return checked_s == MISSED and not served.backend.read_only
 
 
 def _version_of(found: Flight | Record) -> str:

@@ -114,11 +114,11 @@ class Confirmations:
             self._flush_soon()
 
     def kept_s(self, bucket: str, key: str, version: str, checked_s: float) -> float:
-        """The `checked_s` for a new record of a version that was confirmed at `checked_s`: 0 inside a window."""
+        """The `checked_s` for a new record of a version that was confirmed at `checked_s`: none inside a window."""
         if (bucket, key) not in self._windows:
             return checked_s
         self._hold(bucket, key, version, checked_s)
-        return 0.0
+        return min(checked_s, 0.0)
 
     def checked_s(self, bucket: str, key: str, version: str, checked_s: float) -> float:
         """When this version was confirmed, if its record or flight says `checked_s`."""

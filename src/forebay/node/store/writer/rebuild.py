@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+from forebay.core.freshness import MISSED
 from forebay.core.machines import recover
 from forebay.core.machines.commit import Place
 from forebay.core.record import Record, State, blocks_in, build_head, decode_record
@@ -198,7 +199,7 @@ def _record_from(header: files.Header) -> Record:
         version=it.version,
         etag=it.etag,
         modified_s=it.modified_s,
-        checked_s=0.0,
+        checked_s=MISSED,
         head=build_head(it.info()),
         complete=False,
         state=State.UNVERIFIED,

@@ -520,7 +520,7 @@ class Store(VolumeSet):
     def unconfirm(self, bucket: str, key: str) -> bool:
         """Make the key's record and its landing unconfirmed; return whether that takes a `flush`."""
         if (landing := self._landings.get((bucket, key))) is not None:
-            landing.checked_s = 0.0
+            landing.checked_s = min(landing.checked_s, 0.0)
         record = self.lookup(bucket, key)
         if record is not None and record.checked_s > 0 and not record.state & State.OWNED:
             self.confirm([(bucket, key, record.version, 0.0)])
