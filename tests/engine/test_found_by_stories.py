@@ -70,7 +70,7 @@ def test_a_listing_says_so_while_a_delete_waits_for_its_disk(rigged: Rigged, mon
         rig.remote.writable.clear()
         await put(rig, "key", b"newer")
         assert await names(rig) == ["key"]
-        monkeypatch.setattr(rig.engine.listings._store, "lookup", lambda bucket, key: None)
+        monkeypatch.setattr(rig.engine.pages._store, "lookup", lambda bucket, key: None)
         with pytest.raises(ForebayError) as refused:
             await rig.front.call("list", calls.ListCall("remote"))
         assert refused.value.kind == "Unavailable"

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
-from forebay.core.formats.manifest import ManifestCall
+from forebay.core.formats.listing import ListingCall
 from forebay.core.machines.eviction import split_unit
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed
 from forebay.core.messages import calls
@@ -33,12 +33,12 @@ class Job:
         self.rig, self.name = rig, name
 
     async def open(self):
-        state = await self.rig.front.call("manifest", ManifestCall("remote"))
-        self.manifest = await self.rig.engine.manifests.load("remote", "", state.id)
+        state = await self.rig.front.call("listing", ListingCall("remote"))
+        self.listing = await self.rig.engine.listings.load("remote", "", state.id)
         return self
 
     async def tell(self, start, accesses):
-        call = HintsCall(self.name, "remote", "", self.manifest.id, start, packed(accesses))
+        call = HintsCall(self.name, "remote", "", self.listing.id, start, packed(accesses))
         return await self.rig.front.call("hints", call)
 
     async def at(self, position):
@@ -46,11 +46,11 @@ class Job:
 
     async def read(self, access):
         number, first, end = access
-        size = self.manifest.sizes[number]
+        size = self.listing.sizes[number]
         stop = min(end * BLOCK, size)
         whole = stop - first * BLOCK == size
         span = None if whole else RangeSpec(first * BLOCK, stop - 1)
-        data = await self.rig.front.get(self.manifest.key(number), span)
+        data = await self.rig.front.get(self.listing.key(number), span)
         await self.rig.idle()
         return data
 
@@ -218,11 +218,11 @@ def test_hints_that_make_no_sense_are_refused_and_reads_go_on(rigged):
             with pytest.raises(Invalid):
                 await job.tell(0, accesses)
         with pytest.raises(Invalid, match="triples"):
-            await rig.front.call("hints", HintsCall("job", "remote", "", job.manifest.id, 0, b"x" * 8))
-        with pytest.raises(NotFound, match="ask for the manifest"):
+            await rig.front.call("hints", HintsCall("job", "remote", "", job.listing.id, 0, b"x" * 8))
+        with pytest.raises(NotFound, match="ask for the listing"):
             await rig.front.call("hints", HintsCall("job", "remote", "", "0" * 32, 0, b""))
         with pytest.raises(Invalid, match="name"):
-            await rig.front.call("hints", HintsCall("a/b", "remote", "", job.manifest.id, 0, b""))
+            await rig.front.call("hints", HintsCall("a/b", "remote", "", job.listing.id, 0, b""))
         rig.remote.down = NotFound("gone")
         await job.tell(0, [(0, 0, 1)])
         await settled(rig)

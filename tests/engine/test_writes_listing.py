@@ -1,4 +1,4 @@
-"""Listings while the backend has not heard of everything, against a dumb model; and a bucket that has no backend."""
+"""Pages while the backend has not heard of everything, against a dumb model; and a bucket that has no backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay.core.messages import calls
 from forebay.core.record import State
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo
 from forebay.node.engine.buckets import Served
-from forebay.node.engine.read.listing import Listings
+from forebay.node.engine.read.pages import Pages
 from forebay.node.store.disk.notes import Note
 from forebay.node.store.records import make_record, own_version
 
@@ -101,7 +101,7 @@ def test_pages_show_each_key_once_in_order(
         model.pop(key, None)
         if not is_delete:
             model[key] = f"ours-{number}"
-    listings = Listings(node, node, node, lambda *keys: None)  # type: ignore[arg-type]
+    listings = Pages(node, node, node, lambda *keys: None)  # type: ignore[arg-type]
 
     async def walk() -> tuple[list[str], dict[str, ListEntry]]:
         shown: list[str] = []
@@ -153,7 +153,7 @@ def test_a_write_that_arrives_at_the_backend_in_between_is_seen() -> None:
 
             backend.list_page = list_page  # type: ignore[method-assign]
             served = Served(Bucket("bucket", "memory://x", write="back"), backend)
-            page = await Listings(node, node, node, lambda *keys: None).page(served, calls.ListCall("bucket"))  # type: ignore[arg-type]
+            page = await Pages(node, node, node, lambda *keys: None).page(served, calls.ListCall("bucket"))  # type: ignore[arg-type]
             assert [entry.key for entry in page.entries] == ["new"], moment
 
     asyncio.run(story())
@@ -165,7 +165,7 @@ def test_a_page_costs_what_a_page_costs() -> None:
         for number in range(5000):
             node.owe(f"key-{number:05}", number + 1)
         served = Served(Bucket("bucket", "memory://x", write="back"), backend)
-        listings = Listings(node, node, node, lambda *keys: None)  # type: ignore[arg-type]
+        listings = Pages(node, node, node, lambda *keys: None)  # type: ignore[arg-type]
         page = await listings.page(served, calls.ListCall("bucket", start_after="key-02000", limit=10))
         assert [entry.key for entry in page.entries] == [f"key-{number:05}" for number in range(2001, 2011)]
         assert node.windows <= 2

@@ -17,7 +17,7 @@ from forebay.core import limits
 from forebay.core.access import Grant, Identity, encode_identities
 from forebay.core.derived import Kept
 from forebay.core.errors import Denied, NotFound
-from forebay.core.formats.manifest import ManifestState
+from forebay.core.formats.listing import ListingState
 from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall, Item
@@ -41,8 +41,8 @@ ANSWERS: dict[str, Any] = {
     "stat": calls.ObjectState("b", "k", 1, "v", "e", 0.0, 1, False, False, 0.0),
     "copy": calls.Written("e", "v", 1, 0.0),
     "keep": Kept(True),
-    "manifest": ManifestState("b", "", "of all", 0, 4),
-    "manifest_part": b"four",
+    "listing": ListingState("b", "", "of all", 0, 4),
+    "listing_part": b"four",
     "hints": HINTS,
     "hints_at": HINTS,
     "hints_state": HINTS,

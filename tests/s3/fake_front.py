@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 from forebay.core import limits
 from forebay.core.access import Identity, encode_identities
 from forebay.core.errors import Bug, ForebayError, NotFound, Precondition
-from forebay.core.listing import after_prefix
 from forebay.core.messages.calls import CopyCall, DeleteCall, ListCall, Nothing, PutCall, PutOpened, Written
+from forebay.core.pages import after_prefix
 from forebay.core.record import Record, build_head
 from forebay.core.s3rules.conditions import Conditions
 from forebay.core.s3rules.names import BASE_DOMAINS, Addressing

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.core.access import Grant, Identity
 from forebay.core.errors import Invalid
-from forebay.core.listing import after_prefix, last_shown, merge_pages
+from forebay.core.pages import after_prefix, last_shown, merge_pages
 from forebay.core.types import ListEntry, ListPage
 from forebay.node.front.s3.listing import ListRequest, decode_token, encode_token, fetch_page, render_list
 from tests.s3.fake_front import Answer, Front, Object, list_dumbly

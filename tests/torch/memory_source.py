@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from forebay.core.errors import ForebayError, NotFound, Precondition
-from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import MemberIndex
 from forebay.core.formats.members import build as build_members
 from forebay.core.messages.batch import Item
@@ -30,14 +30,14 @@ class MemorySource:
         self.before: Callable[[Sequence[Item]], None] | None = None
         self.cold = 0
         self.batches: list[int] = []  # how many items each get_many asked for
-        self.told: Callable[[str, Manifest], Any] | None = None  # makes what hints are told to
+        self.told: Callable[[str, Listing], Any] | None = None  # makes what hints are told to
         self.listed = 0
         self._etags: dict[str, tuple[bytes, str]] = {}
-        self.manifests: dict[str, Manifest] = {}
+        self.listings: dict[str, Listing] = {}
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remembering, (self.objects, [bytes(found.data) for found in self.manifests.values()])
+        return _remembering, (self.objects, [bytes(found.data) for found in self.listings.values()])
 
     def etag(self, key: str) -> str:
         data = self.objects[key]
@@ -45,14 +45,14 @@ class MemorySource:
             self._etags[key] = data, hashlib.md5(data).hexdigest()
         return self._etags[key][1]
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         self.listed += 1
         keys = sorted((key for key in self.objects if key.startswith(prefix)), key=lambda key: key.encode())
         entries = [ListEntry(key, len(self.objects[key]), self.etag(key), 1.0) for key in keys]
-        found = Manifest(build(bucket, prefix, [pack(entries)]))
-        self.manifests[found.id] = found
+        found = Listing(build(bucket, prefix, [pack(entries)]))
+        self.listings[found.id] = found
         if id not in ("", found.id):
-            raise Precondition(f"{bucket}/{prefix} is not what it was: {self.manifests[id].difference(found)}")
+            raise Precondition(f"{bucket}/{prefix} is not what it was: {self.listings[id].difference(found)}")
         return found
 
     def get_many(self, items: Sequence[Item]) -> Answers:
@@ -62,8 +62,8 @@ class MemorySource:
             self.batches.append(len(items))
         return Answers([self._get(item) for item in items], self.cold)
 
-    def hints(self, job: str, manifest: Manifest) -> Any:
-        return None if self.told is None else self.told(job, manifest)
+    def hints(self, job: str, listing: Listing) -> Any:
+        return None if self.told is None else self.told(job, listing)
 
     def _get(self, item: Item) -> bytes | memoryview | ForebayError:
         error = self.fail(item) if self.fail is not None else None
@@ -88,9 +88,9 @@ class MemorySource:
         return build_members(kind, lambda start, size: data[start : start + size], len(data), version="v", etag=etag)
 
 
-def _remembering(objects: dict[str, bytes], manifests: list[bytes]) -> MemorySource:
+def _remembering(objects: dict[str, bytes], listings: list[bytes]) -> MemorySource:
     source = MemorySource(objects)
-    source.manifests = {found.id: found for found in map(Manifest, manifests)}
+    source.listings = {found.id: found for found in map(Listing, listings)}
     return source
 
 

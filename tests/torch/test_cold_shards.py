@@ -17,7 +17,7 @@ import pytest
 from bench.servers import SeaweedFS
 from bench.shaper import Shaper
 from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
-from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import MemberIndex
 from forebay.core.types import ListEntry
 from forebay.torch import BatchSampler, DataLoader, ShardDataset
@@ -96,9 +96,9 @@ def test_the_order_of_the_first_epoch_is_the_same_in_every_release():
     sizes = {f"train/{n:02d}.tar": (5 + 7 * n) << 20 for n in range(24)}
 
     class Sparse(MemorySource):
-        def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+        def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
             entries = [ListEntry(key, size, "e" * 32, 1.0) for key, size in sizes.items()]
-            return Manifest(build(bucket, prefix, [pack(entries)]))
+            return Listing(build(bucket, prefix, [pack(entries)]))
 
     order = DataLoader(ShardDataset("b-1/train", source=Sparse({})), seed=9).schedule.order(0)
     assert isinstance(order, Windows)

@@ -98,11 +98,11 @@ def in_order(loader: DataLoader) -> list[int]:
 def test_the_listing_is_the_nodes(running: NodeProcess, keys: None, folder: Path):
     for bucket in ("files", "cloud"):
         source = NodeOrBackend(NodeSource(running.endpoint), bucket, 60.0)
-        found = source.manifest(bucket, "train/")
+        found = source.listing(bucket, "train/")
         direct = source._direct
         assert direct is not None
         assert "access_key_id" not in direct.bucket.options, "the job finds its own"
-        assert direct.manifest(bucket, "train/", found.id).id == found.id
+        assert direct.listing(bucket, "train/", found.id).id == found.id
         shard = found.key(0)
         index = direct.members(bucket, shard, found.etag(0))
         assert index.names == source.members(bucket, shard, found.etag(0)).names
@@ -110,7 +110,7 @@ def test_the_listing_is_the_nodes(running: NodeProcess, keys: None, folder: Path
             (folder / shard).read_bytes()[512:600]
         ]
         with pytest.raises(Precondition):
-            direct.manifest(bucket, "numbers/", found.id)
+            direct.listing(bucket, "numbers/", found.id)
 
 
 @pytest.mark.real
@@ -196,7 +196,7 @@ class GoneNode(NodeSource):
     def answers(self) -> bool:
         return self.up
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Any:
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Any:
         return None
 
     def get_many(self, items: Any) -> Any:
@@ -214,7 +214,7 @@ def past(tmp_path: Path) -> Make:
         bucket: Bucket | ForebayError, direct: dict[str, str] | None = None, after_s: float | None = 0.0
     ) -> Patient:
         source = NodeOrBackend(GoneNode(bucket), "b-1", after_s, direct)
-        source.manifest("b-1", "")
+        source.listing("b-1", "")
         return Patient(source, 0.2)
 
     return make
@@ -230,7 +230,7 @@ def test_only_the_version_that_was_listed(past: Make, tmp_path: Path):
     (tmp_path / "a").write_bytes(b"0123456789")
     (tmp_path / "none").write_bytes(b"")
     url = tmp_path.as_uri()
-    etag = DirectSource(Bucket("b-1", url)).manifest("b-1", "").etag(0)
+    etag = DirectSource(Bucket("b-1", url)).listing("b-1", "").etag(0)
     source = past(Bucket("b-1", "memory://x"), {"url": url})
     assert ask(source, Item("b-1", "a", 3, 5, "", etag), Item("b-1", "none"), Item("b-1", "a", 8)) == [
         b"34",
@@ -305,7 +305,7 @@ def test_a_pickle_reads_for_itself(tmp_path: Path):
     for number in range(3):
         (tmp_path / str(number)).write_bytes(b"%d" % number)
     source = NodeOrBackend(GoneNode(Bucket("b-1", tmp_path.as_uri())), "b-1", 0.0)
-    source.manifest("b-1", "")
+    source.listing("b-1", "")
     items = [Item("b-1", str(number)) for number in itertools.chain(range(3), range(3))]
     expected = [b"0", b"1", b"2"] * 2
     assert source.get_many(items).values == expected

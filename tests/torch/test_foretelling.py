@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forebay.core.errors import Invalid, NotFound, Unavailable
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.limits import BLOCK_BYTES
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
 from forebay.torch.dataset import block_rows
@@ -23,8 +23,8 @@ from tests.torch.memory_source import MemorySource, numbered_shard, tokens
 class Node(Telling):
     """What a node makes of hints: the future it knows, and how far the job is. `fail` raises instead."""
 
-    def __init__(self, job: str, manifest: Manifest) -> None:
-        self.job, self.manifest = job, manifest
+    def __init__(self, job: str, listing: Listing) -> None:
+        self.job, self.listing = job, listing
         self.known: dict[int, tuple[int, int, int]] = {}
         self.pieces: list[tuple[int, int]] = []
         self.position = 0
@@ -55,8 +55,8 @@ def nodes(numbers: MemorySource) -> list[Node]:
     """The nodes that were told of `numbers`, one for each time that telling was begun."""
     made: list[Node] = []
 
-    def make(job: str, manifest: Manifest) -> Node:
-        made.append(Node(job, manifest))
+    def make(job: str, listing: Listing) -> Node:
+        made.append(Node(job, listing))
         return made[-1]
 
     numbers.told = make
@@ -138,8 +138,8 @@ def test_what_the_node_cannot_take_ends_the_telling_and_nothing_else(
     def refuse(verb: str) -> None:
         raise Invalid("too many blocks")
 
-    def make(job: str, manifest: Manifest) -> Node:
-        nodes.append(Node(job, manifest))
+    def make(job: str, listing: Listing) -> Node:
+        nodes.append(Node(job, listing))
         nodes[-1].fail = refuse
         return nodes[-1]
 
@@ -162,8 +162,8 @@ def test_a_node_that_is_away_costs_nothing(numbers: MemorySource, nodes: list[No
         if len(tried) < 3:
             raise Unavailable("no node answers")
 
-    def make(job: str, manifest: Manifest) -> Node:
-        nodes.append(Node(job, manifest))
+    def make(job: str, listing: Listing) -> Node:
+        nodes.append(Node(job, listing))
         nodes[-1].fail = away
         return nodes[-1]
 
@@ -196,7 +196,7 @@ def test_names_of_jobs(numbers: MemorySource, nodes: list[Node], monkeypatch: py
 
 
 # --- which blocks -----------------------------------------------------------------------------------------------------
-def test_objects_are_counted_as_the_manifest_counts_them():
+def test_objects_are_counted_as_the_listing_counts_them():
     sizes = {"a.jpg": 1, "b.txt": 5, "c.jpg": 0, "d.jpg": 2 * BLOCK_BYTES + 1}
     dataset = ObjectDataset("b-1", suffixes=[".jpg"], source=MemorySource({k: bytes(n) for k, n in sizes.items()}))
     assert dataset.accesses(np.array([2, 0, 1])).tolist() == [[3, 0, 3], [0, 0, 1], [2, 0, 1]]
@@ -238,8 +238,8 @@ def test_telling_takes_no_time_of_the_loop(numbers: MemorySource, nodes: list[No
         while not release:
             time.sleep(0.01)
 
-    def make(job: str, manifest: Manifest) -> Node:
-        nodes.append(Node(job, manifest))
+    def make(job: str, listing: Listing) -> Node:
+        nodes.append(Node(job, listing))
         nodes[-1].fail = hang
         return nodes[-1]
 

@@ -121,8 +121,8 @@ def test_the_node_knows_which_shards_come_next_and_later_what_is_read_of_them(
 def test_an_asyncio_program_tells_what_it_will_read(node: NodeProcess):
     async def story() -> None:
         async with aio.connect(node.endpoint) as client:
-            manifest = await client.manifest("corpus", "numbers/")
-            async with client.hints("told", manifest) as hints:
+            listing = await client.listing("corpus", "numbers/")
+            async with client.hints("told", listing) as hints:
                 assert (await hints.future([(n, 0, 1) for n in range(9)])).known == 9
                 assert (await hints.future([(9, 0, 1)])).known == 10
                 assert (await hints.at(4)).position == 4

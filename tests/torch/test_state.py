@@ -9,20 +9,20 @@ import msgspec
 import pytest
 
 from forebay.core.errors import Invalid, Precondition
-from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.types import ListEntry
-from forebay.torch.listing import Fingerprint, Listing
+from forebay.torch.columns import Fingerprint, ListingColumns
 from forebay.torch.state import STATE_BYTES_MAX, State, from_dict
 
 Entry = tuple[str, int, str]
 
 
-def manifest(entries: list[Entry]) -> Manifest:
-    return Manifest(build("corpus", "", [pack([ListEntry(key, size, etag, 1.0) for key, size, etag in entries])]))
+def listing(entries: list[Entry]) -> Listing:
+    return Listing(build("corpus", "", [pack([ListEntry(key, size, etag, 1.0) for key, size, etag in entries])]))
 
 
-def listing(entries: list[Entry], *suffixes: str) -> Listing:
-    return Listing.of(manifest(entries), suffixes)
+def columns(entries: list[Entry], *suffixes: str) -> ListingColumns:
+    return ListingColumns.of(listing(entries), suffixes)
 
 
 def entries(count: int) -> list[Entry]:
@@ -30,14 +30,14 @@ def entries(count: int) -> list[Entry]:
 
 
 def difference(before: list[Entry], after: list[Entry]) -> str:
-    saved = listing(before).fingerprint("objects", len(before))
-    now = listing(after)
+    saved = columns(before).fingerprint("objects", len(before))
+    now = columns(after)
     return now.difference(saved, now.fingerprint("objects", len(after)))
 
 
 def test_a_listing_keeps_what_it_was_given():
     given = [("b", 0, ""), ("c/日本", 1 << 40, '"odd"'), ("ä", 1, "x")]
-    found = listing(given)
+    found = columns(given)
     assert [(found.key(n), int(found.sizes[n]), found.etag(n)) for n in range(3)] == given
     again = pickle.loads(pickle.dumps(found))
     assert again.fingerprint("objects", 3) == found.fingerprint("objects", 3)
@@ -46,17 +46,17 @@ def test_a_listing_keeps_what_it_was_given():
 def test_suffixes_choose_and_folder_marks_are_left_out():
     mixed = [("a.JPG", 1, "1"), ("b.json", 2, "22"), ("b/", 0, ""), ("c.jpg", 3, ""), ("d.jpg", 4, "4"), ("g", 5, "5")]
     mixed.sort()
-    assert [listing(mixed, ".jpg").key(n) for n in range(3)] == ["a.JPG", "c.jpg", "d.jpg"]
-    assert [listing(mixed, ".jpg").etag(n) for n in range(3)] == ["1", "", "4"]
-    assert listing(mixed, ".jpg", ".json").objects == 4
-    assert listing(mixed).objects == 5
-    assert listing(mixed, ".png").objects == 0
-    assert listing([], ".png").objects == 0
+    assert [columns(mixed, ".jpg").key(n) for n in range(3)] == ["a.JPG", "c.jpg", "d.jpg"]
+    assert [columns(mixed, ".jpg").etag(n) for n in range(3)] == ["1", "", "4"]
+    assert columns(mixed, ".jpg", ".json").objects == 4
+    assert columns(mixed).objects == 5
+    assert columns(mixed, ".png").objects == 0
+    assert columns([], ".png").objects == 0
 
 
 def test_what_was_chosen_is_the_same_however_it_was_found():
     only = [entry for entry in entries(50) if entry[0].endswith("7.jpg")]
-    chosen, all_of_it = (found.fingerprint("x", 5) for found in (listing(entries(50), "7.jpg"), listing(only)))
+    chosen, all_of_it = (found.fingerprint("x", 5) for found in (columns(entries(50), "7.jpg"), columns(only)))
     assert (chosen.id, chosen.rungs, chosen.size_bytes) == (all_of_it.id, all_of_it.rungs, all_of_it.size_bytes)
 
 
@@ -98,16 +98,17 @@ def test_an_object_renamed_and_one_that_moved_its_boundary_are_changes():
 
 
 def test_a_state_is_small_and_comes_back():
-    found = listing([(f"{'k' * 900}{n}", 1 << 45, "e" * 60) for n in range(50)])
+    found = columns([(f"{'k' * 900}{n}", 1 << 45, "e" * 60) for n in range(50)])
     now = found.fingerprint("windows of 4097 every 4096 uint16, over files, after 1024 bytes, shuffled", 1 << 61)
     state = State(1, (1 << 63) - 1, 10**9, 1 << 60, now)
     text = json.dumps(state.to_dict())
+    assert state.to_dict()["fingerprint"]["manifest"] == now.listing_id, "as states called it that were saved long ago"
     assert len(text) < STATE_BYTES_MAX
     assert from_dict(json.loads(text), found, now) == state
 
 
 def test_a_state_of_another_dataset_is_refused_and_says_why():
-    before, after = listing(entries(20)), listing(entries(21))
+    before, after = columns(entries(20)), columns(entries(21))
     state = State(1, 0, 3, 7, before.fingerprint("objects, shuffled", 20)).to_dict()
     with pytest.raises(Precondition, match=r"objects: 20 then, 21 now.*added from.*set_epoch\(4\)"):
         from_dict(state, after, after.fingerprint("objects, shuffled", 21))
@@ -116,7 +117,7 @@ def test_a_state_of_another_dataset_is_refused_and_says_why():
 
 
 def test_what_is_no_state_is_refused():
-    found = listing(entries(3))
+    found = columns(entries(3))
     now = found.fingerprint("objects", 3)
     good = State(1, 0, 0, 0, now).to_dict()
     for bad in ({}, {**good, "samples": "x"}, {**good, "samples": 4}, {**good, "epoch": -1}, {**good, "samples": -1}):

@@ -80,7 +80,7 @@ def text(state: NodeState, place: str, now_s: float) -> str:
             parts.append("what was owed before the start is still being read: buckets owe at least what is shown")
         if state.derived_bytes:
             parts.append(
-                f"{show.size(state.derived_bytes)} of the volumes are indexes of shards, manifests and the like"
+                f"{show.size(state.derived_bytes)} of the volumes are indexes of shards, listings and the like"
             )
     else:
         parts.append("no buckets yet: add one with `forebay bucket add NAME s3://…`")

@@ -35,14 +35,14 @@ from forebay.client.http1 import (
     build_request,
     parse_head,
 )
-from forebay.client.manifest import manifest
+from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
 from forebay.core.types import Bucket, ListPage, RangeSpec
@@ -367,7 +367,7 @@ class Client:
         """What the node knows of the object; with `revalidate` it asks the backend first."""
         return await self.run(flows.stat(bucket, key, revalidate=revalidate))
 
-    async def manifest(
+    async def listing(
         self,
         bucket: str,
         prefix: str = "",
@@ -375,13 +375,13 @@ class Client:
         refresh: bool = False,
         *,
         progress: Callable[[int], None] | None = None,
-    ) -> Manifest:
-        """One listing of everything under `prefix`; see `forebay.Client.manifest`."""
-        return await self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
+    ) -> Listing:
+        """One listing of everything under `prefix`; see `forebay.Client.listing`."""
+        return await self.run(listing(bucket, prefix, id=id, refresh=refresh, progress=progress))
 
-    def hints(self, job: str, manifest: Manifest) -> HintsAsync:
+    def hints(self, job: str, listing: Listing) -> HintsAsync:
         """Tell the node what `job` will read; see `forebay.Client.hints`. Nothing is sent before its `future`."""
-        return HintsAsync(self.run, job, manifest)
+        return HintsAsync(self.run, job, listing)
 
     async def put(
         self,

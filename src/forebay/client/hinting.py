@@ -2,7 +2,7 @@
 
 Theory. A loader knows its order, so it tells the node what it will read next, and now and then how far it is; the node
 fetches ahead and keeps what is needed soonest (docs/semantics.md says what it does with it). What is told are numbers
-of objects in the job's manifest and blocks of them, in the order of reading.
+of objects in the job's listing and blocks of them, in the order of reading.
 
 Hints are advice. A node that was restarted has forgotten them and says `NotFound` (`NoSuchHints`) to `at`: tell the
 future again, from where you are. One process of a job speaks for all of it.
@@ -22,7 +22,7 @@ import msgspec
 from forebay.client import flows
 from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt, Invalid
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.machines.hints import TRIPLE_BYTES, HintsCall, HintsState
 
 PIECE_ACCESSES = 1 << 18  # 3 MiB
@@ -45,7 +45,7 @@ def pack(accesses: Any) -> memoryview:
     return view
 
 
-def tell(job: str, manifest: Manifest, start: int, accesses: memoryview) -> flows.Flow[HintsState]:
+def tell(job: str, listing: Listing, start: int, accesses: memoryview) -> flows.Flow[HintsState]:
     """From access `start` on the job reads these, as `pack` made them. What was told before of `start` and later no
     longer holds."""
     step = PIECE_ACCESSES * TRIPLE_BYTES
@@ -53,7 +53,7 @@ def tell(job: str, manifest: Manifest, start: int, accesses: memoryview) -> flow
     for at in range(0, len(accesses) or 1, step):
         first = start + at // TRIPLE_BYTES
         piece = bytes(accesses[at : at + step])
-        body = msgspec.msgpack.encode(HintsCall(job, manifest.bucket, manifest.prefix, manifest.id, first, piece))
+        body = msgspec.msgpack.encode(HintsCall(job, listing.bucket, listing.prefix, listing.id, first, piece))
         headers = (("Content-Type", "application/msgpack"),)
         state = yield from _state(Request("POST", encode_path("-/v1/hints", job), headers, body), job)
     assert state is not None
@@ -91,8 +91,8 @@ def _state(request: Request, job: str) -> flows.Flow[HintsState]:
 class Hints:
     """One job's hints, as blocking calls. Made by `Client.hints`; close it when the job ends, or use it with `with`."""
 
-    def __init__(self, run: Callable[[Any], Any], job: str, manifest: Manifest) -> None:
-        self.job, self.manifest = job, manifest
+    def __init__(self, run: Callable[[Any], Any], job: str, listing: Listing) -> None:
+        self.job, self.listing = job, listing
         self.known = 0  # accesses told so far
         self._run = run
 
@@ -104,11 +104,11 @@ class Hints:
 
     def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
         """Tell what is read from access `start` on (by default after what was told), as triples of an object's number
-        in the manifest, its first block and its end block, or a uint32 array of them. Telling an epoch ahead of the
+        in the listing, its first block and its end block, or a uint32 array of them. Telling an epoch ahead of the
         position lets the node choose best. `Invalid` beyond HINT_ACCESSES_MAX ahead; `NotFound` when the node has not
-        got the manifest any more."""
+        got the listing any more."""
         said: HintsState = self._run(
-            tell(self.job, self.manifest, self.known if start is None else start, pack(accesses))
+            tell(self.job, self.listing, self.known if start is None else start, pack(accesses))
         )
         self.known = said.known
         return said
@@ -132,8 +132,8 @@ class Hints:
 class HintsAsync:
     """`Hints` as coroutines. Made by `forebay.aio.Client.hints`; close it when the job ends, or use `async with`."""
 
-    def __init__(self, run: Callable[[Any], Awaitable[Any]], job: str, manifest: Manifest) -> None:
-        self.job, self.manifest = job, manifest
+    def __init__(self, run: Callable[[Any], Awaitable[Any]], job: str, listing: Listing) -> None:
+        self.job, self.listing = job, listing
         self.known = 0  # accesses told so far
         self._run = run
 
@@ -148,7 +148,7 @@ class HintsAsync:
     async def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
         """See `Hints.future`."""
         said: HintsState = await self._run(
-            tell(self.job, self.manifest, self.known if start is None else start, pack(accesses))
+            tell(self.job, self.listing, self.known if start is None else start, pack(accesses))
         )
         self.known = said.known
         return said

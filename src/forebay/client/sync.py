@@ -30,14 +30,14 @@ from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
 from forebay.client.hinting import Hints
 from forebay.client.http1 import Request, Response
-from forebay.client.manifest import manifest
+from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, Plan, put_data
 from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import (
@@ -392,7 +392,7 @@ class Client:
         """What the node knows of the object; with `revalidate` it asks the backend first."""
         return self.run(flows.stat(bucket, key, revalidate=revalidate))
 
-    def manifest(
+    def listing(
         self,
         bucket: str,
         prefix: str = "",
@@ -400,18 +400,18 @@ class Client:
         refresh: bool = False,
         *,
         progress: Callable[[int], None] | None = None,
-    ) -> Manifest:
+    ) -> Listing:
         """One listing of everything under `prefix`, the same for every process that asks within the bucket's freshness.
 
-        The node lists, in parallel, and keeps what it listed. With `id` exactly that manifest, else `Precondition` says
+        The node lists, in parallel, and keeps what it listed. With `id` exactly that listing, else `Precondition` says
         what changed; with `refresh` from a listing that begins now. `progress` hears how many objects were found.
         """
-        return self.run(manifest(bucket, prefix, id=id, refresh=refresh, progress=progress))
+        return self.run(listing(bucket, prefix, id=id, refresh=refresh, progress=progress))
 
-    def hints(self, job: str, manifest: Manifest) -> Hints:
-        """Tell the node what `job` will read of the manifest's objects: it fetches ahead, and keeps what is needed
+    def hints(self, job: str, listing: Listing) -> Hints:
+        """Tell the node what `job` will read of the listing's objects: it fetches ahead, and keeps what is needed
         soonest. Nothing is sent before its `future`. Close it when the job ends."""
-        return Hints(self.run, job, manifest)
+        return Hints(self.run, job, listing)
 
     def list_page(
         self,

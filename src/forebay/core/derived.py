@@ -18,9 +18,11 @@ import xxhash
 
 from forebay.core import limits
 
-DerivedKind = Literal["members", "manifests", "plain"]
-DERIVED_KINDS: tuple[DerivedKind, ...] = ("members", "manifests", "plain")
+DerivedKind = Literal["members", "listings", "plain"]
+DERIVED_KINDS: tuple[DerivedKind, ...] = ("members", "listings", "plain")
 _HASH_CHARS = 32
+# Buckets on disk. A listing was once called a manifest, and nodes have such buckets.
+_ON_DISK: dict[DerivedKind, str] = {"members": "-members", "listings": "-manifests", "plain": "-plain"}
 
 
 class KeepCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,7 +47,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 def reserved(kind: DerivedKind) -> str:
     """The bucket that derived objects of this kind are in."""
-    return f"-{kind}"
+    return _ON_DISK[kind]
 
 
 def name_of(bucket: str, key: str) -> str:

@@ -107,8 +107,8 @@ MEMBERS_MAX = 4_000_000  # of one shard: an index of about 200 MB in memory whil
 MEMBER_INFLATED_BYTES_MAX = 1 * GIB  # a deflated zip member, or a bomb
 PLAIN_RATIO_MAX = 200  # how many times its size a compressed shard may unpack to, or it is a bomb; text has 20
 PLAIN_FREE_BYTES = 1 * GIB  # up to here any ratio will do: small bombs do no harm
-MANIFEST_OBJECTS_MAX = 50_000_000  # of one manifest: 3 GB; datasets of more objects are sharded
-MANIFEST_PART_BYTES_MAX = 4 * MIB  # of a manifest that the store had no room for, in one message
+LISTING_OBJECTS_MAX = 50_000_000  # of one listing: 3 GB; datasets of more objects are sharded
+LISTING_PART_BYTES_MAX = 4 * MIB  # of a listing that the store had no room for, in one message
 HINT_TTL_S = 600.0  # how long hints outlive the last word of their job: a restart should find them
 HINT_ACCESSES_MAX = 4_000_000  # known future of one job: 100 MB in the engine
 

@@ -16,7 +16,7 @@ from typing import Any
 from forebay.core.machines import flight, flush, recover, sent_bodies
 from forebay.core.s3rules import conditions
 from forebay.node.engine.flush import key_flush
-from forebay.node.engine.read import cold, listing
+from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, locks, parts, writes
 from forebay.node.store.disk import journal
 from forebay.node.store.writer import puts
@@ -119,7 +119,7 @@ def _deleted() -> list[_Patch]:
 
 def _listing() -> list[_Patch]:
     """A listing does not know of what is owed."""
-    return [(listing.Listings, "_window", lambda self, bucket, prefix, after: [])]
+    return [(pages.Pages, "_window", lambda self, bucket, prefix, after: [])]
 
 
 def _locks() -> list[_Patch]:

@@ -59,7 +59,7 @@ class Operator:
                 [
                     *("/-/v1/status", "/-/metrics", "/-/v1/jobs", f"/-/v1/list/{bucket}", f"/-/v1/lost/{bucket}"),
                     *(f"/-/v1/list/{bucket}?cached=1", f"/-/v1/stat/{bucket}/{key}?revalidate=1", f"/{bucket}?uploads"),
-                    *(f"/-/v1/stat/{bucket}/{key}", f"/-/v1/manifest/{bucket}", f"/-/v1/buckets/{bucket}/check"),
+                    *(f"/-/v1/stat/{bucket}/{key}", f"/-/v1/listing/{bucket}", f"/-/v1/buckets/{bucket}/check"),
                 ]
             ),
         )
@@ -76,12 +76,12 @@ class Operator:
 
     async def _tell(self) -> None:
         bucket = self._chance.choice(self.buckets)
-        answer = await self._asked("GET", f"/-/v1/manifest/{bucket}?refresh=1")
+        answer = await self._asked("GET", f"/-/v1/listing/{bucket}?refresh=1")
         if answer.status != 200 or "etag" not in answer.headers:
             return
         count = self._chance.randrange(1, 4)
         accesses = b"".join(struct.pack("<III", self._chance.randrange(2), 0, 1) for _ in range(count))
-        call = {"job": "train", "bucket": bucket, "prefix": "", "manifest": answer.headers["etag"].strip('"')}
+        call = {"job": "train", "bucket": bucket, "prefix": "", "listing": answer.headers["etag"].strip('"')}
         body = msgspec.msgpack.encode(call | {"start": 0, "accesses": accesses})
         await self._asked("POST", "/-/v1/hints/train", body, content_type="application/msgpack")
         await self._asked("PUT", f"/-/v1/hints/train?position={count - 1}")

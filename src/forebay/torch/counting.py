@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from forebay.core.errors import ForebayError
-from forebay.torch.listing import Column
+from forebay.torch.columns import Column
 from forebay.torch.order import Counted, Permuted
 
 THREADS = 8  # shards whose members are asked for at once

@@ -24,9 +24,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Item
-from forebay.torch.listing import Column, Fingerprint, Listing
+from forebay.torch.columns import Column, Fingerprint, ListingColumns
 from forebay.torch.order import BlockShuffled, InOrder, Order, Permuted
 from forebay.torch.source import Facts, NodeSource, Patient, Source, Telling, parse_place
 from forebay.torch.switch import NodeOrBackend
@@ -62,9 +62,9 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         bucket = parse_place(place)[0]
         source = source or NodeOrBackend(NodeSource(url), bucket, direct_after_s, direct)
         self._source = Patient(source, patience_s)
-        self._manifest: Manifest | None = None
-        self._listing: Listing | None = self._listed()
-        if not self._listing.objects:
+        self._listing: Listing | None = None
+        self._columns: ListingColumns | None = self._listed()
+        if not self._columns.objects:
             which = f" that end in {', '.join(suffixes)}" if suffixes else ""
             raise NotFound(f"there are no objects under {place!r}{which}: see what is with `forebay ls {place}`")
 
@@ -79,7 +79,7 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         raise NotImplementedError
 
     def accesses(self, indices: Column) -> Column:
-        """For each sample a row (object's number in the manifest, first block, end block), uint32."""
+        """For each sample a row (object's number in the listing, first block, end block), uint32."""
         raise NotImplementedError
 
     def of_blocks(self, blocks: Column) -> Column:
@@ -119,32 +119,32 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_manifest"] = None
+        state["_listing"] = None
         if self.listing.memory_bytes > _INLINE_BYTES_MAX:
-            state["_listing"] = None
-            state["_listed_as"] = self.listing.manifest
+            state["_columns"] = None
+            state["_listed_as"] = self.listing.listing_id
         return state
 
     # --- the listing -------------------------------------------------------------------------------------------------
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> ListingColumns:
         """The objects. In a spawned worker the first use may ask for them again; `Precondition` if they changed."""
-        if self._listing is None:
-            self._listing = self._listed(self.__dict__["_listed_as"])
-        return self._listing
+        if self._columns is None:
+            self._columns = self._listed(self.__dict__["_listed_as"])
+        return self._columns
 
-    def _listed(self, manifest: str = "") -> Listing:
-        self._manifest = self._source.manifest(*parse_place(self.place), manifest)
-        return Listing.of(self._manifest, self._suffixes)
+    def _listed(self, listing: str = "") -> ListingColumns:
+        self._listing = self._source.listing(*parse_place(self.place), listing)
+        return ListingColumns.of(self._listing, self._suffixes)
 
     def hints(self, job: str) -> Telling | None:
         """A way to tell the node what `job` reads of this; None if there is none, or in a copy of the dataset."""
-        return None if self._manifest is None else self._source.source.hints(job, self._manifest)
+        return None if self._listing is None else self._source.source.hints(job, self._listing)
 
-    def changed_since(self, manifest: str) -> str:
-        """In the node's words, what changed since that manifest; empty if it does not say."""
+    def changed_since(self, listing: str) -> str:
+        """In the node's words, what changed since that listing; empty if it does not say."""
         try:
-            self._source.manifest(*parse_place(self.place), manifest)
+            self._source.listing(*parse_place(self.place), listing)
         except Precondition as error:
             return error.message
         return ""
@@ -204,12 +204,12 @@ def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> 
         return found
 
 
-def block_rows(listing: Listing, objects: Column, starts: Column, ends: Column) -> Column:
-    """Rows (object's number in the manifest, first block, end block) for the bytes starts..ends of objects."""
+def block_rows(listing: ListingColumns, objects: Column, starts: Column, ends: Column) -> Column:
+    """Rows (object's number in the listing, first block, end block) for the bytes starts..ends of objects."""
     blocks = np.maximum(1, -(-listing.sizes[objects] // limits.BLOCK_BYTES))
     first = np.minimum(starts // limits.BLOCK_BYTES, blocks - 1)
     end = np.clip(-(-ends // limits.BLOCK_BYTES), first + 1, blocks)
-    return np.ascontiguousarray(np.stack([listing.numbers_in_manifest(objects), first, end], 1), np.uint32)
+    return np.ascontiguousarray(np.stack([listing.numbers_in_listing(objects), first, end], 1), np.uint32)
 
 
 def runs(sizes: Column, block_bytes: int = BLOCK_BYTES) -> tuple[Column, Column]:
@@ -219,6 +219,6 @@ def runs(sizes: Column, block_bytes: int = BLOCK_BYTES) -> tuple[Column, Column]
     return counts, np.add.reduceat(sizes, first)
 
 
-def whole_objects(listing: Listing, numbers: Sequence[int]) -> list[Item]:
+def whole_objects(listing: ListingColumns, numbers: Sequence[int]) -> list[Item]:
     """Items for whole objects, each of the version that was listed."""
     return [Item(listing.bucket, listing.key(n), 0, None, "", listing.etag(n)) for n in numbers]

@@ -1,7 +1,7 @@
 """Reading past the node: the same versions, straight from the bucket's backend.
 
 Theory. When the node is gone, what it served is still in the bucket. A job that may read the bucket itself need not
-stand still: the keys, sizes and etags are known from the manifest, and a sample is an object or a range of one. So
+stand still: the keys, sizes and etags are known from the listing, and a sample is an object or a range of one. So
 items become requests to the backend, PARALLEL of them at once, each of which must answer with the etag that was listed.
 Nothing is cached and no range is read twice: this is slower than a node, and meant for the time until one is back.
 
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.core import limits
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
-from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import SNIFF_BYTES, MemberIndex, form_of
 from forebay.core.formats.members import build as build_members
 from forebay.core.messages.batch import Item
@@ -113,9 +113,9 @@ class DirectSource:
                 self._check(value)
         return values
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         """The listing as the backend has it now; with `id` that one, else `Precondition`."""
-        found = Manifest(build(bucket, prefix, self._ask(lambda reader: reader.listed(prefix))))
+        found = Listing(build(bucket, prefix, self._ask(lambda reader: reader.listed(prefix))))
         if id not in ("", found.id):
             raise Precondition(f"{bucket}/{prefix} is not what it was when the dataset was listed: start anew")
         return found
@@ -234,7 +234,7 @@ class _Reader:
         return body.info
 
     async def listed(self, prefix: str) -> list[Any]:
-        """All objects, as pieces of a manifest."""
+        """All objects, as pieces of a listing."""
         pieces, after = [], ""
         while True:
             page = await self._backend.list_page(prefix, "", after, limits.LIST_KEYS_MAX)

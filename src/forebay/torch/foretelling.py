@@ -95,7 +95,7 @@ class Foretelling:
             try:
                 pause_s = 0.0 if self._step() else _PAUSE_S
                 lost = False
-            except NotFound:  # a node that was restarted; if it has not even the manifest, it has no use for this
+            except NotFound:  # a node that was restarted; if it has not even the listing, it has no use for this
                 self._known = self._said
                 self._ahead_blocks.clear()
                 pause_s, lost = (_AWAY_S if lost else 0.0), True

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from forebay.ports import clock
+from forebay.torch.columns import Column
 from forebay.torch.dataset import Dataset, OnError, block_rows, decoded, runs, whole_objects
-from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 

@@ -24,9 +24,9 @@ from torch import distributed
 from torch.utils.data import Sampler
 
 from forebay.core.errors import Invalid
-from forebay.core.formats.manifest import Manifest, build
+from forebay.core.formats.listing import Listing, build
+from forebay.torch.columns import Fingerprint, ListingColumns
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
-from forebay.torch.listing import Fingerprint, Listing
 from forebay.torch.order import Indices, InOrder, Order, Permuted, Windows
 from forebay.torch.partition import Last, Partition
 from forebay.torch.state import VERSION, State, from_dict
@@ -175,10 +175,11 @@ class Schedule:
 
     # --- state -------------------------------------------------------------------------------------------------------
     @property
-    def _listing(self) -> Listing:
+    def _listing(self) -> ListingColumns:
         if isinstance(self.dataset, Dataset):
             return self.dataset.listing
-        return Listing.of(Manifest(build("-", "", ())))  # of a foreign dataset only the number of samples is known
+        # Of a foreign dataset only the number of samples is known.
+        return ListingColumns.of(Listing(build("-", "", ())))
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -208,7 +209,7 @@ class Schedule:
     def load(self, state: dict[str, Any]) -> Place:
         """The place in `state`; the seed becomes the state's, and where there are two kinds of shuffle the kind too.
         Errors as of `state.from_dict`."""
-        told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda manifest: ""
+        told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda listing: ""
         if self.shuffle is True and isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts:
             self.arriving, self._fingerprint = _ARRIVING in _shape_in(state), None
         loaded = from_dict(state, self._listing, self.fingerprint, told)

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Item
-from forebay.torch.listing import Column, Listing
+from forebay.torch.columns import Column, ListingColumns
 from forebay.torch.source import Facts, Patient
 
 INDEX = "shardindex.json"
@@ -34,41 +34,41 @@ class _Index(msgspec.Struct):
 
 
 def told_counts(
-    manifest: Manifest | None, listing: Listing, source: Patient, counts: Mapping[str, int] | None
+    listing: Listing | None, columns: ListingColumns, source: Patient, counts: Mapping[str, int] | None
 ) -> Column | None:
-    """The samples of each shard of `listing`: as `counts` says, else as an index in the manifest does; None if nobody
+    """The samples of each shard of `columns`: as `counts` says, else as an index in the listing does; None if nobody
     says it. `Invalid` where what `counts` says is not of all shards; an index that says less is not used."""
     if counts is not None:
         if not counts:
             return None
-        found, missing = _matched(listing, counts)
+        found, missing = _matched(columns, counts)
         if missing:
             raise Invalid(f"counts= says nothing of {missing}: give a number for each shard, or leave it out")
         return found
-    assert manifest is not None, "it was listed just now"
-    index = manifest.prefix[: manifest.prefix.rfind("/") + 1] + INDEX
-    if manifest.find(index) is None:
+    assert listing is not None, "it was listed just now"
+    index = listing.prefix[: listing.prefix.rfind("/") + 1] + INDEX
+    if listing.find(index) is None:
         return None
-    (value,) = source.get_many([Item(listing.bucket, index)], Facts())
+    (value,) = source.get_many([Item(columns.bucket, index)], Facts())
     if isinstance(value, ForebayError):
         raise value
     try:
         said = msgspec.json.decode(value, type=_Index).shardlist
     except msgspec.DecodeError:
         return None  # it is something else
-    found, missing = _matched(listing, {shard.url: shard.nsamples for shard in said})
+    found, missing = _matched(columns, {shard.url: shard.nsamples for shard in said})
     return None if missing else found
 
 
-def _matched(listing: Listing, said: Mapping[str, int]) -> tuple[Column, str]:
+def _matched(columns: ListingColumns, said: Mapping[str, int]) -> tuple[Column, str]:
     """What is said of each shard, and the key of one of which nothing is."""
     by_name: dict[str, int] = {}
     for name, samples in said.items():
         last = name.rpartition("/")[2]
         by_name[last] = samples if by_name.get(last, samples) == samples else -1
-    found: Column = np.zeros(listing.objects, np.int64)
-    for shard in range(listing.objects):
-        key = listing.key(shard)
+    found: Column = np.zeros(columns.objects, np.int64)
+    for shard in range(columns.objects):
+        key = columns.key(shard)
         samples = said.get(key, by_name.get(key.rpartition("/")[2], -1))
         if samples < 0:
             return found, key

@@ -38,10 +38,10 @@ from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats.members import Form, MemberIndex, build, form_of
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
+from forebay.torch.columns import Column
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
 from forebay.torch.dataset import Dataset, OnError, Shuffle, block_rows, decoded
 from forebay.torch.decoders import Decoder, chosen
-from forebay.torch.listing import Column
 from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
 from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
@@ -187,7 +187,7 @@ class ShardDataset(Dataset):
         )
         self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)
-        self._told = told_counts(self._manifest, self.listing, self._source, counts) if on_error == "raise" else None
+        self._told = told_counts(self._listing, self.listing, self._source, counts) if on_error == "raise" else None
         self.arriving = not index_first
         if index_first:
             self.all_counts()

@@ -25,7 +25,7 @@ import msgspec
 from forebay.client.hinting import Hints
 from forebay.client.sync import Client
 from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket, check_bucket_name
@@ -68,7 +68,7 @@ class Telling(Protocol):
 class Source(Protocol):
     """What a dataset reads from. Errors are kinds of `core.errors`."""
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         """The listing of all objects under `prefix`; with `id` that one, else `Precondition` says what changed."""
         ...
 
@@ -80,8 +80,8 @@ class Source(Protocol):
         """The bytes of all items; what is wrong with one of them stands in its place."""
         ...
 
-    def hints(self, job: str, manifest: Manifest) -> Telling | None:
-        """A way to tell what `job` will read of the manifest's objects, safe to use from another thread; None if there
+    def hints(self, job: str, listing: Listing) -> Telling | None:
+        """A way to tell what `job` will read of the listing's objects, safe to use from another thread; None if there
         is nobody to tell."""
         ...
 
@@ -109,8 +109,8 @@ class Patient:
         self.source = source
         self.patience_s = patience_s
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
-        return self._waiting(lambda: self.source.manifest(bucket, prefix, id), Facts())
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
+        return self._waiting(lambda: self.source.listing(bucket, prefix, id), Facts())
 
     def members(self, bucket: str, key: str, etag: str, facts: Facts) -> MemberIndex:
         return self._waiting(lambda: self.source.members(bucket, key, etag), facts)
@@ -196,8 +196,8 @@ class NodeSource:
         """A bucket's settings, without its secrets."""
         return self._client.bucket(bucket)
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
-        return self._client.manifest(bucket, prefix, id=id or None)
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
+        return self._client.listing(bucket, prefix, id=id or None)
 
     def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
         index = self._client.members(bucket, key).index
@@ -209,15 +209,15 @@ class NodeSource:
         many = self._client.get_many(items, on_error="report")
         return Answers(list(many), many.cold)
 
-    def hints(self, job: str, manifest: Manifest) -> Telling:
-        return _Hints(copy.copy(self._client), job, manifest)
+    def hints(self, job: str, listing: Listing) -> Telling:
+        return _Hints(copy.copy(self._client), job, listing)
 
 
 class _Hints(Hints):
     """Hints over a client of their own, so that no worker is forked while a thread holds one of its locks."""
 
-    def __init__(self, client: Client, job: str, manifest: Manifest) -> None:
-        super().__init__(client.run, job, manifest)
+    def __init__(self, client: Client, job: str, listing: Listing) -> None:
+        super().__init__(client.run, job, listing)
         self._client = client
 
     def close(self) -> None:

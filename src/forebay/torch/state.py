@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.errors import Invalid, Precondition
-from forebay.torch.listing import Fingerprint, Listing
+from forebay.torch.columns import Fingerprint, ListingColumns
 
 VERSION = 1
 STATE_BYTES_MAX = 1024
@@ -44,10 +44,10 @@ class State(msgspec.Struct, frozen=True):
 
 
 def from_dict(
-    state: dict[str, Any], listing: Listing, now: Fingerprint, told: Callable[[str], str] = lambda manifest: ""
+    state: dict[str, Any], listing: ListingColumns, now: Fingerprint, told: Callable[[str], str] = lambda listing: ""
 ) -> State:
     """The state in `state`, if it is one of the dataset that is `now`. `told` is asked what the node knows of changes
-    since a manifest.
+    since a listing.
 
     `Invalid` if it is no state of this kind; `Precondition`, saying what changed, if the dataset is another one now.
     """
@@ -62,7 +62,7 @@ def from_dict(
         )
     changed = listing.difference(loaded.fingerprint, now)
     if changed:
-        more = told(loaded.fingerprint.manifest) if loaded.fingerprint.id != now.id else ""
+        more = told(loaded.fingerprint.listing_id) if loaded.fingerprint.id != now.id else ""
         changed += f"; {more}" if more else ""
         raise Precondition(
             f"the dataset is not the one of the saved state ({changed}), so its order would be another: restore the "

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
@@ -56,9 +56,9 @@ class NodeOrBackend:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_locks": {}, "_past": False, "_failing_since_s": None, "_looked_s": 0.0}
 
-    def manifest(self, bucket: str, prefix: str, id: str = "") -> Manifest:
+    def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         found = self._ask(
-            lambda: self.node.manifest(bucket, prefix, id), lambda direct: direct.manifest(bucket, prefix, id)
+            lambda: self.node.listing(bucket, prefix, id), lambda direct: direct.listing(bucket, prefix, id)
         )
         if self._direct is None and not self._never and self.after_s is not None:
             self._learn()
@@ -72,8 +72,8 @@ class NodeOrBackend:
             lambda: self.node.get_many(items), lambda direct: Answers(direct.get_many(items), direct=len(items))
         )
 
-    def hints(self, job: str, manifest: Manifest) -> Telling | None:
-        return self.node.hints(job, manifest)
+    def hints(self, job: str, listing: Listing) -> Telling | None:
+        return self.node.hints(job, listing)
 
     def _learn(self) -> None:
         try:

@@ -19,8 +19,8 @@ import torch
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
+from forebay.torch.columns import Column
 from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
-from forebay.torch.listing import Column
 from forebay.torch.source import PATIENCE_S, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 

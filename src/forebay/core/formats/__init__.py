@@ -1,1 +1,1 @@
-"""Archives, their members, and manifests, as bytes."""
+"""Archives, their members, and listings, as bytes."""

@@ -1,10 +1,10 @@
 """Who needs which block when: the exact future of jobs that told it.
 
 Theory. A loader computes its order, so it can tell the node what it will read. A *job* gives its future as *accesses*,
-each some blocks of one object of its manifest. An access is one or more *uses*, one for each block. Uses are numbered
+each some blocks of one object of its listing. An access is one or more *uses*, one for each block. Uses are numbered
 in order, and each knows the number of the next use of the same block. So the next use of a block is one look-up
 (`_Job.head`), and passing a use is one step along its chain. Nothing is sorted or searched. Memory is about 24 bytes a
-use and 16 bytes a block of the manifest.
+use and 16 bytes a block of the listing.
 
 Several jobs. Time is counted in uses passed by all jobs together. If a job makes a third of them, it reaches its
 hundredth use from now when three hundred have passed. The job's *share* converts its numbers in this way, and a block
@@ -54,13 +54,13 @@ JOB_NAME_CHARS_MAX = 64
 
 # --- how hints are told ----------------------------------------------------------------------------------------------
 class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """From access `start` on, the job reads `accesses`: u32 triples (object's number in the manifest, first block, end
+    """From access `start` on, the job reads `accesses`: u32 triples (object's number in the listing, first block, end
     block). They replace what it told before about `start` and later. The first call creates the job."""
 
     job: str
     bucket: str
     prefix: str
-    manifest: str
+    listing: str
     start: int
     accesses: bytes
 
@@ -83,7 +83,7 @@ class HintsState(msgspec.Struct, frozen=True):
     job: str
     bucket: str
     prefix: str
-    manifest: str
+    listing: str
     position: int
     known: int
     ahead: int
@@ -109,7 +109,7 @@ class Wanted(NamedTuple):
 
 
 class Dataset:
-    """The blocks of a manifest's objects, numbered consecutively. An empty object counts as one block."""
+    """The blocks of a listing's objects, numbered consecutively. An empty object counts as one block."""
 
     def __init__(self, number: int, sizes: Iterable[int], block_bytes: int = limits.BLOCK_BYTES) -> None:
         self.number = number
@@ -230,7 +230,7 @@ class Hints:
 
     def extend(self, name: str, start: int, accesses: array[int], now_s: float) -> bool:
         """Add `accesses` (object, first block, end block, …) from number `start` on. Returns True if they replace
-        accesses told before. `Invalid`, with nothing changed, for blocks that the manifest does not have, for a gap,
+        accesses told before. `Invalid`, with nothing changed, for blocks that the listing does not have, for a gap,
         and beyond HINT_ACCESSES_MAX uses."""
         job = self._job(name)
         job.heard_s = now_s
@@ -340,12 +340,12 @@ class Hints:
             self._datasets[number].units[block] = 0
 
     def knows(self, unit: int) -> bool:
-        """Whether some job has this unit in its manifest."""
+        """Whether some job has this unit in its listing."""
         return unit in self._units
 
     # --- questions ---------------------------------------------------------------------------------------------------
     def job(self, name: str) -> HintsState:
-        """Where a job is, without its bucket and manifest, which only the caller knows."""
+        """Where a job is, without its bucket and listing, which only the caller knows."""
         job = self._job(name)
         ends = job.use_ends
         ahead = job.access_base + bisect_right(ends, job.ahead)

@@ -19,7 +19,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.derived import KeepCall, Kept
 from forebay.core.errors import Invalid
-from forebay.core.formats.manifest import ManifestCall, ManifestPartCall, ManifestState
+from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
 from forebay.core.metrics import Snapshot
@@ -400,7 +400,7 @@ class NodeState(msgspec.Struct, frozen=True):
     reads: int = 0
     jobs_running: int = 0
     pass_bytes: int = 0
-    derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, manifests and the like, of no bucket
+    derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, listings and the like, of no bucket
     catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
 
 
@@ -430,8 +430,8 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "hints_at": (HintsAtCall, HintsState),
     "hints_close": (HintsNamed, Nothing),
     "hints_state": (HintsNamed, HintsState),
-    "manifest": (ManifestCall, ManifestState),
-    "manifest_part": (ManifestPartCall, bytes),
+    "listing": (ListingCall, ListingState),
+    "listing_part": (ListingPartCall, bytes),
     "stat": (StatCall, ObjectState),
     "prefetch": (JobCall, JobState),
     "pin": (JobCall, JobState),

@@ -39,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):

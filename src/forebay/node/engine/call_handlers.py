@@ -37,9 +37,9 @@ from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
 from forebay.node.engine.read.cold import ColdReads
-from forebay.node.engine.read.listing import Listings
-from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
+from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
@@ -86,8 +86,8 @@ class Engine(Protocol):
     copies: Copies
     keeping: Keeping
     appends: Appends
+    pages: Pages
     listings: Listings
-    manifests: Manifests
     hinting: Hinting
     prestaging: Prestaging
     flusher: Flusher
@@ -127,8 +127,8 @@ class Verbs:
             "hints_at": engine.hinting.at,
             "hints_close": engine.hinting.close,
             "hints_state": engine.hinting.state,
-            "manifest": engine.manifests.ask,
-            "manifest_part": engine.manifests.part,
+            "listing": engine.listings.ask,
+            "listing_part": engine.listings.part,
             "stat": self._stat,
             "job": self._job,
             "jobs": self._jobs,
@@ -256,11 +256,11 @@ class Verbs:
 
     # --- listings ----------------------------------------------------------------------------------------------------
     async def _list(self, call: calls.ListCall) -> Any:
-        return await self._engine.listings.page(await self._engine.buckets.get(call.bucket), call)
+        return await self._engine.pages.page(await self._engine.buckets.get(call.bucket), call)
 
     async def _list_cached(self, call: calls.ListCall) -> calls.CachedPage:
         check_bucket_name(call.bucket)
-        return await self._engine.listings.cached(call)
+        return await self._engine.pages.cached(call)
 
     async def _stat(self, call: calls.StatCall) -> calls.ObjectState:
         engine = self._engine

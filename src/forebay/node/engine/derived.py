@@ -78,7 +78,7 @@ class Keeping:
             if (call.body is None) == (not call.path):
                 raise Invalid("a derived object comes as a body or as a file: please report it")
             async with self._writes.entered(call.bucket):
-                source = self._store.lookup(call.bucket, call.key) if call.kind != "manifests" else None
+                source = self._store.lookup(call.bucket, call.key) if call.kind != "listings" else None
                 if source is not None and not is_version(source, call.version):
                     return Kept(False)  # the source changed meanwhile: nobody will ask for this
                 place, name = reserved(call.kind), name_of(call.bucket, call.key)

@@ -52,8 +52,8 @@ from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
 from forebay.node.engine.read.cold import ColdReads
-from forebay.node.engine.read.listing import Listings
-from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.listings import Listings
+from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
@@ -225,7 +225,7 @@ class Engine:
             self._workers,
             flush_soon=self.flush_soon,
             deleted=self._deleted,
-            wrote=lambda bucket, key: self.manifests.written(bucket, key),
+            wrote=lambda bucket, key: self.listings.written(bucket, key),
         )
         self._assemble_writing()
         self._assemble_answers()
@@ -296,11 +296,11 @@ class Engine:
         )
 
     def _assemble_answers(self) -> None:
-        self.listings = Listings(self.store, self.index, self.flusher, self.cold.listed)
+        self.pages = Pages(self.store, self.index, self.flusher, self.cold.listed)
         self.derived = Derived(self.index, self._ask, self._touched)
-        self.manifests = Manifests(self.buckets, self.listings, self.derived, self.clock, self._workers)
+        self.listings = Listings(self.buckets, self.pages, self.derived, self.clock, self._workers)
         self.hinting = Hinting(
-            self.manifests,
+            self.listings,
             self.cold,
             self.room,
             self.index,
@@ -370,7 +370,7 @@ class Engine:
         await self.jobs.aclose()
         await self.prestaging.aclose()
         await self.hinting.aclose()
-        await self.manifests.aclose()
+        await self.listings.aclose()
         await self.streams.aclose()
         await self.uploads.aclose()
         await self.writes.aclose()

@@ -25,7 +25,7 @@ from forebay.node.front.link import GRACE_S, Link
 from forebay.node.front.native.api import Native
 from forebay.node.front.objects.body_intake import Intake
 from forebay.node.front.objects.fast_lane import Lane
-from forebay.node.front.objects.manifests import ManifestAnswers
+from forebay.node.front.objects.listings import ListingAnswers
 from forebay.node.front.objects.members import Members
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.reads import Reads
@@ -140,7 +140,7 @@ class Front:
             members=Members(self._shards, self._reads, puts, self.link.call),
             door=self.door,
         )
-        native.manifests = ManifestAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
+        native.listings = ListingAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
         self.server = Server(
             s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
         )

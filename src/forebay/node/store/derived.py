@@ -1,6 +1,6 @@
 """Derived objects, the readers' side: what the node computes from an object or a listing, kept in the store beside it.
 
-Theory. The index of a shard, the plain form of a compressed one, a manifest: each costs a pass over bytes or a listing,
+Theory. The index of a shard, the plain form of a compressed one, a listing: each costs a pass over bytes or a listing,
 and is the same for everybody who asks. So it is stored like any clean object, in a bucket of its own, and evicted like
 one; whoever misses it makes it again. The names of these buckets begin with `-`, which no bucket's name may
 (`core.types.check_bucket_name`), so no API can read, list or write them: only `Derived` reaches them.

@@ -1,7 +1,7 @@
 """Hints at work: fetches blocks ahead of the jobs that told of them, and evicts first what they need last.
 
-Theory. The machine (`core/machines/hints.py`) knows numbered blocks of a manifest; here they are objects. A job's
-manifest is loaded with its first call. Blocks that are here, or arrive, are reported to the machine by the key's number
+Theory. The machine (`core/machines/hints.py`) knows numbered blocks of a listing; here they are objects. A job's
+listing is loaded with its first call. Blocks that are here, or arrive, are reported to the machine by the key's number
 in it. `Room` asks `Hinting` whether what landed has hints, and reports what left; eviction then follows the hints
 (`core/machines/hinted_eviction.py`).
 
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from forebay.core.machines.eviction import unit_of
 from forebay.core.machines.hints import (
     TRIPLE_BYTES,
@@ -45,7 +45,7 @@ from forebay.core.types import RangeSpec
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.jobs.work import prefetched
 from forebay.node.engine.read.cold import ColdReads
-from forebay.node.engine.read.manifests import Manifests
+from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.records import present_blocks
@@ -82,9 +82,9 @@ class Space(Protocol):
 
 
 class _Source(NamedTuple):
-    """A manifest that jobs gave hints for."""
+    """A listing that jobs gave hints for."""
 
-    manifest: Manifest
+    listing: Listing
     dataset: Dataset
 
 
@@ -104,7 +104,7 @@ class Hinting:
 
     def __init__(
         self,
-        manifests: Manifests,
+        listings: Listings,
         cold: ColdReads,
         room: Space,
         index: StoreReader,
@@ -113,7 +113,7 @@ class Hinting:
         clock: Clock,
         workers: Executor,
     ) -> None:
-        self._manifests, self._cold, self._room, self._index = manifests, cold, room, index
+        self._listings, self._cold, self._room, self._index = listings, cold, room, index
         self._tally, self._clock, self._workers = tally, clock, workers
         self.hints = hints
         self._plans: dict[str, _Plan] = {}
@@ -126,7 +126,7 @@ class Hinting:
 
     # --- what jobs say -----------------------------------------------------------------------------------------------
     async def tell(self, call: HintsCall) -> HintsState:
-        """Take a job's future from an access on. `NotFound` (`NoSuchManifest`) when its manifest is no longer here."""
+        """Take a job's future from an access on. `NotFound` (`NoSuchListing`) when its listing is no longer here."""
         check_job_name(call.job)
         if len(call.accesses) % TRIPLE_BYTES:
             raise Invalid("the accesses are not whole triples of u32: object, first block, end block")
@@ -134,7 +134,7 @@ class Hinting:
         async with self._telling:
             now_s = self._clock.monotonic_s()
             plan = self._plans.get(call.job)
-            if plan is None or plan.source.manifest.id != call.manifest or plan.source.manifest.prefix != call.prefix:
+            if plan is None or plan.source.listing.id != call.listing or plan.source.listing.prefix != call.prefix:
                 plan = await self._begin(call)
             again = False
             for at in range(0, len(accesses) or 1, 3 * PIECE_ACCESSES):
@@ -163,18 +163,18 @@ class Hinting:
 
     def _state(self, job: str) -> HintsState:
         said = self.hints.job(job)
-        manifest = self._plans[job].source.manifest
-        return HintsState(job, manifest.bucket, manifest.prefix, manifest.id, said.position, said.known, said.ahead)
+        listing = self._plans[job].source.listing
+        return HintsState(job, listing.bucket, listing.prefix, listing.id, said.position, said.known, said.ahead)
 
     async def _begin(self, call: HintsCall) -> _Plan:
-        name = (call.bucket, call.prefix, call.manifest)
+        name = (call.bucket, call.prefix, call.listing)
         source = self._sources.get(name)
         if source is None:
-            manifest = await self._manifests.load(*name)
+            listing = await self._listings.load(*name)
             loop = asyncio.get_running_loop()
             self._numbers += 1
-            dataset = await loop.run_in_executor(self._workers, Dataset, self._numbers, manifest.sizes)
-            source = _Source(manifest, dataset)
+            dataset = await loop.run_in_executor(self._workers, Dataset, self._numbers, listing.sizes)
+            source = _Source(listing, dataset)
         freed = self.hints.begin(call.job, source.dataset, call.start, self._clock.monotonic_s())
         self._stop(call.job)
         plan = self._plans[call.job] = _Plan(source)
@@ -183,7 +183,7 @@ class Hinting:
             self._by_bucket.setdefault(call.bucket, []).append(source)
         self._room.unhint(freed)
         self._forget_sources()
-        log.info("job %s gives hints of %d objects of %s/%s", call.job, len(source.manifest), call.bucket, call.prefix)
+        log.info("job %s gives hints of %d objects of %s/%s", call.job, len(source.listing), call.bucket, call.prefix)
         plan.tasks = [asyncio.create_task(self._attach(source)), asyncio.create_task(self._fetch_ahead(call.job, plan))]
         return plan
 
@@ -206,7 +206,7 @@ class Hinting:
 
     # --- what is here ------------------------------------------------------------------------------------------------
     def landed(self, bucket: str, key: str, unit: int, block: int, size_bytes: int) -> bool:
-        """A unit landed; returns whether a job has it in its manifest."""
+        """A unit landed; returns whether a job has it in its listing."""
         known = False
         for source in self._by_bucket.get(bucket, ()):
             known |= self._landed(source, key, unit, block)
@@ -216,15 +216,15 @@ class Hinting:
         return known
 
     def _landed(self, source: _Source, key: str, unit: int, block: int) -> bool:
-        number = source.manifest.find(key)
+        number = source.listing.find(key)
         place = -1 if number is None else source.dataset.block(number, block)
         if place >= 0:
             self.hints.landed(unit, source.dataset, place)
         return place >= 0
 
     def covers(self, bucket: str, key: str) -> bool:
-        """Whether a job has the object in its manifest."""
-        return any(source.manifest.find(key) is not None for source in self._by_bucket.get(bucket, ()))
+        """Whether a job has the object in its listing."""
+        return any(source.listing.find(key) is not None for source in self._by_bucket.get(bucket, ()))
 
     def gone(self, unit: int) -> None:
         """A unit left the store."""
@@ -241,10 +241,10 @@ class Hinting:
                     self._tally.hinted_hits += 1
 
     async def _attach(self, source: _Source) -> None:
-        """Report to the machine which blocks of a manifest are here already."""
+        """Report to the machine which blocks of a listing are here already."""
         await self._room.learned()
-        bucket, after = source.manifest.bucket, ""
-        while found := self._index.scan(bucket, source.manifest.prefix, after, ATTACH_OBJECTS):
+        bucket, after = source.listing.bucket, ""
+        while found := self._index.scan(bucket, source.listing.prefix, after, ATTACH_OBJECTS):
             for key, record in found:
                 for block in present_blocks(record):
                     unit = unit_of(record.object_id, block)
@@ -266,16 +266,16 @@ class Hinting:
                         break
                     await asyncio.sleep(0)  # it scanned enough for one turn
                     continue
-                key = plan.source.manifest.key(wanted.object)
+                key = plan.source.listing.key(wanted.object)
                 size_bytes = wanted.size_bytes + plan.flying_bytes
-                if not self._room.spares(plan.source.manifest.bucket, key, size_bytes, wanted.due):
+                if not self._room.spares(plan.source.listing.bucket, key, size_bytes, wanted.due):
                     break
                 self.hints.fetching(job, wanted)
                 self._take_off(plan, key, wanted)
             await plan.wake.wait()
 
     def _take_off(self, plan: _Plan, key: str, wanted: Wanted) -> None:
-        bucket = plan.source.manifest.bucket
+        bucket = plan.source.listing.bucket
         task = asyncio.create_task(self._fetch(plan, key, wanted))
         plan.flying.add(task)
         plan.flying_bytes += wanted.size_bytes
@@ -299,13 +299,13 @@ class Hinting:
         whole = stop - start == size_bytes
         asked = None if whole else RangeSpec(start, stop - 1)
         try:
-            await prefetched(self._cold, Ask(plan.source.manifest.bucket, key, asked))
+            await prefetched(self._cold, Ask(plan.source.listing.bucket, key, asked))
             for _ in range(LISTED_LOOKS):  # only listed blocks count as room, and bytes are announced earlier
                 if plan.source.dataset.is_here(wanted.object, wanted.first, wanted.end):
                     break
                 await asyncio.sleep(LISTED_S)
         except ForebayError as error:
-            log.info("%s/%s is not fetched ahead: %s", plan.source.manifest.bucket, key, error)
+            log.info("%s/%s is not fetched ahead: %s", plan.source.listing.bucket, key, error)
 
     # --- in the background -------------------------------------------------------------------------------------------
     async def tend(self) -> None:

@@ -1,1 +1,1 @@
-"""Reads that the engine answers: cold objects, listings, manifests."""
+"""Reads that the engine answers: cold objects, pages of listings, whole listings."""

@@ -7,7 +7,7 @@ same next key are merged, and a cut with nothing behind it shortens the range. S
 that is done takes a part of a range that is not.
 
 How much is left of a range is guessed from how far its pages have come in its width. Pages are packed as they come
-(`core/formats/manifest.pack`), about 100 bytes an object; nothing else is kept.
+(`core/formats/listing.pack`), about 100 bytes an object; nothing else is kept.
 
 Rejected: a page with a delimiter first (finds ranges only where keys have one, and one more way to be uneven); cutting
 once, at the start (the last range to end decides, and nobody knows how full ranges are).
@@ -24,7 +24,7 @@ from typing import Any
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.formats.manifest import Piece, pack
+from forebay.core.formats.listing import Piece, pack
 from forebay.core.keyspace import Alphabet, cuts, is_past, share_left
 from forebay.core.types import ListEntry, ListPage
 
@@ -127,10 +127,10 @@ class Survey:
         range.pieces.append(pack(entries))
         range.at = max(range.at, entries[-1].key)
         self.objects += len(entries)
-        if self.objects > limits.MANIFEST_OBJECTS_MAX:
+        if self.objects > limits.LISTING_OBJECTS_MAX:
             raise Invalid(
-                f"there are more than {limits.MANIFEST_OBJECTS_MAX} objects under {self._prefix!r}, too many for one "
-                "manifest: name a longer prefix, or put samples together in shards"
+                f"there are more than {limits.LISTING_OBJECTS_MAX} objects under {self._prefix!r}, too many for one "
+                "listing: name a longer prefix, or put samples together in shards"
             )
         self._alphabet.learn(
             entry.key[len(self._prefix) :] for entry in (entries[0], entries[len(entries) // 2], entries[-1])

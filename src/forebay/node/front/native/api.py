@@ -21,13 +21,13 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound
-from forebay.core.listing import after_prefix
 from forebay.core.machines.hints import HintsCall
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall
 from forebay.core.messages.calls import CachedEntry, CachedPage
 from forebay.core.messages.native import Completion
 from forebay.core.metrics import render
+from forebay.core.pages import after_prefix
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.node.front.batch.batches import Batches
@@ -51,7 +51,7 @@ from forebay.node.front.native.hints import HintAnswers
 from forebay.node.front.native.routes import Route, find
 from forebay.node.front.native.uploads import UploadAnswers
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
-from forebay.node.front.objects.manifests import ManifestAnswers
+from forebay.node.front.objects.listings import ListingAnswers
 from forebay.node.front.objects.members import Members
 from forebay.node.front.objects.object_headers import write_conditions
 from forebay.node.front.objects.puts import Puts
@@ -80,7 +80,7 @@ class _Line(msgspec.Struct):
 class Native:
     """The native handler of one front: see `requests.Handler`. `ready` says what keeps this front from serving."""
 
-    manifests: ManifestAnswers | None = None
+    listings: ListingAnswers | None = None
 
     def __init__(
         self,
@@ -234,10 +234,10 @@ class Native:
     def _batch(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         self._batches.answer(request, exchange, self._auth.bearer(request))
 
-    def _manifest(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
-        if self.manifests is None:
-            raise NotFound("this front serves no manifests: ask the node itself", code="NoSuchPath")
-        self.manifests.answer(exchange, self._reads.bucket(taken["bucket"]).name)
+    def _listing(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        if self.listings is None:
+            raise NotFound("this front serves no listings: ask the node itself", code="NoSuchPath")
+        self.listings.answer(exchange, self._reads.bucket(taken["bucket"]).name)
 
     def _hints(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         self._hinting.tell(request, exchange, taken["job"])

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from forebay.core.access import Verb
 from forebay.core.errors import Invalid, NotFound
-from forebay.core.formats.manifest import MEDIA_TYPE as MANIFEST
+from forebay.core.formats.listing import MEDIA_TYPE as LISTING
 from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import batch, calls
 from forebay.core.messages.doorwire import DoorAt
@@ -50,7 +50,7 @@ class Route(NamedTuple):
     media: str = "application/json"
 
 
-_LISTING = (
+_PAGE = (
     Parameter("prefix", "Only keys that start with it."),
     Parameter("delimiter", "Roll keys up at its first occurrence behind the prefix."),
     Parameter("start_after", "Only keys after it, in byte order of UTF-8; `next_after` of the page before."),
@@ -58,9 +58,9 @@ _LISTING = (
     Parameter("cached", "1: from the node's index alone; the backend is not asked.", "boolean"),
     Parameter("format", "`ndjson`: all cached objects under the prefix, one JSON object a line."),
 )
-_MANIFEST = (
+_LISTING = (
     Parameter("prefix", "Only keys that start with it."),
-    Parameter("id", "Exactly this manifest, else 412 says what changed."),
+    Parameter("id", "Exactly this listing, else 412 says what changed."),
     Parameter("refresh", "1: list now, whatever the freshness.", "boolean"),
     Parameter("since", "A listing that began at this Unix time or later will do; `since_s` of the 202 before."),
 )
@@ -143,12 +143,12 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "list", "GET", "/-/v1/list/{bucket}", "One page of a listing: ListPage, or CachedPage with `cached`.",
-        "read", _LISTING, answer=(ListPage, calls.CachedPage),
+        "read", _PAGE, answer=(ListPage, calls.CachedPage),
     ),
     Route(
-        "manifest", "GET", "/-/v1/manifest/{bucket}",
-        "All objects under a prefix as one manifest; 202 and a ManifestState while it is being listed.",
-        "read", _MANIFEST, media=MANIFEST,
+        "listing", "GET", "/-/v1/listing/{bucket}",
+        "All objects under a prefix as one listing; 202 and a ListingState while it is being listed.",
+        "read", _LISTING, media=LISTING,
     ),
     Route(
         "upload_begin", "POST", "/-/v1/uploads/{bucket}/{key}", "Begin an upload in parts.", "write",

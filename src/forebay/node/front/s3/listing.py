@@ -34,8 +34,8 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.listing import last_shown, marker_of, start_of_marker
 from forebay.core.messages.calls import ListCall
+from forebay.core.pages import last_shown, marker_of, start_of_marker
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.front.s3.xml import UNREADABLE, document, element, escape, timestamp
 from forebay.node.outcomes import Call

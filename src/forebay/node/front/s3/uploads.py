@@ -26,7 +26,6 @@ from urllib.parse import quote
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Invalid
-from forebay.core.listing import after_prefix, start_of_marker
 from forebay.core.machines.uploads import AskedPart
 from forebay.core.messages.calls import (
     PartState,
@@ -41,6 +40,7 @@ from forebay.core.messages.calls import (
     UploadsCall,
     UploadState,
 )
+from forebay.core.pages import after_prefix, start_of_marker
 from forebay.core.types import Bucket, check_key
 from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
@@ -91,7 +91,7 @@ class UploadsApi:
         if not key:
             if method != b"GET" or "uploads" not in query:
                 return False
-            asked = parse_listing(query)
+            asked = parse_uploads(query)
             exchange.spawn(self._list_uploads(exchange, bucket.name, asked))
             return True
         check_key(key)
@@ -255,13 +255,13 @@ class UploadsApi:
             inner.append(f"<Part>{said}</Part>")
         exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE, document("ListPartsResult", "".join(inner)))
 
-    async def _list_uploads(self, exchange: Exchange, bucket: str, asked: Listing) -> None:
+    async def _list_uploads(self, exchange: Exchange, bucket: str, asked: UploadsRequest) -> None:
         page = await fetch_uploads(self._call, bucket, asked)
         exchange.respond(200, self._lines(exchange.request) + CONTENT_TYPE, render_uploads(bucket, asked, page))
 
 
 # --- listing uploads -------------------------------------------------------------------------------------------------
-class Listing(NamedTuple):
+class UploadsRequest(NamedTuple):
     """A ListMultipartUploads request, parsed."""
 
     prefix: str
@@ -281,11 +281,11 @@ class UploadsPage(NamedTuple):
     next_id: str = ""
 
 
-def parse_listing(query: dict[str, str]) -> Listing:
+def parse_uploads(query: dict[str, str]) -> UploadsRequest:
     """The request that a bucket GET's parameters make; `Invalid` (`InvalidArgument`)."""
     _check_encoding(query)
     key_marker = query.get("key-marker", "")
-    return Listing(
+    return UploadsRequest(
         query.get("prefix", ""),
         query.get("delimiter", ""),
         key_marker,
@@ -295,7 +295,7 @@ def parse_listing(query: dict[str, str]) -> Listing:
     )
 
 
-async def fetch_uploads(call: Call, bucket: str, asked: Listing) -> UploadsPage:
+async def fetch_uploads(call: Call, bucket: str, asked: UploadsRequest) -> UploadsPage:
     """The page that `asked` wants. Uploads and common prefixes together are at most its limit."""
     page = UploadsPage([], [])
     after_key, after_id = asked.key_marker, asked.id_marker
@@ -323,7 +323,7 @@ async def fetch_uploads(call: Call, bucket: str, asked: Listing) -> UploadsPage:
     return page
 
 
-def render_uploads(bucket: str, asked: Listing, page: UploadsPage) -> bytes:
+def render_uploads(bucket: str, asked: UploadsRequest, page: UploadsPage) -> bytes:
     """The XML of a page."""
     name = _url_text if asked.url_encoded else escape
     inner = [

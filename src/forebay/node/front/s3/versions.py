@@ -15,7 +15,7 @@ percent-encoded when the client asked for it.
 from __future__ import annotations
 
 from forebay.core.errors import Invalid
-from forebay.core.listing import marker_of
+from forebay.core.pages import marker_of
 from forebay.core.types import ListPage
 from forebay.node.front.s3.listing import OWNER, ListRequest, parse_list, url_text
 from forebay.node.front.s3.xml import document, element, escape, timestamp

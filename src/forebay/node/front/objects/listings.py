@@ -1,10 +1,10 @@
-"""A manifest as an answer: from the store as a file, or from the engine in parts.
+"""A listing as an answer: from the store as a file, or from the engine in parts.
 
-Theory. The engine says which manifest it is and has it made; the bytes come from where it was kept, as those of any
+Theory. The engine says which listing it is and has it made; the bytes come from where it was kept, as those of any
 object do. While the listing is under way the answer is 202 with how far it is, so that no connection waits for longer
 than a few seconds, whatever the bucket's size.
 
-Invariant. An answer with status 200 is exactly the manifest that its ETag names, or it is cut.
+Invariant. An answer with status 200 is exactly the listing that its ETag names, or it is cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, Unavailable
-from forebay.core.formats.manifest import MEDIA_TYPE, ManifestCall, ManifestPartCall, ManifestState, derived_key
+from forebay.core.formats.listing import MEDIA_TYPE, ListingCall, ListingPartCall, ListingState, derived_key
 from forebay.node.front.http.requests import Exchange, decode_query, header_line
 from forebay.node.outcomes import Call
 from forebay.node.store.derived import Derived
@@ -22,8 +22,8 @@ _JSON = b"Content-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class ManifestAnswers:
-    """Answers `GET /-/v1/manifest/BUCKET`."""
+class ListingAnswers:
+    """Answers `GET /-/v1/listing/BUCKET`."""
 
     def __init__(self, derived: Derived, call: Call) -> None:
         self._derived, self._call = derived, call
@@ -36,11 +36,11 @@ class ManifestAnswers:
         except ValueError:
             raise Invalid("since is not a number: send what the answer before said, or leave it out") from None
         refresh = query.get("refresh", "") in ("1", "true")
-        call = ManifestCall(bucket, query.get("prefix", ""), query.get("id", ""), refresh, since_s)
+        call = ListingCall(bucket, query.get("prefix", ""), query.get("id", ""), refresh, since_s)
         exchange.spawn(self._answer(exchange, call))
 
-    async def _answer(self, exchange: Exchange, call: ManifestCall) -> None:
-        state: ManifestState = await self._call("manifest", call)
+    async def _answer(self, exchange: Exchange, call: ListingCall) -> None:
+        state: ListingState = await self._call("listing", call)
         if not state.id:
             exchange.respond(202, _JSON, _encode(state))
             return
@@ -51,7 +51,7 @@ class ManifestAnswers:
         if exchange.request.method == b"HEAD":
             exchange.respond(200, head, size_bytes=state.size_bytes)
             return
-        found = self._derived.find("manifests", state.bucket, derived_key(state.prefix, state.id), state.id)
+        found = self._derived.find("listings", state.bucket, derived_key(state.prefix, state.id), state.id)
         if isinstance(found, bytes):
             exchange.respond(200, head, found)
         elif found is not None:
@@ -64,13 +64,13 @@ class ManifestAnswers:
         else:
             await self._in_parts(exchange, head, state)
 
-    async def _in_parts(self, exchange: Exchange, head: bytes, state: ManifestState) -> None:
+    async def _in_parts(self, exchange: Exchange, head: bytes, state: ListingState) -> None:
         exchange.start(200, head, state.size_bytes)
-        for start in range(0, state.size_bytes, limits.MANIFEST_PART_BYTES_MAX):
-            end = min(start + limits.MANIFEST_PART_BYTES_MAX, state.size_bytes)
+        for start in range(0, state.size_bytes, limits.LISTING_PART_BYTES_MAX):
+            end = min(start + limits.LISTING_PART_BYTES_MAX, state.size_bytes)
             try:
-                part: bytes = await self._call("manifest_part", ManifestPartCall(state.id, start, end))
+                part: bytes = await self._call("listing_part", ListingPartCall(state.id, start, end))
             except NotFound:
-                raise Unavailable("the manifest left the store as it was sent: ask for it again") from None
+                raise Unavailable("the listing left the store as it was sent: ask for it again") from None
             await exchange.write(part)
         await exchange.end()

@@ -1,7 +1,7 @@
-"""A manifest: one listing as bytes, and an id that is a hash of it.
+"""The listing of everything under a prefix, as bytes, with an id that is a hash of it.
 
 Theory. A training job lists its bucket once, and every rank and worker of it then speaks of the same objects by their
-number. So a listing is a value: columns in one run of bytes, read in place (a `Manifest` of a million objects is made
+number. So a listing is a value: columns in one run of bytes, read in place (a `Listing` of a million objects is made
 in the time it takes to hash them), sent as a file, shared between processes, and compared by its id.
 
 The bytes, numbers little-endian, every column padded to eight bytes:
@@ -24,7 +24,7 @@ Rejected: Arrow or Parquet (a dependency of 40 MB for three columns); front-code
 be read without its block, and sendfile costs less than decoding); gzip on the way (0.5 s for a million objects).
 
 Invariants. (1) Keys rise strictly, in byte order. (2) Equal ids: the same keys, sizes and etags, but for a collision of
-128-bit hashes. (3) Bytes that are not a whole manifest raise `Corrupt`, whatever they are.
+128-bit hashes. (3) Bytes that are not a whole listing raise `Corrupt`, whatever they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from forebay.core.errors import Corrupt, Invalid
 from forebay.core.types import ListEntry
 
 MAGIC = b"fbmanif1"
-MEDIA_TYPE = "application/x-forebay-manifest"
+MEDIA_TYPE = "application/x-forebay-listing"
 SAMPLES_MAX = 5  # keys named in a difference
 _HEX = frozenset(b"0123456789abcdef")
 _HEX_CHARS = 32
@@ -87,7 +87,7 @@ class Columns(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What changed from one manifest to another: counts, and a few keys."""
+    """What changed from one listing to another: counts, and a few keys."""
 
     added: int
     removed: int
@@ -103,8 +103,8 @@ class Difference(NamedTuple):
 
 
 # --- how it is asked for ----------------------------------------------------------------------------------------------
-class ManifestCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All objects under `prefix` as one manifest, from a listing as fresh as the bucket wants it: begun now (`refresh`)
+class ListingCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All objects under `prefix` as one listing, as fresh as the bucket wants it: begun now (`refresh`)
     or at Unix time `since_s` or later, if that is earlier. `id`: exactly that one, else `Precondition` says what
     changed."""
 
@@ -115,8 +115,8 @@ class ManifestCall(msgspec.Struct, frozen=True, omit_defaults=True):
     since_s: float = 0.0
 
 
-class ManifestState(msgspec.Struct, frozen=True):
-    """A manifest, or (`id` is "") that its listing is under way and has come to `objects`: ask again, with `since_s`
+class ListingState(msgspec.Struct, frozen=True):
+    """A listing, or (`id` is "") that it is under way and has come to `objects`: ask again, with `since_s`
     as it is here. `listed_s` is when the listing began."""
 
     bucket: str
@@ -128,8 +128,8 @@ class ManifestState(msgspec.Struct, frozen=True):
     since_s: float = 0.0
 
 
-class ManifestPartCall(msgspec.Struct, frozen=True):
-    """Bytes [start, end) of a manifest that could not be kept in the store."""
+class ListingPartCall(msgspec.Struct, frozen=True):
+    """Bytes [start, end) of a listing that could not be kept in the store."""
 
     id: str
     start: int
@@ -165,11 +165,11 @@ def _blob(texts: list[str]) -> tuple[bytes, array[int]]:
 
 
 def build(bucket: str, prefix: str, pieces: Iterable[Piece]) -> bytes:
-    """The bytes of a manifest. `Invalid` when it has more objects than a manifest may."""
+    """The bytes of a listing. `Invalid` when it has more objects than a listing may."""
     kept = list(_in_order([piece for piece in pieces if piece.sizes]))
-    if sum(len(piece.sizes) for piece in kept) > limits.MANIFEST_OBJECTS_MAX:
+    if sum(len(piece.sizes) for piece in kept) > limits.LISTING_OBJECTS_MAX:
         raise Invalid(
-            f"{bucket}/{prefix} holds more than {limits.MANIFEST_OBJECTS_MAX} objects, too many for one manifest: name "
+            f"{bucket}/{prefix} holds more than {limits.LISTING_OBJECTS_MAX} objects, too many for one listing: name "
             "a longer prefix, or put samples together in shards"
         )
     key_ends = _ends([piece.key_sizes for piece in kept])
@@ -258,14 +258,14 @@ def _cut(blob: bytes, sizes: Iterable[int]) -> Iterator[str]:
         at += size
 
 
-class Manifest:
-    """A manifest, read in place: see the module's header. `data` may be any buffer, a mapped file too; it is kept.
+class Listing:
+    """A listing, read in place: see the module's header. `data` may be any buffer, a mapped file too; it is kept.
 
     `sizes` and `modified_s` are buffers of one number for each object (u64, f64), which NumPy takes as they are.
     """
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        """`Corrupt` if these are not the bytes of a whole manifest."""
+        """`Corrupt` if these are not the bytes of a whole listing."""
         view = memoryview(data).cast("B").toreadonly()
         try:
             if bytes(view[:8]) != MAGIC:
@@ -286,7 +286,7 @@ class Manifest:
                 raise ValueError("it has another length than its head says")
             self._check()
         except (ValueError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Corrupt(f"these bytes are not a whole manifest ({error}): ask the node for it again") from None
+            raise Corrupt(f"these bytes are not a whole listing ({error}): ask the node for it again") from None
         self.bucket, self.prefix, self.id = head.bucket, head.prefix, head.id
 
     def _take(self, size_bytes: int) -> memoryview:
@@ -336,10 +336,10 @@ class Manifest:
         return self._head.objects
 
     def __repr__(self) -> str:
-        return f"<Manifest {self.id} of {self.bucket}/{self.prefix}, {len(self)} objects>"
+        return f"<Listing {self.id} of {self.bucket}/{self.prefix}, {len(self)} objects>"
 
     def __eq__(self, other: object) -> bool:
-        return self.id == other.id if isinstance(other, Manifest) else NotImplemented
+        return self.id == other.id if isinstance(other, Listing) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -361,7 +361,7 @@ class Manifest:
     def key(self, number: int) -> str:
         """The key of object `number`, from 0; `IndexError` beyond the last."""
         if not 0 <= number < len(self):
-            raise IndexError(f"object {number} of a manifest of {len(self)}")
+            raise IndexError(f"object {number} of a listing of {len(self)}")
         return self._key(number).decode()
 
     def keys(self, first: int = 0, end: int | None = None) -> list[str]:
@@ -381,7 +381,7 @@ class Manifest:
     def etag(self, number: int) -> str:
         """The etag of object `number`; empty where the backend has none."""
         if not 0 <= number < len(self):
-            raise IndexError(f"object {number} of a manifest of {len(self)}")
+            raise IndexError(f"object {number} of a listing of {len(self)}")
         if self._head.etags == "hex":
             return self._etags[16 * number : 16 * number + 16].hex()
         ends, text = self._text_etags()
@@ -410,7 +410,7 @@ class Manifest:
         return bisect_left(range(len(self)), key.encode(), key=self._key)
 
     # --- comparing ---------------------------------------------------------------------------------------------------
-    def difference(self, other: Manifest) -> Difference:
+    def difference(self, other: Listing) -> Difference:
         """What changed from this one to `other`; `str` says it in words. Times count where there is no etag."""
         if self.id == other.id:
             return Difference(0, 0, 0, ())
@@ -439,5 +439,5 @@ class Manifest:
 
 
 def derived_key(prefix: str, id: str) -> str:
-    """What a manifest is kept under, in the reserved bucket of manifests: see `core/derived.py`."""
+    """What a listing is kept under, in the reserved bucket of listings: see `core/derived.py`."""
     return f"{prefix}#{id}"

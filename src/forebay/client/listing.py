@@ -1,9 +1,9 @@
-"""Manifests as a client asks for them: one listing of a bucket, the same for every process of a job.
+"""How a client gets a listing: the same one for every process of a job.
 
 Theory. The node lists; here is only patience. While the listing is under way the node answers 202 with how far it is,
 and the flow asks again at once (the node waits). What comes is checked against its own id before anybody uses it.
 
-Invariant. A manifest that is returned is whole and is what its id says.
+Invariant. A listing that is returned is whole and is what its id says.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import msgspec
 from forebay.client import flows
 from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt
-from forebay.core.formats.manifest import Manifest, ManifestState
+from forebay.core.formats.listing import Listing, ListingState
 
 Progress = Callable[[int], None]
 
 
-def manifest(
+def listing(
     bucket: str, prefix: str = "", *, id: str | None = None, refresh: bool = False, progress: Progress | None = None
-) -> flows.Flow[Manifest]:
-    """The manifest of everything under a prefix. With `id` exactly that one, else `Precondition` says what changed.
+) -> flows.Flow[Listing]:
+    """The listing of everything under a prefix. With `id` exactly that one, else `Precondition` says what changed.
 
     `progress` is called with the number of objects listed so far, every few seconds while the node is still listing.
     """
-    what, since = f"the manifest of {bucket}/{prefix}", ""
+    what, since = f"the listing of {bucket}/{prefix}", ""
     while True:
         query = (("prefix", prefix), ("id", id or ""), ("refresh", "1" if refresh else ""), ("since", since))
-        response = yield Request("GET", with_query(encode_path("-/v1/manifest", bucket), query))
+        response = yield Request("GET", with_query(encode_path("-/v1/listing", bucket), query))
         if not response.ok:
             raise flows.raised(response, what)
         if response.status == 200:
-            return Manifest(response.body)
+            return Listing(response.body)
         try:
-            state = msgspec.json.decode(response.body, type=ManifestState)
+            state = msgspec.json.decode(response.body, type=ListingState)
         except msgspec.DecodeError as error:
             raise Corrupt(
                 f"{what}: the answer is not of the shape expected ({error}): check what listens there"

@@ -14,7 +14,7 @@ import pytest
 import forebay.aio
 from forebay import connect
 from forebay.core.errors import Invalid, NotFound, Precondition
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 from tests.node.conftest import MIB, NodeProcess, pattern, until
 
 
@@ -27,46 +27,46 @@ def test_a_job_lists_its_bucket_once_and_knows_it_again(node: Callable[..., Node
         (folder / f"{n:06d}.jpg").write_bytes(b"x" * (n % 7))
     one = node()
     one.add_bucket("photos", f"file://{data}")
-    found: list[Manifest] = []
+    found: list[Listing] = []
 
     def worker() -> None:
         with connect(one.endpoint) as client:
-            found.append(client.manifest("photos"))
+            found.append(client.listing("photos"))
 
     workers = [threading.Thread(target=worker) for _ in range(4)]
     for each in workers:
         each.start()
     for each in workers:
         each.join()
-    manifest = found[0]
+    listing = found[0]
     assert len(found) == 4
     assert len({each.id for each in found}) == 1
-    assert manifest.keys() == sorted(f"class-{n % 23:02d}/{n:06d}.jpg" for n in range(2300))
-    number = manifest.find("class-03/000003.jpg")
+    assert listing.keys() == sorted(f"class-{n % 23:02d}/{n:06d}.jpg" for n in range(2300))
+    number = listing.find("class-03/000003.jpg")
     assert number is not None
-    assert manifest.sizes[number] == 3
+    assert listing.sizes[number] == 3
 
-    status, body = one.ask("GET", f"/-/v1/manifest/photos?id={manifest.id}")
-    assert (status, body) == (200, bytes(manifest.data))
-    status, body = one.ask("GET", "/-/v1/manifest/photos", {"If-None-Match": f'"{manifest.id}"'})
+    status, body = one.ask("GET", f"/-/v1/listing/photos?id={listing.id}")
+    assert (status, body) == (200, bytes(listing.data))
+    status, body = one.ask("GET", "/-/v1/listing/photos", {"If-None-Match": f'"{listing.id}"'})
     assert (status, body) == (304, b"")
-    status, body = one.ask("HEAD", "/-/v1/manifest/photos")
+    status, body = one.ask("HEAD", "/-/v1/listing/photos")
     assert (status, body) == (200, b"")
 
     (data / "class-00" / "new.jpg").write_bytes(b"new")
     with connect(one.endpoint) as client:
-        assert client.manifest("photos").id == manifest.id, "immutable: not looked at again unless asked to"
+        assert client.listing("photos").id == listing.id, "immutable: not looked at again unless asked to"
         heard: list[int] = []
-        assert len(client.manifest("photos", refresh=True, progress=heard.append)) == 2301
-        assert len(client.manifest("photos", "class-00/")) == 101
+        assert len(client.listing("photos", refresh=True, progress=heard.append)) == 2301
+        assert len(client.listing("photos", "class-00/")) == 101
         with pytest.raises(Precondition, match=r"1 object was added \(class-00/new.jpg\)"):
-            client.manifest("photos", id=manifest.id)
+            client.listing("photos", id=listing.id)
         with pytest.raises(NotFound):
-            client.manifest("nobody-has-it")
+            client.listing("nobody-has-it")
 
-    async def again() -> Manifest:
+    async def again() -> Listing:
         async with forebay.aio.connect(one.endpoint) as client:
-            return await client.manifest("photos", "class-22/")
+            return await client.listing("photos", "class-22/")
 
     assert len(asyncio.run(again())) == 100
 
@@ -87,14 +87,14 @@ def test_a_job_that_tells_its_order_finds_what_it_reads(node: Callable[..., Node
     for _ in range(3):
         order += chance.sample(range(60), 60)
     with connect(one.endpoint) as client:
-        manifest = client.manifest("photos")
-        with client.hints("a job", manifest) as hints:
+        listing = client.listing("photos")
+        with client.hints("a job", listing) as hints:
             hints.future([(n, 0, 1) for n in order[:100]])
             said = hints.future(array("I", [number for n in order[100:] for number in (n, 0, 1)]))
             assert (said.position, said.known) == (0, 180)
             for at, n in enumerate(order):
                 until(lambda at=at: hints.state().ahead > at)
-                assert client.get("photos", manifest.key(n)) == bodies[n]
+                assert client.get("photos", listing.key(n)) == bodies[n]
                 hints.at(at + 1)
             assert hints.state().position == 180
         with pytest.raises(NotFound):
@@ -126,13 +126,13 @@ def test_hints_that_make_no_sense_are_refused(node: Callable[..., NodeProcess], 
     one = node()
     one.add_bucket("photos", f"file://{tmp_path / 'data'}")
     with connect(one.endpoint) as client:
-        manifest = client.manifest("photos")
+        listing = client.listing("photos")
         for wrong in ([(1, 0, 1)], [(0, 0, 9)]):
             with pytest.raises(Invalid):
-                client.hints("job", manifest).future(wrong)
+                client.hints("job", listing).future(wrong)
         with pytest.raises(Invalid):
-            client.hints("job", manifest).future(array("B", b"1234567"))
-        client.hints("nobody", manifest).close()
+            client.hints("job", listing).future(array("B", b"1234567"))
+        client.hints("nobody", listing).close()
     for target, body in (("hints/job", b"no future"), ("hints/other", b"\x80")):
         status, _ = one.ask("POST", f"/-/v1/{target}", {"Content-Type": "application/msgpack"}, body)
         assert status == 400

@@ -1,6 +1,6 @@
 """Listings as a writer expects them: the backend's keys, corrected by the writes it has not received yet.
 
-Theory. A page of the backend is merged with what the node owes in the same stretch of keys (`core/listing.py`): owed
+Theory. A page of the backend is merged with what the node owes in the same stretch of keys (`core/pages.py`): owed
 objects are added, owed deletes left out. The owed keys are read *before* the backend is asked. So a write that reaches
 the backend in between is in at least one of the two, and a deleted key is missing from at least one. Only as many owed
 keys are read as a page may need, so memory and time depend on the page, not on the bucket or the debt.
@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol
 from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import Unavailable
-from forebay.core.listing import after_prefix, merge_pages
 from forebay.core.messages.calls import CachedEntry, CachedPage, ListCall
+from forebay.core.pages import after_prefix, merge_pages
 from forebay.core.record import Record, State
 from forebay.core.types import ListEntry, ListPage
 from forebay.node.engine.buckets import Served
@@ -54,7 +54,7 @@ class _Ours(NamedTuple):
     thinned: set[str]
 
 
-class Listings:
+class Pages:
     """See the module's header."""
 
     def __init__(

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from forebay.core.formats.manifest import Manifest
+from forebay.core.formats.listing import Listing
 
 RUNGS = 16
 _RUNG_BYTES, _ID_BYTES = 4, 16
@@ -26,11 +26,11 @@ Column = Any  # numpy.ndarray
 Blob = bytes | memoryview
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class Fingerprint(msgspec.Struct, frozen=True, rename={"listing_id": "manifest"}):
     """What a dataset was when its state was saved. `shape` says how samples are made of objects and in what kind of
     order; `samples` is 0 where they were not counted, and follows from the rest; `rungs` are hexadecimal digits,
-    2 * _RUNG_BYTES for each rung; `manifest` is the id under which the node may still know the listing that it was made
-    from."""
+    2 * _RUNG_BYTES for each rung; `listing_id` (saved states call it `manifest`) is the id under which the node may
+    still know the listing that it was made from."""
 
     shape: str
     samples: int
@@ -38,10 +38,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     size_bytes: int
     id: str
     rungs: str
-    manifest: str = ""
+    listing_id: str = ""
 
 
-class Listing(NamedTuple):
+class ListingColumns(NamedTuple):
     """Objects of one bucket. Columns are NumPy arrays; `keys` and `etags` hold UTF-8 without separators."""
 
     bucket: str
@@ -50,19 +50,19 @@ class Listing(NamedTuple):
     sizes: Column
     etags: Blob
     etag_ends: Column
-    manifest: str
-    numbers: Column | None = None  # in the manifest; None: as here
+    listing_id: str
+    numbers: Column | None = None  # in the listing; None: as here
 
     @classmethod
-    def of(cls, manifest: Manifest, suffixes: Sequence[str] = ()) -> Listing:
+    def of(cls, listing: Listing, suffixes: Sequence[str] = ()) -> ListingColumns:
         """The objects whose key ends in one of `suffixes` (any case); with none, all but folder marks (`x/`)."""
-        keys, key_ends, sizes, etags, etag_ends = manifest.columns()
-        found = cls(manifest.bucket, keys, _ints(key_ends), _ints(sizes), etags, _ints(etag_ends), manifest.id)
+        keys, key_ends, sizes, etags, etag_ends = listing.columns()
+        found = cls(listing.bucket, keys, _ints(key_ends), _ints(sizes), etags, _ints(etag_ends), listing.id)
         chosen = found._ending_in(suffixes) if suffixes else ~found._ending_in(("/",))
         return found if chosen.all() else found._only(chosen)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _listing, tuple(bytes(item) if isinstance(item, memoryview) else item for item in self)
+        return _rebuilt, tuple(bytes(item) if isinstance(item, memoryview) else item for item in self)
 
     @property
     def objects(self) -> int:
@@ -87,8 +87,8 @@ class Listing(NamedTuple):
         """Its etag; empty where the backend has none."""
         return _text(self.etags, self.etag_ends, number)
 
-    def numbers_in_manifest(self, objects: Column) -> Column:
-        """What the manifest counts these objects as."""
+    def numbers_in_listing(self, objects: Column) -> Column:
+        """What the listing counts these objects as."""
         return objects if self.numbers is None else self.numbers[objects]
 
     def _ending_in(self, suffixes: Sequence[str]) -> Column:
@@ -105,7 +105,7 @@ class Listing(NamedTuple):
             found |= here
         return found
 
-    def _only(self, chosen: Column) -> Listing:
+    def _only(self, chosen: Column) -> ListingColumns:
         """The objects of a mask, in runs of neighbours."""
         edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
 
@@ -117,13 +117,15 @@ class Listing(NamedTuple):
         keys, key_ends = cut(self.keys, self.key_ends)
         etags, etag_ends = cut(self.etags, self.etag_ends)
         numbers = np.flatnonzero(chosen)
-        return Listing(self.bucket, keys, key_ends, self.sizes[chosen], etags, etag_ends, self.manifest, numbers)
+        return ListingColumns(
+            self.bucket, keys, key_ends, self.sizes[chosen], etags, etag_ends, self.listing_id, numbers
+        )
 
     def fingerprint(self, shape: str, samples: int) -> Fingerprint:
         """Of a dataset of `samples` made of these objects."""
         rungs = b"".join(self._hash(self.objects * rung // RUNGS, _RUNG_BYTES) for rung in range(1, RUNGS + 1))
         whole = self._hash(self.objects, _ID_BYTES).hex()
-        return Fingerprint(shape, samples, self.objects, self.size_bytes, whole, rungs.hex(), self.manifest)
+        return Fingerprint(shape, samples, self.objects, self.size_bytes, whole, rungs.hex(), self.listing_id)
 
     def _hash(self, objects: int, size_bytes: int) -> bytes:
         """Of the first `objects` objects."""
@@ -168,8 +170,8 @@ class Listing(NamedTuple):
         return f"keys were added from {self.key(same)!r} on" if same < self.objects else "keys, sizes or etags differ"
 
 
-def _listing(*columns: Any) -> Listing:
-    return Listing(*columns)
+def _rebuilt(*columns: Any) -> ListingColumns:
+    return ListingColumns(*columns)
 
 
 def _ints(column: memoryview) -> Column:

@@ -1,4 +1,4 @@
-"""Manifests as values: what goes in comes out, ids tell listings apart, and damage is noticed."""
+"""Listings as values: what goes in comes out, ids tell listings apart, and damage is noticed."""
 
 import hashlib
 import random
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Corrupt
-from forebay.core.formats.manifest import Manifest, build, pack
+from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.keyspace import Alphabet, cuts, is_past
 from forebay.core.types import ListEntry
 
@@ -17,8 +17,8 @@ def entry(key: str, size: int = 5, etag: str | None = None, modified: float = 7.
     return ListEntry(key, size, hashlib.md5(key.encode()).hexdigest() if etag is None else etag, modified)
 
 
-def made(*entries: ListEntry, bucket: str = "b", prefix: str = "") -> Manifest:
-    return Manifest(build(bucket, prefix, [pack(sorted(entries))]))
+def made(*entries: ListEntry, bucket: str = "b", prefix: str = "") -> Listing:
+    return Listing(build(bucket, prefix, [pack(sorted(entries))]))
 
 
 KEYS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -33,20 +33,20 @@ def test_whatever_the_pieces_every_entry_is_there_once_in_byte_order(objects, ch
         count = chance.randint(1, 5)
         pieces.append(pack(rest[:count]))
         rest = rest[count:]
-    manifest = Manifest(build("b", "", pieces))
-    assert [manifest.entry(number) for number in range(len(manifest))] == entries
-    assert manifest.keys() == [one.key for one in entries] == sorted(objects)
-    assert [manifest.find(one.key) for one in entries] == list(range(len(entries)))
-    assert list(manifest.sizes) == [one.size_bytes for one in entries]
+    listing = Listing(build("b", "", pieces))
+    assert [listing.entry(number) for number in range(len(listing))] == entries
+    assert listing.keys() == [one.key for one in entries] == sorted(objects)
+    assert [listing.find(one.key) for one in entries] == list(range(len(entries)))
+    assert list(listing.sizes) == [one.size_bytes for one in entries]
     chance.shuffle(pieces)  # as ranges that end in any order, or a server with an order of its own
-    assert Manifest(build("b", "", [*pieces, *pieces[:1]])).id == manifest.id
+    assert Listing(build("b", "", [*pieces, *pieces[:1]])).id == listing.id
 
 
 def test_parts_of_a_listing_that_overlap_are_one_and_the_last_word_counts():
     a, b, c, d = (entry(key) for key in "abcd")
     newer = b._replace(size_bytes=9)
-    manifest = Manifest(build("b", "", [pack([a, b, c]), pack([newer, d])]))
-    assert [manifest.entry(number) for number in range(4)] == [a, newer, c, d]
+    listing = Listing(build("b", "", [pack([a, b, c]), pack([newer, d])]))
+    assert [listing.entry(number) for number in range(4)] == [a, newer, c, d]
 
 
 def test_ids_are_those_of_contents():
@@ -79,34 +79,34 @@ def test_what_changed_is_said_in_words():
 
 
 def test_keys_are_found_and_those_that_are_not_there_are_not():
-    manifest = made(*(entry(f"k/{n:04d}") for n in range(0, 1000, 2)))
-    assert manifest.find("k/0500") == 250
-    assert manifest.find("k/0501") is None
-    assert manifest.find("zzz") is None
-    assert manifest.keys(10, 12) == ["k/0020", "k/0022"]
-    assert manifest.keys(400, 10**9) == [f"k/{n:04d}" for n in range(800, 1000, 2)]
+    listing = made(*(entry(f"k/{n:04d}") for n in range(0, 1000, 2)))
+    assert listing.find("k/0500") == 250
+    assert listing.find("k/0501") is None
+    assert listing.find("zzz") is None
+    assert listing.keys(10, 12) == ["k/0020", "k/0022"]
+    assert listing.keys(400, 10**9) == [f"k/{n:04d}" for n in range(800, 1000, 2)]
     with pytest.raises(IndexError):
-        manifest.key(500)
+        listing.key(500)
 
 
 @pytest.mark.parametrize("etag", [None, "", "an etag of a file"])
 def test_damage_anywhere_is_noticed(etag):
     data = build("bucket", "p/", [pack([entry(f"p/{n}", etag=etag) for n in range(5)])])
-    Manifest(data)
+    Listing(data)
     with pytest.raises(Corrupt):
-        Manifest(data[:-1])
+        Listing(data[:-1])
     with pytest.raises(Corrupt):
-        Manifest(data + bytes(8))
+        Listing(data + bytes(8))
     chance, noticed = random.Random(3), 0
     for at in range(len(data)):
         bad = bytearray(data)
         bad[at] ^= chance.randint(1, 255)
         try:
-            manifest = Manifest(bad)
+            listing = Listing(bad)
         except Corrupt:
             noticed += 1
         else:  # a time is no part of the id where there is an etag, and padding says nothing
-            assert [manifest.entry(n)[:3] for n in range(5)] == [entry(f"p/{n}", etag=etag)[:3] for n in range(5)]
+            assert [listing.entry(n)[:3] for n in range(5)] == [entry(f"p/{n}", etag=etag)[:3] for n in range(5)]
     assert noticed > len(data) * 0.6
 
 

@@ -1,4 +1,4 @@
-"""Manifests at the engine: one listing for all, as fresh as the bucket wants it, kept, and what changed is said."""
+"""Listings at the engine: one for all who ask, as fresh as the bucket wants it, kept, and what changed is said."""
 
 import asyncio
 import hashlib
@@ -7,10 +7,10 @@ from bisect import bisect_right
 import pytest
 
 from forebay.core.errors import NotFound, Precondition, Unavailable
-from forebay.core.formats.manifest import Manifest, build
+from forebay.core.formats.listing import Listing, build
 from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE, ListEntry, ListPage
-from forebay.node.engine.read import manifests
+from forebay.node.engine.read import listings
 from forebay.node.engine.read.parallel_listing import HANDS, Survey
 
 
@@ -53,7 +53,7 @@ SHAPES = {
 def test_a_survey_finds_every_key_from_many_places_at_once(shape, folders_first):
     server = Server(SHAPES[shape], folders_first)
     survey = Survey(server.page, "")
-    found = Manifest(build("b", "", asyncio.run(survey.run())))
+    found = Listing(build("b", "", asyncio.run(survey.run())))
     assert found.keys() == sorted(SHAPES[shape])
     assert server.most <= HANDS
     if shape in ("numbers", "classes", "hashes", "uneven"):
@@ -84,9 +84,9 @@ def place(rig, count, first=0):
 
 
 async def ask(rig, **more):
-    state = await rig.front.call("manifest", calls.ManifestCall("remote", **more))
+    state = await rig.front.call("listing", calls.ListingCall("remote", **more))
     assert state.id
-    return await rig.engine.manifests.load("remote", state.prefix, state.id)
+    return await rig.engine.listings.load("remote", state.prefix, state.id)
 
 
 def test_all_who_ask_share_one_listing_and_the_next_day_lists_again(rigged):
@@ -107,7 +107,7 @@ def test_all_who_ask_share_one_listing_and_the_next_day_lists_again(rigged):
     rigged(story, capacity_bytes=256 << 20)
 
 
-def test_whoever_wants_the_manifest_of_yesterday_is_told_what_changed(rigged):
+def test_whoever_wants_the_listing_of_yesterday_is_told_what_changed(rigged):
     async def story(rig):
         place(rig, 20)
         old = await ask(rig)
@@ -135,7 +135,7 @@ def test_a_restart_finds_nothing_changed_when_nothing_did(rigged):
     rigged(story, capacity_bytes=256 << 20)
 
 
-def test_what_is_written_here_is_in_the_next_manifest_whatever_the_freshness(rigged):
+def test_what_is_written_here_is_in_the_next_listing_whatever_the_freshness(rigged):
     async def story(rig):
         place(rig, 3)
         assert len(await ask(rig)) == 3
@@ -151,27 +151,27 @@ def test_what_is_written_here_is_in_the_next_manifest_whatever_the_freshness(rig
 
 
 def test_a_long_listing_is_waited_for_in_steps(rigged, monkeypatch):
-    monkeypatch.setattr(manifests, "WAIT_S", 0.02)
+    monkeypatch.setattr(listings, "WAIT_S", 0.02)
 
     async def story(rig):
         place(rig, 3000)
         gate = asyncio.Event()
-        page = rig.engine.listings.page
+        page = rig.engine.pages.page
 
         async def slow(served, call):
             if call.start_after:
                 await gate.wait()
             return await page(served, call)
 
-        rig.engine.listings.page = slow
-        call = calls.ManifestCall("remote", refresh=True)
-        state = await rig.front.call("manifest", call)
+        rig.engine.pages.page = slow
+        call = calls.ListingCall("remote", refresh=True)
+        state = await rig.front.call("listing", call)
         assert (state.id, state.objects) == ("", 1000)
-        again = calls.ManifestCall("remote", refresh=True, since_s=state.since_s)
-        assert (await rig.front.call("manifest", again)).objects == 1000, "the same listing"
+        again = calls.ListingCall("remote", refresh=True, since_s=state.since_s)
+        assert (await rig.front.call("listing", again)).objects == 1000, "the same listing"
         gate.set()
         while not state.id:
-            state = await rig.front.call("manifest", again)
+            state = await rig.front.call("listing", again)
         assert state.objects == 3000
 
     rigged(story, capacity_bytes=256 << 20)
@@ -186,14 +186,14 @@ def test_what_does_not_fit_the_store_is_held_in_memory(rigged):
 
         rig.engine.keeping.keep = full
         rig.engine.verbs._table["keep"] = full
-        manifest = await ask(rig)
+        listing = await ask(rig)
         parts = []
-        state = await rig.front.call("manifest", calls.ManifestCall("remote"))
+        state = await rig.front.call("listing", calls.ListingCall("remote"))
         for start in range(0, state.size_bytes, 10_000):
             end = min(start + 10_000, state.size_bytes)
-            parts.append(await rig.front.call("manifest_part", calls.ManifestPartCall(state.id, start, end)))
-        assert Manifest(b"".join(parts)).id == manifest.id
+            parts.append(await rig.front.call("listing_part", calls.ListingPartCall(state.id, start, end)))
+        assert Listing(b"".join(parts)).id == listing.id
         with pytest.raises(NotFound):
-            await rig.front.call("manifest_part", calls.ManifestPartCall("0" * 32, 0, 1))
+            await rig.front.call("listing_part", calls.ListingPartCall("0" * 32, 0, 1))
 
     rigged(story)

@@ -1,1 +1,0 @@
-"""Jobs: bounded plans of units that the engine works off in the background."""
