@@ -35,6 +35,7 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
+from forebay.core.types import LOOP_STATUS
 
 BODY_CHARS_MAX = 300  # enough for the code and message of every cloud's error document
 
@@ -148,6 +149,8 @@ def _kind_of(status: int, body: str, what: str) -> ForebayError:
         return Busy(f"{what}: the backend asks to slow down ({said}): try again later")
     if status == 404:
         return _not_found(body, what)
+    if status == LOOP_STATUS:
+        return ourselves(what)
     if status == 416:
         return out_of_range(what)
     if status in (304, 412):
@@ -195,6 +198,16 @@ def no_such_bucket(what: str) -> NoBackendBucket:
     """The bucket itself does not exist at the backend."""
     return NoBackendBucket(
         f"{what}: there is no such bucket at the backend: bring it back (is it mounted?), or correct the bucket's URL"
+    )
+
+
+def ourselves(what: str) -> NoBackendBucket:
+    """The request came back to the node that made it."""
+    return NoBackendBucket(
+        f"{what} is this node itself, which needs another backend: name it with `forebay bucket set NAME --option "
+        "endpoint=URL`; or, if AWS_ENDPOINT_URL was set where the node was started, start it again without: `forebay "
+        "down`, then `env -u AWS_ENDPOINT_URL forebay up`",
+        code="OwnBackend",
     )
 
 

@@ -39,7 +39,7 @@ from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.types import LOCAL_URL, Bucket
+from forebay.core.types import LOCAL_URL, LOOP_HEADER, Bucket
 from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
 
@@ -70,8 +70,9 @@ def check(bucket: Bucket) -> None:
     _parse(bucket)
 
 
-def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
-    """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it."""
+def locate(bucket: Bucket, clock: Clock | None = None, node: str = "") -> Backend:
+    """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it. `node`, if
+    given, is the id of the node that asks: it goes with every request over HTTP."""
     clock = clock or SystemClock()
     scheme, name, path = _parse(bucket)
     if scheme == "memory":
@@ -81,6 +82,8 @@ def locate(bucket: Bucket, clock: Clock | None = None) -> Backend:
     if scheme == "file":
         return DirectoryBackend(path, clock)
     client = _client_options(bucket.options)
+    if node:
+        client["default_headers"] = {LOOP_HEADER: node}
     prefix = path.lstrip("/")
     if prefix and not prefix.endswith("/"):
         prefix += "/"

@@ -28,14 +28,16 @@ def open_backend(
     counters: BackendCounters | None = None,
     faults: FaultPlan | None = None,
     forked: bool = False,
+    node: str = "",
 ) -> Backend:
     """The backend of `bucket`, ready to use; it connects on first use. Close it with `aclose`.
 
     `forked`: this process was forked from one that may have used obstore, which hangs then, so no body is read with it.
+    `node`: the id of the node that asks, so that it knows its own request (`LOOP_HEADER`).
     `Invalid` says what is wrong with the URL or options.
     """
     counters = counters or BackendCounters()
-    backend = locate(bucket, clock)
+    backend = locate(bucket, clock, node)
     if isinstance(backend, CloudReads):
         backend.by_wire = forked
     if faults is not None:

@@ -119,7 +119,20 @@ def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bo
     ]
     head = f"the node {word} at {there.endpoint} (pid {there.pid}, directory {at})"
     width = max(len(step) for step, _ in steps)
-    return "\n".join([head, "", *(f"  {step.ljust(width)}   {why}" for step, why in steps)])
+    lines = [head, "", *(f"  {step.ljust(width)}   {why}" for step, why in steps)]
+    if started and _is_named_by_environment(there.endpoint):
+        lines += [
+            "",
+            "WARNING: AWS_ENDPOINT_URL of this shell names the node itself, so s3:// buckets without the option",
+            "endpoint have no backend now. For Amazon's, start it again without:",
+            f"  forebay down{_dir_flag(dir)} && env -u AWS_ENDPOINT_URL forebay up{_dir_flag(dir)}",
+        ]
+    return "\n".join(lines)
+
+
+def _is_named_by_environment(endpoint: str) -> bool:
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return named.replace("//localhost:", "//127.0.0.1:").rstrip("/") == endpoint
 
 
 def _dir_flag(dir: str | None) -> str:

@@ -118,6 +118,7 @@ class Wire:
         self._query = list(query)
         self._parts = urlsplit(url)
         self._authorize, self._meta = authorize, meta
+        self._unsigned: Mapping[str, str] = client.get("default_headers", {})  # a proxy on the way may add to them
         self._tls = _tls_context(client) if self._parts.scheme == "https" else None
         self._proxy = _proxy_for(self._parts.scheme, self._parts.hostname or "", client)
         self._idle: list[http.client.HTTPConnection] = []
@@ -328,7 +329,7 @@ class Wire:
             target = f"http://{self._parts.netloc}{target}"
         host = self._parts.netloc.rpartition("@")[2]
         fixed = {"host": host, "user-agent": "forebay", "accept-encoding": "identity", **headers}
-        return target, self._authorize(method, path, query_text, fixed)
+        return target, {**self._authorize(method, path, query_text, fixed), **self._unsigned}
 
     def _send(
         self, method: str, key: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]

@@ -256,7 +256,8 @@ class Buckets:
             await backend.probe()
         except ForebayError as error:
             await backend.aclose()
-            told = _no_bucket(name) if isinstance(error, NoBackendBucket) else error
+            missing = isinstance(error, NoBackendBucket) and error.code != "OwnBackend"
+            told = _no_bucket(name) if missing else error
             if isinstance(error, NoBackendBucket | Denied | Invalid):
                 if len(self._unknown) >= UNKNOWN_MAX:
                     self._unknown.clear()

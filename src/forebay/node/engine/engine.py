@@ -87,10 +87,6 @@ WORKERS = 32  # threads for blocking work: few are used, but a stalled disk must
 FILES_NEEDED = 1024
 
 
-def _open(bucket: Bucket, counters: BackendCounters) -> Backend:
-    return open_backend(bucket, counters=counters)
-
-
 def _make_volume_dir(volume: Path) -> None:
     try:
         volume.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,7 +101,7 @@ class Engine:
         self,
         settings: Settings,
         *,
-        opener: OpenBackend = _open,
+        opener: OpenBackend | None = None,
         clock: Clock = system_clock.system,
         chance: Chance = system_chance.system,
     ) -> None:
@@ -114,7 +110,7 @@ class Engine:
         self.node_id = ""
         self.started_s = clock.wall_s()
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
-        self._opener = opener
+        self._opener = opener or self._open_backend
         self._chance = chance
         self._identities = IdentitiesFile(settings.identities, settings.identity_key)
         self._flushing: asyncio.TimerHandle | None = None
@@ -160,6 +156,9 @@ class Engine:
             late.append(self.jobs.resume)
         work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
         self._background = [asyncio.create_task(each) for each in work]
+
+    def _open_backend(self, bucket: Bucket, counters: BackendCounters) -> Backend:
+        return open_backend(bucket, counters=counters, node=self.node_id)
 
     async def _remember_volumes(self) -> None:
         """Load the known volumes, before the node gets an id: a node that has an id and remembers no volumes is of an

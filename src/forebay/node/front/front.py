@@ -175,6 +175,7 @@ class Front:
             self._store.let_go()
             self.door.let_go()
         self._auth.update(welcome.identities)
+        self._auth.node = welcome.node_id.encode()
         self._reads.follow(welcome)
         self.door.follow(welcome)
         self._lane.follow()

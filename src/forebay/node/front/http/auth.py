@@ -28,14 +28,15 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
-from forebay.core.errors import Denied, NotFound
+from forebay.core.errors import Denied, Invalid, NotFound
 from forebay.core.s3rules.names import Addressing
 from forebay.core.s3rules.postpolicy import legacy_signer
 from forebay.core.s3rules.sigv4 import Verified, Verifier
-from forebay.core.types import Bucket
+from forebay.core.types import LOOP_HEADER, Bucket
 from forebay.node.front.http.requests import Request
 from forebay.ports import clock
 
+LOOP_NAME = LOOP_HEADER.encode()
 _PORT = re.compile(r":\d*\Z")
 _ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
 
@@ -59,6 +60,7 @@ class Auth:
         self._addressing = addressing if addressing is not None else Addressing()
         self._body = b""
         self._hosts: set[bytes] = set()
+        self.node = b"\0"  # its id
         self.update(b"")
 
     def update(self, identities: bytes) -> None:
@@ -73,7 +75,9 @@ class Auth:
 
     def check_host(self, request: Request) -> None:
         """Return if the node has identities, or the request was sent to a name of this machine or of the node's domain;
-        else `Denied`: a page of another site may have sent it."""
+        else `Denied`: a page of another site may have sent it. `Invalid` for a request that this node sent."""
+        if self.node in request.headers.get(LOOP_NAME, b""):
+            raise Invalid("this node is asked by itself: its bucket needs another backend", code="LoopDetected")
         if not self.open:
             return
         host = request.headers.get(b"host", b"")
@@ -158,8 +162,8 @@ class Auth:
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
         request was sent to a name that is not the node's."""
+        self.check_host(request)
         if self.open:
-            self.check_host(request)
             if request.method not in (b"GET", b"HEAD"):
                 _check_page(request)
             return ANYONE

@@ -24,6 +24,7 @@ from urllib.parse import unquote_to_bytes
 
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.metrics import Histogram
+from forebay.core.types import LOOP_STATUS
 
 
 class Request:
@@ -273,6 +274,7 @@ REASONS = {
     503: "Service Unavailable",
     505: "HTTP Version Not Supported",
     507: "Insufficient Storage",
+    508: "Loop Detected",
 }
 STATUS_LINES = {status: b"HTTP/1.1 %d %s\r\n" % (status, reason.encode()) for status, reason in REASONS.items()}
 
@@ -288,6 +290,7 @@ STATUS_OF_CODE = {
     "VersionNotSupported": 505,
     "ConditionalRequestConflict": 409,
     "InsufficientStorage": 507,
+    "LoopDetected": LOOP_STATUS,
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from forebay.core.errors import ForebayError
+from forebay.core.types import LOOP_STATUS
 from forebay.node.front.http.requests import Request, Response
 from forebay.node.front.s3.xml import CONTENT_TYPE, DECLARATION, element, readable
 from forebay.ports import chance
@@ -50,6 +51,7 @@ STATUS: Final = {
     "InvalidToken": 400,
     "InvalidURI": 400,
     "KeyTooLongError": 400,
+    "LoopDetected": LOOP_STATUS,
     "MalformedACLError": 400,
     "MalformedPOSTRequest": 400,
     "MalformedTrailerError": 400,
