@@ -12,7 +12,7 @@ import pytest
 
 import forebay
 from forebay import aio
-from forebay.client.members import Kept
+from forebay.client.members import MembersCache
 from forebay.core.errors import Corrupt, Invalid, NotFound, NotSupported, Precondition
 from forebay.core.types import RangeSpec
 from tests.core.archives import tar_of
@@ -111,7 +111,7 @@ def test_the_same_without_blocking(here: Place) -> None:
 
 
 def test_what_is_kept_is_bounded_by_members(client: forebay.Client) -> None:
-    kept = Kept(members_max=5)
+    kept = MembersCache(members_max=5)
     for number in range(4):
         client.put("local", f"k{number}.tar", tar_of([(f"{n}", b"") for n in range(2)]))
         client.run(kept.read("local", f"k{number}.tar"))

@@ -80,7 +80,7 @@ def send(client: Client, bucket: str, key: str, path: Path, plan: Any = None, pr
     with open(path, "rb") as file:
         size_bytes = path.stat().st_size
         flow = upload.put_file(
-            bucket, key, file.fileno(), size_bytes, plan or upload.Plan(), progress, PART_BYTES, PART_BYTES
+            bucket, key, file.fileno(), size_bytes, plan or upload.PutOptions(), progress, PART_BYTES, PART_BYTES
         )
         return client.run(flow)
 
@@ -115,12 +115,12 @@ def test_a_token_that_may_write_is_enough_for_every_size(
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_conditions_hold_for_parts(client: Counted, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(pattern(11 * MIB, 1))
-    first = send(client, bucket, "one", tmp_path / "file", upload.Plan(only_new=True))
-    for plan in (upload.Plan(only_new=True), upload.Plan(if_match="other")):
+    first = send(client, bucket, "one", tmp_path / "file", upload.PutOptions(only_new=True))
+    for plan in (upload.PutOptions(only_new=True), upload.PutOptions(if_match="other")):
         with pytest.raises(Precondition):
             send(client, bucket, "one", tmp_path / "file", plan)
     (tmp_path / "file").write_bytes(b"2" * (11 * MIB))
-    send(client, bucket, "one", tmp_path / "file", upload.Plan(if_match=first.etag))
+    send(client, bucket, "one", tmp_path / "file", upload.PutOptions(if_match=first.etag))
     assert client.get(bucket, "one") == b"2" * (11 * MIB)
 
 
@@ -158,7 +158,7 @@ def test_a_completion_whose_answer_was_lost_is_known_again(client: Counted, buck
     path = tmp_path / "file"
     path.write_bytes(pattern(11 * MIB, 3))
     client.lose = 1
-    written = send(client, bucket, "lost", path, upload.Plan(only_new=True))
+    written = send(client, bucket, "lost", path, upload.PutOptions(only_new=True))
     assert client.lose == 0
     assert (written.etag, written.size_bytes) == (client.head(bucket, "lost").etag, 11 * MIB)
     assert client.get(bucket, "lost") == path.read_bytes()

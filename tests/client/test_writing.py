@@ -22,7 +22,7 @@ from tests.client.test_flows import play, said
 
 MIB = 1 << 20
 WRITTEN = Written("e", "v", 3, 0.0)
-PLAN = upload.Plan()
+PLAN = upload.PutOptions()
 
 
 def test_bytes_of_every_kind_become_the_object(node: FakeNode) -> None:
@@ -99,7 +99,7 @@ def test_a_file_too_large_for_one_request_goes_in_parts(node: FakeNode, tmp_path
     (tmp_path / "file").write_bytes(data)
     with Client(node.url) as client, open(tmp_path / "file", "rb") as file:
         flow = upload.put_file(
-            "corpus", "a/ü b", file.fileno(), len(data), upload.Plan(), None, part_bytes=MIB, whole_bytes_max=MIB
+            "corpus", "a/ü b", file.fileno(), len(data), upload.PutOptions(), None, part_bytes=MIB, whole_bytes_max=MIB
         )
         assert client.run(flow).size_bytes == len(data)
     assert node.objects["corpus"]["a/ü b"] == data
@@ -128,7 +128,7 @@ def test_parts_are_given_up_when_it_fails(node: FakeNode, error: type[BaseExcept
             client.put("corpus", "a", io.BytesIO(data))
 
 
-def send(client: Client, path: Path, plan: upload.Plan = PLAN, progress: Any = None, **more: bool) -> Written:
+def send(client: Client, path: Path, plan: upload.PutOptions = PLAN, progress: Any = None, **more: bool) -> Written:
     """The file in parts of 1 MiB."""
     with open(path, "rb") as file:
         size_bytes = path.stat().st_size
@@ -196,7 +196,7 @@ def test_an_upload_of_anything_else_is_left_alone(node: FakeNode, cut_off: Path,
     elif change == "size":
         os.truncate(cut_off, 2 * MIB - 1)
     elif change == "headers":
-        plan = upload.Plan((("Content-Type", "text/x"),))
+        plan = upload.PutOptions((("Content-Type", "text/x"),))
     elif change == "key":
         theirs.key = "ab"
     else:
@@ -224,7 +224,7 @@ def test_an_upload_that_somebody_ends_meanwhile_is_begun_anew(node: FakeNode, cu
 
 
 def test_headers_are_compared_as_the_node_keeps_them(node: FakeNode, cut_off: Path) -> None:
-    plan = upload.Plan.of("text/x", {"Colour": " blue "}, "", False)
+    plan = upload.PutOptions.of("text/x", {"Colour": " blue "}, "", False)
     next(iter(node.uploads.values())).headers = {"x-amz-meta-colour": "blue", "content-type": "text/x"}
     with Client(node.url) as client:
         send(client, cut_off, plan)
@@ -386,7 +386,7 @@ def test_six_gibibytes_are_parts_of_the_file(tmp_path: Path) -> None:
 
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(size_bytes)
-        flow = upload.put_file("b", "k", file.fileno(), size_bytes, upload.Plan(if_match="e"))
+        flow = upload.put_file("b", "k", file.fileno(), size_bytes, upload.PutOptions(if_match="e"))
         assert drive(flow, answer) == WRITTEN
     assert len(parts) == 96
     at = 0

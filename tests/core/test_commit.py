@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from forebay.core.machines import commit, recover
-from forebay.core.machines.commit import Place
+from forebay.core.machines.commit import StoredVersion
 from forebay.sim.disk import SimDisk
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import BLOCK_BYTES, SimStore, Subject, encode_header, sum_of
@@ -24,7 +24,7 @@ class Disk:
         self.acknowledged = []
 
     def place(self, object_id, durable=False):
-        return Place(*NAME, object_id, f"data/{object_id}", durable)
+        return StoredVersion(*NAME, object_id, f"data/{object_id}", durable)
 
     def subject(self, data, version):
         return Subject(version, len(data), data=data, acknowledged=lambda: self.acknowledged.append(version))
@@ -192,7 +192,7 @@ def test_inline_objects_are_in_the_record_or_not_at_all(size):
     for disk, done, machine in cuts(
         lambda disk: [
             (effect, disk.subject(NEW[:size], "new"))
-            for effect in commit.plan_inline(Place(*NAME, 1), replaces=disk.place(9))
+            for effect in commit.plan_inline(StoredVersion(*NAME, 1), replaces=disk.place(9))
         ]
     ):
         assert disk.served() == (None if machine or not done else ("new", {0: NEW[:size]}))
@@ -214,8 +214,8 @@ def test_a_flipped_byte_of_a_file_in_doubt_is_never_served():
 # --- the checker of plans --------------------------------------------------------------------------------------------
 def test_the_plan_checker_refuses_each_wrong_order():
     """Take a right plan, move one effect, and be refused."""
-    new = Place(*NAME, 2, "data/2", True)
-    durable = commit.plan_durable(new, "tmp/2", WRITES, 4, b"header", Place(*NAME, 1, "data/1", True))
+    new = StoredVersion(*NAME, 2, "data/2", True)
+    durable = commit.plan_durable(new, "tmp/2", WRITES, 4, b"header", StoredVersion(*NAME, 1, "data/1", True))
     commit.check_plan(durable)
 
     def moved(plan, kind, to):
@@ -245,7 +245,7 @@ def test_the_plan_checker_refuses_each_wrong_order():
 
 
 def test_evicting_every_block_forgets_the_object():
-    place = Place(*NAME, 1, "data/1")
+    place = StoredVersion(*NAME, 1, "data/1")
     assert commit.plan_evict_blocks(place, [0, 2], [2, 0], 64, 200) == commit.plan_forget(place)
 
 

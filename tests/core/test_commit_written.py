@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from forebay.core.machines import commit, recover
-from forebay.core.machines.commit import Place
+from forebay.core.machines.commit import StoredVersion
 from forebay.sim.disk import SimDisk
 from forebay.sim.schedule import Schedule
 from forebay.sim.store import SimStore, Subject, decode_header, encode_header
@@ -126,7 +126,7 @@ class Shown(SimStore):
 
 
 def place(object_id, durable, small=False):
-    return Place(*NAME, object_id, "" if small else f"data/{object_id}", durable)
+    return StoredVersion(*NAME, object_id, "" if small else f"data/{object_id}", durable)
 
 
 def put_plan(new, data, version, replaces=None, *, owned=True):

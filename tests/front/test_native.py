@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.core import limits
 from forebay.core.access import Grant, Identity, encode_identities
-from forebay.core.derived import Kept
+from forebay.core.derived import KeepAnswer
 from forebay.core.errors import Denied, NotFound
 from forebay.core.formats.listing import ListingState
 from forebay.core.machines.hints import HintsCall, HintsState
@@ -40,7 +40,7 @@ ANSWERS: dict[str, Any] = {
     "bucket_check": calls.Nothing(),
     "stat": calls.ObjectState("b", "k", 1, "v", "e", 0.0, 1, False, False, 0.0),
     "copy": calls.Written("e", "v", 1, 0.0),
-    "keep": Kept(True),
+    "keep": KeepAnswer(True),
     "listing": ListingState("b", "", "of all", 0, 4),
     "listing_part": b"four",
     "hints": HINTS,

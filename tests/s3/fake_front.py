@@ -29,7 +29,7 @@ from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Exchange, Request
 from forebay.node.front.objects.body_intake import Intake
 from forebay.node.front.objects.puts import Puts
-from forebay.node.front.objects.reads import Decide, plan_plain
+from forebay.node.front.objects.reads import Decide, answer_plainly
 from forebay.node.front.s3.operations import S3
 
 MODIFIED_S = 784903526.75
@@ -175,7 +175,7 @@ class FakeReads:
         if found is None:
             raise NotFound(f"no object {key!r} in {bucket.name}", code="NoSuchKey")
         record = found.record(key)
-        plan = decide(record) if decide else plan_plain(record, range, extra)
+        plan = decide(record) if decide else answer_plainly(record, range, extra)
         exchange.respond(plan.status, plan.head, found.data[plan.start : plan.end])
 
     def prestage(self, exchange: Exchange, bucket: Bucket, key: str, range: RangeSpec, decide: Decide) -> None:

@@ -39,7 +39,7 @@ from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
-from forebay.client.upload import Data, Plan, put_data
+from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
 from forebay.core.formats.listing import Listing
@@ -91,8 +91,8 @@ class _Connection:
         except TimeoutError:
             self.close()
             raise Unavailable(
-                f"the node at {self._calling.place.url} sent nothing for {self._calling.patience_s:g} s: check it with "
-                "`forebay status`, then try again"
+                f"the node at {self._calling.endpoint.url} sent nothing for {self._calling.patience_s:g} s: check it "
+                "with `forebay status`, then try again"
             ) from None
         except BaseException:
             self.close()
@@ -102,7 +102,7 @@ class _Connection:
         head: Head | None = None
         sent = True
         try:
-            self._writer.write(build_request(request, self._calling.place.authority, more))
+            self._writer.write(build_request(request, self._calling.endpoint.authority, more))
             if request.body_bytes >= EXPECT_BYTES_MIN:
                 head = await self._head(request.method)
                 sent = head.status == 100
@@ -119,7 +119,8 @@ class _Connection:
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 if getattr(error, "partial", b""):
                     raise Unavailable(
-                        f"the node at {self._calling.place.url} stopped in the middle of an answer: try again", code=CUT
+                        f"the node at {self._calling.endpoint.url} stopped in the middle of an answer: try again",
+                        code=CUT,
                     ) from None
                 raise self._gone() from None
         response = Response(head.status, head.headers)
@@ -185,7 +186,7 @@ class _Connection:
         if self.served:
             return Stale()
         return Unavailable(
-            f"the node at {self._calling.place.url} closed the connection without an answer: see its log, or run "
+            f"the node at {self._calling.endpoint.url} closed the connection without an answer: see its log, or run "
             "`forebay doctor`",
             code=CUT,
         )
@@ -224,13 +225,13 @@ class Client:
         ca: str | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca)
-        self._members = members.Kept()
+        self._members = members.MembersCache()
         self._idle: list[_Connection] = []
         self._closed = False
 
     @property
     def url(self) -> str:
-        return self._calling.place.url
+        return self._calling.endpoint.url
 
     async def __aenter__(self) -> Client:
         return self
@@ -311,16 +312,16 @@ class Client:
         return response
 
     async def _open(self) -> _Connection:
-        place = self._calling.place
-        context = self._calling.context() if place.scheme == "https" else None
+        endpoint = self._calling.endpoint
+        context = self._calling.context() if endpoint.scheme == "https" else None
         try:
             async with asyncio.timeout(min(self._calling.patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)):
                 reader, writer = await asyncio.open_connection(
-                    place.host, place.port, ssl=context, limit=limits.HEADER_BYTES_MAX
+                    endpoint.host, endpoint.port, ssl=context, limit=limits.HEADER_BYTES_MAX
                 )
         except OSError as error:
             raise Unavailable(
-                f"no node answers at {place.url} ({error or type(error).__name__}): start one with `forebay up`, or "
+                f"no node answers at {endpoint.url} ({error or type(error).__name__}): start one with `forebay up`, or "
                 "name another with the URL or FOREBAY_URL",
                 code="NoNode",
             ) from None
@@ -357,7 +358,7 @@ class Client:
         into: bytearray | memoryview | None = None,
     ) -> Many:
         """Many objects, or ranges of them, in few round trips; see `forebay.Client.get_many`."""
-        return await self.run(batchflow.get_many(items, self._calling.place, on_error=on_error, into=into))
+        return await self.run(batchflow.get_many(items, self._calling.endpoint, on_error=on_error, into=into))
 
     async def head(self, bucket: str, key: str) -> flows.Got:
         """What a read would say of the object, without its bytes."""
@@ -396,8 +397,8 @@ class Client:
         progress: Callable[[int], None] | None = None,
     ) -> Written:
         """Make `data` the object, whole or not at all; see `forebay.Client.put`."""
-        plan = Plan.of(content_type, metadata, etag, only_new)
-        return await self.run(put_data(bucket, key, data, plan, progress))
+        options = PutOptions.of(content_type, metadata, etag, only_new)
+        return await self.run(put_data(bucket, key, data, options, progress))
 
     async def delete(self, bucket: str, key: str, *, etag: str = "") -> None:
         """Delete the object; one that is not there is fine. With `etag`, `Precondition` if it is another version."""

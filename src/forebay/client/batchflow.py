@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from forebay.client.connection import CUT, Place
+from forebay.client.connection import CUT, Endpoint
 from forebay.client.flows import Flow, raised
 from forebay.client.http1 import Request, Response
 from forebay.client.many import FrameSink, Host, Many, Result
@@ -35,7 +35,7 @@ _HEADERS = (("Content-Type", batch.ASK_MEDIA),)
 
 def get_many(
     items: Sequence[Wanted],
-    here: Place,
+    here: Endpoint,
     *,
     host: Host | None = None,
     on_error: OnError = "raise",
@@ -68,7 +68,7 @@ def get_many(
     return many
 
 
-def shares(items: Sequence[Wanted], here: Place) -> Iterator[tuple[Place, Sequence[Wanted]]]:
+def shares(items: Sequence[Wanted], here: Endpoint) -> Iterator[tuple[Endpoint, Sequence[Wanted]]]:
     """Who is asked for what, in order. All that knows which node owns an item: a node alone owns everything."""
     for start in range(0, len(items), limits.BATCH_ITEMS_MAX):
         yield here, items[start : start + limits.BATCH_ITEMS_MAX] if len(items) > limits.BATCH_ITEMS_MAX else items

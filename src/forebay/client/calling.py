@@ -28,7 +28,7 @@ class Calling:
     def __init__(
         self, url: str | None, token: str | None, patience_s: float | None, ca: str | None, trust: Trust | None = None
     ) -> None:
-        self.place = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
+        self.endpoint = parse_url(url or os.environ.get("FOREBAY_URL") or DEFAULT_URL)
         self.patience_s = patience_s or limits.CLIENT_STALL_TIMEOUT_S
         self.token = token = os.environ.get("FOREBAY_TOKEN", "") if token is None else token
         proof = (("Authorization", f"Bearer {token}"),) if token else ()
@@ -39,8 +39,8 @@ class Calling:
 
     def dress(self, request: Request) -> tuple[Request, Fields]:
         """The request as it is sent, and the fields that go in front of its own."""
-        if self.place.base:
-            request = request._replace(target=self.place.base + request.target)
+        if self.endpoint.base:
+            request = request._replace(target=self.endpoint.base + request.target)
         return request, self._fields
 
     def context(self) -> ssl.SSLContext:

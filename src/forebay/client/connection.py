@@ -58,7 +58,7 @@ class Stale(Exception):
     """A kept connection turned out closed before it answered anything."""
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a node listens. `base` is a path in front of every target ('' or '/x'), for nodes behind a proxy."""
 
     scheme: str
@@ -76,8 +76,8 @@ class Place(NamedTuple):
         return f"{host}:{self.port}"
 
 
-def parse_url(url: str) -> Place:
-    """The place `url` names: `http://host:port`, `https://…`, or plain `host:port`. `Invalid` says what is wrong."""
+def parse_url(url: str) -> Endpoint:
+    """The endpoint at `http://host:port`, `https://…` or `host:port`. `Invalid` says what is wrong with `url`."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
@@ -86,7 +86,7 @@ def parse_url(url: str) -> Place:
         raise Invalid(f"the node's URL {url!r} is not valid ({error}): write it like http://127.0.0.1:9400") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
         raise Invalid(f"the node's URL {url!r} is not valid: write it like http://127.0.0.1:9400")
-    return Place(
+    return Endpoint(
         parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 9400), parts.path.rstrip("/")
     )
 
@@ -95,17 +95,17 @@ class Connection:
     """A socket to one node, one request at a time. Not safe to share between threads; the pool sees to that."""
 
     def __init__(
-        self, place: Place, patience_s: float = limits.CLIENT_STALL_TIMEOUT_S, trust: Trust | None = None
+        self, endpoint: Endpoint, patience_s: float = limits.CLIENT_STALL_TIMEOUT_S, trust: Trust | None = None
     ) -> None:
-        self.place = place
+        self.endpoint = endpoint
         self.patience_s = patience_s
         self.pid = os.getpid()
         self.served = 0  # requests answered whole
         self.reusable = False
         self._body_sent = True
         self._keep_alive = False
-        self._sock = _open(place, patience_s, trust or default_trust)
-        self._tls = place.scheme == "https"
+        self._sock = _open(endpoint, patience_s, trust or default_trust)
+        self._tls = endpoint.scheme == "https"
 
     def close(self) -> None:
         self.reusable = False
@@ -187,7 +187,7 @@ class Connection:
     def _ask(self, request: Request, more: tuple[tuple[str, str], ...]) -> tuple[Head, bytes]:
         """Send all of it; the head of the answer, and what came along of its body."""
         try:
-            self._sock.sendall(build_request(request, self.place.authority, more))
+            self._sock.sendall(build_request(request, self.endpoint.authority, more))
             data = self._send_body(request)
             if not data:
                 data = self._sock.recv(_FIRST_BYTES)
@@ -255,7 +255,7 @@ class Connection:
             return Stale()
         why = f" ({error.strerror})" if error and error.strerror else ""
         return Unavailable(
-            f"the node at {self.place.url} closed the connection without an answer{why}: see its log, or run "
+            f"the node at {self.endpoint.url} closed the connection without an answer{why}: see its log, or run "
             "`forebay doctor`",
             code=CUT,
         )
@@ -270,7 +270,7 @@ class Connection:
                 more = self._receive()
                 if not more:
                     raise Unavailable(
-                        f"the node at {self.place.url} stopped in the middle of an answer: try again", code=CUT
+                        f"the node at {self.endpoint.url} stopped in the middle of an answer: try again", code=CUT
                     )
                 data += more
                 continue
@@ -297,7 +297,7 @@ class Connection:
 
     def _silent(self) -> Unavailable:
         return Unavailable(
-            f"the node at {self.place.url} sent nothing for {self.patience_s:g} s: "
+            f"the node at {self.endpoint.url} sent nothing for {self.patience_s:g} s: "
             "check it with `forebay status`, then try again"
         )
 
@@ -421,23 +421,24 @@ def trust_file(path: str) -> ssl.SSLContext:
         raise Invalid(f"the certificates {path} cannot be used ({why}): check FOREBAY_CA") from None
 
 
-def _open(place: Place, patience_s: float, trust: Trust) -> socket.socket:
+def _open(endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:
     try:
         timeout_s = min(patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)
-        sock = socket.create_connection((place.host, place.port), timeout_s)
+        sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
     except (ConnectionRefusedError, ConnectionResetError):
         raise Unavailable(
-            f"no node answers at {place.url}: start one with `forebay up`, or name another with --url or FOREBAY_URL",
+            f"no node answers at {endpoint.url}: start one with `forebay up`, or name another with --url or "
+            "FOREBAY_URL",
             code="NoNode",
         ) from None
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise Unavailable(
-            f"cannot reach a node at {place.url} ({why}): check --url or FOREBAY_URL, and the network", code="NoNode"
+            f"cannot reach a node at {endpoint.url} ({why}): check --url or FOREBAY_URL, and the network", code="NoNode"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if place.scheme == "https":
-        return _wrap(sock, place, patience_s, trust)
+    if endpoint.scheme == "https":
+        return _wrap(sock, endpoint, patience_s, trust)
     sock.settimeout(None)
     patience = struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6))
     try:
@@ -448,17 +449,17 @@ def _open(place: Place, patience_s: float, trust: Trust) -> socket.socket:
     return sock
 
 
-def _wrap(sock: socket.socket, place: Place, patience_s: float, trust: Trust) -> socket.socket:
+def _wrap(sock: socket.socket, endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:
     try:
         sock.settimeout(patience_s)
-        return trust().wrap_socket(sock, server_hostname=place.host)
+        return trust().wrap_socket(sock, server_hostname=endpoint.host)
     except ForebayError:
         sock.close()
         raise
     except OSError as error:  # TLS's errors are of this kind
         sock.close()
         raise Unavailable(
-            f"no TLS with {place.url} ({error}): check the scheme (http or https?) and the certificate, which "
+            f"no TLS with {endpoint.url} ({error}): check the scheme (http or https?) and the certificate, which "
             "FOREBAY_CA can vouch for",
             code="NoNode",
         ) from error

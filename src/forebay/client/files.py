@@ -32,7 +32,7 @@ from forebay.client import flows
 from forebay.client.connection import CUT
 from forebay.client.door import Found
 from forebay.client.http1 import Request
-from forebay.client.upload import Plan, put_file
+from forebay.client.upload import PutOptions, put_file
 from forebay.core import limits
 from forebay.core.errors import Closed, Invalid, Precondition, Unavailable
 from forebay.core.types import RangeSpec
@@ -286,12 +286,12 @@ class ObjectWriter(io.RawIOBase):
 
     mode = "wb"
 
-    def __init__(self, client: Client, bucket: str, key: str, plan: Plan) -> None:
+    def __init__(self, client: Client, bucket: str, key: str, options: PutOptions) -> None:
         super().__init__()
         self.bucket, self.key = bucket, key
         self.written: Written | None = None
         self._client = client
-        self._plan = plan
+        self._options = options
         self._memory = io.BytesIO()
         self._file: io.FileIO | None = None
         self._size_bytes = 0
@@ -349,11 +349,11 @@ class ObjectWriter(io.RawIOBase):
             if self._file is None:
                 with self._memory.getbuffer() as data:
                     self.written = self._client.run(
-                        flows.put(self.bucket, self.key, self._plan.all_headers(), body=data)
+                        flows.put(self.bucket, self.key, self._options.all_headers(), body=data)
                     )
             else:
                 fd, size_bytes = self._file.fileno(), self._size_bytes
-                flow = put_file(self.bucket, self.key, fd, size_bytes, self._plan, resumable=False)
+                flow = put_file(self.bucket, self.key, fd, size_bytes, self._options, resumable=False)
                 self.written = self._client.run(flow)
         finally:
             self._client.changed(self.bucket, self.key)
@@ -403,7 +403,7 @@ def open_object(
 ) -> ObjectReader | ObjectWriter | io.BufferedReader:
     """What `Client.open` returns."""
     if mode in ("wb", "xb"):
-        return ObjectWriter(client, bucket, key, Plan.of(content_type, metadata, etag, mode == "xb"))
+        return ObjectWriter(client, bucket, key, PutOptions.of(content_type, metadata, etag, mode == "xb"))
     if mode != "rb":
         raise Invalid(f"mode {mode!r} is not known: use rb, wb or xb, and io.TextIOWrapper for text")
     reader = ObjectReader(client, bucket, key, *find_object(client, bucket, key, etag))

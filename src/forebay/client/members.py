@@ -8,7 +8,7 @@ goes first.
 Most users need names and sizes, and read members by name or in batches. Who reads many samples reads ranges: `find`
 says where a member is. These places are true of the version whose `etag` the members carry: read with it.
 
-Invariant. What `Kept.read` gives back was confirmed by the node in the same call.
+Invariant. What `MembersCache.read` gives back was confirmed by the node in the same call.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Members:
         return self.index.find(name)
 
 
-class Kept:
+class MembersCache:
     """The members of shards that one client knows. Threads may share it."""
 
     def __init__(self, members_max: int = MEMBERS_KEPT_MAX) -> None:

@@ -34,7 +34,7 @@ from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer, IntoFd
-from forebay.client.upload import Data, Plan, put_data
+from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Invalid, Unavailable
 from forebay.core.formats.listing import Listing
@@ -92,10 +92,10 @@ class Client:
         trust: Trust | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca, trust)
-        self._made_of = (self._calling.place.url, self._calling.token, patience_s, ca)
+        self._made_of = (self._calling.endpoint.url, self._calling.token, patience_s, ca)
         self._portable = trust is None
-        self.place = self._calling.place
-        self._members = members.Kept()
+        self.endpoint = self._calling.endpoint
+        self._members = members.MembersCache()
         self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
         self._pid = os.getpid()
         self._closed = False
@@ -103,7 +103,7 @@ class Client:
 
     @property
     def url(self) -> str:
-        return self.place.url
+        return self.endpoint.url
 
     def __enter__(self) -> Client:
         return self
@@ -180,7 +180,7 @@ class Client:
                     ) from None
         try:
             calling = self._calling
-            return self._exchange(Connection(self.place, calling.patience_s, calling.context), request, more)
+            return self._exchange(Connection(self.endpoint, calling.patience_s, calling.context), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
@@ -199,7 +199,7 @@ class Client:
                 return kept, *kept.begin(request, more)
             except Stale:
                 pass
-        connection = Connection(self.place, self._calling.patience_s, self._calling.context)
+        connection = Connection(self.endpoint, self._calling.patience_s, self._calling.context)
         return connection, *connection.begin(request, more)
 
     def give_back(self, connection: Connection) -> None:
@@ -283,7 +283,7 @@ class Client:
         was cut are asked for once more.
         """
         host = self.door.read_many
-        return self.run(batchflow.get_many(items, self.place, host=host, on_error=on_error, into=into))
+        return self.run(batchflow.get_many(items, self.endpoint, host=host, on_error=on_error, into=into))
 
     def get_to_fd(
         self,
@@ -365,7 +365,9 @@ class Client:
         goes in parts: if that was cut off, put the file again, and what the node lacks is sent.
         """
         try:
-            return self.run(put_data(bucket, key, data, Plan.of(content_type, metadata, etag, only_new), progress))
+            return self.run(
+                put_data(bucket, key, data, PutOptions.of(content_type, metadata, etag, only_new), progress)
+            )
         finally:
             self.changed(bucket, key)
 

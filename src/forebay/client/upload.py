@@ -49,7 +49,7 @@ Data = bytes | bytearray | memoryview | str | os.PathLike[str] | IO[bytes]
 Fields = tuple[tuple[str, str], ...]
 
 
-class Plan(NamedTuple):
+class PutOptions(NamedTuple):
     """What an object is to be but for its bytes. Conditions: an ETag that must be the object's now, or that there must
     be none (`only_new`)."""
 
@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     only_new: bool = False
 
     @classmethod
-    def of(cls, content_type: str, metadata: Mapping[str, str] | None, etag: str, only_new: bool) -> Plan:
-        """The plan that a client's `put` was given."""
+    def of(cls, content_type: str, metadata: Mapping[str, str] | None, etag: str, only_new: bool) -> PutOptions:
+        """The options that a client's `put` was given."""
         headers = [("Content-Type", content_type)] if content_type else []
         headers += [(f"x-amz-meta-{name}", value) for name, value in (metadata or {}).items()]
         return cls(tuple(headers), etag, only_new)
@@ -79,7 +79,7 @@ def put_file(
     key: str,
     fd: int,
     size_bytes: int,
-    plan: Plan,
+    options: PutOptions,
     progress: Callable[[int], None] | None = None,
     part_bytes: int = FILE_PART_BYTES,
     whole_bytes_max: int = limits.PUT_BYTES_MAX,
@@ -90,14 +90,14 @@ def put_file(
     `resumable`: nobody will put this file again."""
     if size_bytes <= whole_bytes_max:
         source = Source(fd, 0, size_bytes, progress)
-        return (yield from flows.put(bucket, key, plan.all_headers(), source=source))
+        return (yield from flows.put(bucket, key, options.all_headers(), source=source))
     if size_bytes > limits.OBJECT_BYTES_MAX:
         raise Invalid(
             f"{size_bytes} bytes are more than an object may have ({limits.OBJECT_BYTES_MAX}): split the file"
         )
     part_bytes = max(part_bytes, -(-size_bytes // limits.PARTS_MAX))
 
-    sent = (yield from _sent_before(bucket, key, plan, fd, size_bytes, part_bytes)) if resumable else None
+    sent = (yield from _sent_before(bucket, key, options, fd, size_bytes, part_bytes)) if resumable else None
     there = frozenset(sent.etags) if sent is not None else frozenset()
 
     def pieces() -> Iterator[_Piece]:
@@ -109,26 +109,26 @@ def put_file(
 
     if sent is not None:
         try:
-            return (yield from _in_parts(bucket, key, plan, pieces(), sent, resumable=resumable))
+            return (yield from _in_parts(bucket, key, options, pieces(), sent, resumable=resumable))
         except NotFound as error:
             if error.code != "NoSuchUpload":
                 raise
             there = frozenset()  # somebody ended it: perhaps its own client, which is alive after all
-    return (yield from _in_parts(bucket, key, plan, pieces(), resumable=resumable))
+    return (yield from _in_parts(bucket, key, options, pieces(), resumable=resumable))
 
 
 def put_stream(
     bucket: str,
     key: str,
     stream: IO[bytes],
-    plan: Plan,
+    options: PutOptions,
     progress: Callable[[int], None] | None = None,
     part_bytes: int = STREAM_PART_BYTES,
 ) -> flows.Flow[Written]:
     """All that `stream` still gives to the object. Reads from it block."""
     first = _fill(stream, part_bytes)
     if len(first) < part_bytes:
-        written = yield from flows.put(bucket, key, plan.all_headers(), body=first)
+        written = yield from flows.put(bucket, key, options.all_headers(), body=first)
         if progress is not None:
             progress(len(first))
         return written
@@ -142,34 +142,34 @@ def put_stream(
             data = _fill(stream, part_bytes << number // PARTS_PER_SIZE)
             number += 1
 
-    return (yield from _in_parts(bucket, key, plan, pieces()))
+    return (yield from _in_parts(bucket, key, options, pieces()))
 
 
 def put_data(
-    bucket: str, key: str, data: Data, plan: Plan, progress: Callable[[int], None] | None = None
+    bucket: str, key: str, data: Data, options: PutOptions, progress: Callable[[int], None] | None = None
 ) -> flows.Flow[Written]:
     """Bytes, the file at a path, or what an open binary file still gives, to the object."""
     if isinstance(data, bytes | bytearray | memoryview):
         view = memoryview(data).cast("B")
         if len(view) <= limits.PUT_BYTES_MAX:
-            written = yield from flows.put(bucket, key, plan.all_headers(), body=view)
+            written = yield from flows.put(bucket, key, options.all_headers(), body=view)
             if progress is not None:
                 progress(len(view))
             return written
-        return (yield from put_stream(bucket, key, io.BytesIO(view), plan, progress, FILE_PART_BYTES))
+        return (yield from put_stream(bucket, key, io.BytesIO(view), options, progress, FILE_PART_BYTES))
     if isinstance(data, str | os.PathLike):
         with open(data, "rb", buffering=0) as file:
-            return (yield from _put_open(bucket, key, file, plan, progress))
-    return (yield from put_stream(bucket, key, data, plan, progress))
+            return (yield from _put_open(bucket, key, file, options, progress))
+    return (yield from put_stream(bucket, key, data, options, progress))
 
 
 def _put_open(
-    bucket: str, key: str, file: io.FileIO, plan: Plan, progress: Callable[[int], None] | None
+    bucket: str, key: str, file: io.FileIO, options: PutOptions, progress: Callable[[int], None] | None
 ) -> flows.Flow[Written]:
     at = os.fstat(file.fileno())
     if not stat.S_ISREG(at.st_mode):
-        return (yield from put_stream(bucket, key, file, plan, progress))
-    return (yield from put_file(bucket, key, file.fileno(), at.st_size, plan, progress))
+        return (yield from put_stream(bucket, key, file, options, progress))
+    return (yield from put_file(bucket, key, file.fileno(), at.st_size, options, progress))
 
 
 def _fill(stream: IO[bytes], size_bytes: int) -> bytes:
@@ -205,7 +205,7 @@ class _Sent(NamedTuple):
 def _in_parts(
     bucket: str,
     key: str,
-    plan: Plan,
+    options: PutOptions,
     pieces: Iterator[_Piece],
     resumed: _Sent | None = None,
     *,
@@ -214,7 +214,7 @@ def _in_parts(
     """Send the pieces that an earlier attempt has not sent, and make the object. What fails is aborted, unless it is
     `resumable` and another attempt may succeed."""
     if resumed is None:
-        begin = Request("POST", encode_path("-/v1/uploads", bucket, key), plan.headers)
+        begin = Request("POST", encode_path("-/v1/uploads", bucket, key), options.headers)
         state: UploadState = yield from flows.ask_json(begin, f"{bucket}/{key}", UploadState)
         resumed = _Sent(state.upload_id, {})
     upload_id, etags = resumed
@@ -227,7 +227,7 @@ def _in_parts(
                 etags[piece.number] = yield from _put_part(bucket, key, upload_id, piece)
             size_bytes += piece.size_bytes
         chosen = [ChosenPart(number, etags[number]) for number in sorted(etags)]
-        return (yield from _complete(bucket, key, upload_id, plan, Completion(chosen, size_bytes)))
+        return (yield from _complete(bucket, key, upload_id, options, Completion(chosen, size_bytes)))
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -263,11 +263,13 @@ def _put_part(bucket: str, key: str, upload_id: str, piece: _Piece) -> flows.Flo
     return state.etag
 
 
-def _complete(bucket: str, key: str, upload_id: str, plan: Plan, completion: Completion) -> flows.Flow[Written]:
+def _complete(
+    bucket: str, key: str, upload_id: str, options: PutOptions, completion: Completion
+) -> flows.Flow[Written]:
     """Make the object. Asks again while the node is at it, and once if the answer was lost: of an upload that was
     completed the node says the same again."""
     target = _of_upload("-/v1/complete", bucket, key, upload_id)
-    headers = (("Content-Type", "application/json"), *plan.conditions)
+    headers = (("Content-Type", "application/json"), *options.conditions)
     request = Request("POST", target, headers, msgspec.json.encode(completion), repeatable=True)
     lost = False
     while True:
@@ -285,12 +287,12 @@ def _complete(bucket: str, key: str, upload_id: str, plan: Plan, completion: Com
 
 # --- what an earlier attempt sent ------------------------------------------------------------------------------------
 def _sent_before(
-    bucket: str, key: str, plan: Plan, fd: int, size_bytes: int, part_bytes: int
+    bucket: str, key: str, options: PutOptions, fd: int, size_bytes: int, part_bytes: int
 ) -> flows.Flow[_Sent | None]:
     """The latest open upload that holds parts of exactly this file and nothing else, if there is one."""
     target = with_query(encode_path("-/v1/uploads", bucket), (("prefix", key),))
     page: Uploads = yield from flows.ask_json(Request("GET", target), f"uploads of {bucket}/{key}", Uploads)
-    headers = {name.lower(): value.strip() for name, value in plan.headers}
+    headers = {name.lower(): value.strip() for name, value in options.headers}
     for state in reversed(page.uploads):  # the key itself comes first of those that begin with it
         if state.key == key and not state.checksum_algorithm:
             etags = yield from _same_parts(state, headers, fd, size_bytes, part_bytes)

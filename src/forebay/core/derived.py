@@ -39,7 +39,7 @@ class KeepCall(msgspec.Struct, frozen=True, omit_defaults=True):
     sums: list[int] = []
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeepAnswer(msgspec.Struct, frozen=True):
     """False: the object is of another version by now, and nothing was kept."""
 
     kept: bool

@@ -25,7 +25,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from forebay.client.files import ObjectReader, ObjectWriter, find_object
 from forebay.client.sync import Client
-from forebay.client.upload import Plan
+from forebay.client.upload import PutOptions
 from forebay.core import limits
 from forebay.core.errors import NotFound, NotSupported
 from forebay.fsspec.errors import told
@@ -110,13 +110,13 @@ class WriteFile(ObjectWriter):
     """A file that becomes the object at `path` when it is closed, or in a transaction when that ends well."""
 
     def __init__(
-        self, fs: Any, path: str, client: Client, bucket: str, key: str, plan: Plan, *, autocommit: bool = True
+        self, fs: Any, path: str, client: Client, bucket: str, key: str, options: PutOptions, *, autocommit: bool = True
     ) -> None:
-        super().__init__(client, bucket, key, plan)
+        super().__init__(client, bucket, key, options)
         self.fs, self.path = fs, path
         self.autocommit = autocommit
         self._kept = False  # closed for who wrote it, and not committed yet
-        self._new = plan.only_new
+        self._new = options.only_new
 
     @property
     def closed(self) -> bool:
@@ -195,10 +195,10 @@ def open_append(fs: Any, path: str, client: Client, bucket: str, key: str, *, au
                         f"the object has {reader.size} bytes, and an append writes all of it again: up to "
                         f"{APPEND_BYTES_MAX} that is done; write a larger one as several objects"
                     )
-                before, plan = reader.read(), Plan((), reader.etag)
+                before, options = reader.read(), PutOptions((), reader.etag)
         except NotFound:
-            before, plan = b"", Plan((), "", True)
-        file = WriteFile(fs, path, client, bucket, key, plan, autocommit=autocommit)
+            before, options = b"", PutOptions((), "", True)
+        file = WriteFile(fs, path, client, bucket, key, options, autocommit=autocommit)
         file.write(before)
         return file
 

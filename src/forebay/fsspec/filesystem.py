@@ -41,7 +41,7 @@ from fsspec.utils import stringify_path, tokenize
 
 from forebay.client import flows
 from forebay.client.calling import DEFAULT_URL
-from forebay.client.upload import Plan
+from forebay.client.upload import PutOptions
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.messages.batch import FULL, Item
@@ -735,8 +735,8 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
             with told(path), contextlib.suppress(NotFound):
                 client.head(bucket, key)
                 raise FileExistsError(errno.EEXIST, "there is an object of this name", path)
-        plan = Plan.of(content_type, metadata, etag, mode == "xb")
-        return WriteFile(self, path, client, bucket, key, plan, autocommit=autocommit)
+        new = PutOptions.of(content_type, metadata, etag, mode == "xb")
+        return WriteFile(self, path, client, bucket, key, new, autocommit=autocommit)
 
     async def open_async(self, path: str, mode: str = "rb", **options: Any) -> AsyncReadFile | AsyncWriteFile:
         """A file whose `read`, `write` and `close` are coroutines; modes `rb`, `wb` and `xb`."""
@@ -749,8 +749,8 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
             bucket, key = self._object(path)
             if mode not in ("wb", "xb"):
                 raise ValueError(f"mode {mode!r} is not known here: use rb, wb or xb")
-            plan = Plan.of("", None, "", mode == "xb")
-            return AsyncWriteFile(WriteFile(self, path, self._clients.blocking, bucket, key, plan))
+            new = PutOptions.of("", None, "", mode == "xb")
+            return AsyncWriteFile(WriteFile(self, path, self._clients.blocking, bucket, key, new))
         info = await self._info(path, refresh=True)
         if info["type"] != "file":
             raise IsADirectoryError(errno.EISDIR, "this is no object", path)

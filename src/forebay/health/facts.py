@@ -67,18 +67,18 @@ def _or(look: Callable[[], T], otherwise: T) -> T:
 def look_at_node(at: Path, client: Client) -> NodeFacts:
     """Whether the directory is held, and whether the URL answers."""
     said = local_node.said(at)
-    place, state, error, ready = client.place, None, "", False
+    endpoint, state, error, ready = client.endpoint, None, "", False
     try:
         state = client.status()
         ready = client.ready()
     except ForebayError as trouble:
         error = trouble.message
     held = ""
-    if state is None and place.host in ("127.0.0.1", "::1", "localhost"):
-        host = "127.0.0.1" if place.host == "localhost" else place.host
-        locked_here = local_node.is_locked(at) and parse_or_none(said.endpoint) == place
-        if not locked_here and local_node.port_taken(host, place.port):
-            held = str(local_node.holder(host, place.port))
+    if state is None and endpoint.host in ("127.0.0.1", "::1", "localhost"):
+        host = "127.0.0.1" if endpoint.host == "localhost" else endpoint.host
+        locked_here = local_node.is_locked(at) and parse_or_none(said.endpoint) == endpoint
+        if not locked_here and local_node.port_taken(host, endpoint.port):
+            held = str(local_node.holder(host, endpoint.port))
     return NodeFacts(
         dir=str(at),
         url=client.url,
@@ -96,7 +96,7 @@ def look_at_node(at: Path, client: Client) -> NodeFacts:
 
 
 def parse_or_none(url: str) -> object:
-    """The place, or None for what is not a URL."""
+    """The endpoint, or None for what is not a URL."""
     try:
         return parse_url(url) if url else None
     except Invalid:
@@ -285,10 +285,10 @@ def endpoints(buckets: Iterable[Bucket]) -> list[str]:
 def compare_clock(url: str) -> ClockFacts:
     """The Date header of any answer of `url` against this machine's clock. Sends no credentials."""
     try:
-        place = parse_url(url)
-        if place.scheme == "http" and ":" not in urlsplit(url).netloc.rpartition("@")[2]:
-            place = place._replace(port=80)
-        connection = Connection(place, PATIENCE_S)
+        endpoint = parse_url(url)
+        if endpoint.scheme == "http" and ":" not in urlsplit(url).netloc.rpartition("@")[2]:
+            endpoint = endpoint._replace(port=80)
+        connection = Connection(endpoint, PATIENCE_S)
         try:
             before_s = clock.wall_s()
             answer = connection.exchange(Request("HEAD", "/"), (("User-Agent", "forebay"), ("Connection", "close")))

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from forebay.offload.movables import Books, Lasting, Movable, Place, Saved
+from forebay.offload.movables import Books, Lasting, Movable, Residency, Saved
 from forebay.offload.runner import StepFacts
 from forebay.offload.tickets import Tickets
 from forebay.offload.tracing.compiled import REGION
@@ -199,7 +199,7 @@ class Demand(Company):
     def _bring(self, used: Iterable[Movable], more_bytes: int) -> None:
         self._kept.update(used)
         try:
-            self._room_for(more_bytes + sum(each.size_bytes for each in self._kept if each.place is Place.AWAY))
+            self._room_for(more_bytes + sum(each.size_bytes for each in self._kept if each.residency is Residency.AWAY))
             for movable in self._kept:
                 movable.ensure()
                 self._use(movable)
@@ -279,18 +279,18 @@ class Demand(Company):
 
     def _send(self, movable: Movable) -> bool:
         movable.settle()
-        if movable.place is Place.HERE:
+        if movable.residency is Residency.HERE:
             seen = self._ledger.find(movable.storage) if isinstance(movable, Saved) else None
             for tier in self._books.tiers:
                 if tier not in self._books.failed and movable.leave(tier, 0.0):
                     movable.wait()
                     break
-            if seen is not None and Place(movable.place) is Place.AWAY:
+            if seen is not None and Residency(movable.residency) is Residency.AWAY:
                 assert isinstance(movable, Saved), "only they are other storages when they are back"
                 self._gone[movable] = seen
-        elif movable.place is Place.STORING:
+        elif movable.residency is Residency.STORING:
             movable.wait()
-        return Place(movable.place) is Place.AWAY
+        return Residency(movable.residency) is Residency.AWAY
 
 
 def _shapes(value: Any) -> Hashable:

@@ -45,7 +45,7 @@ from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotSupporte
 from forebay.core.quantity import parse_size
 from forebay.offload.demand import Demand
 from forebay.offload.guard import Guard
-from forebay.offload.movables import Books, Lasting, Movable, Place
+from forebay.offload.movables import Books, Lasting, Movable, Residency
 from forebay.offload.planning.choose import Choice, choose
 from forebay.offload.planning.hardware import Hardware, Tier
 from forebay.offload.planning.itinerary import itinerary
@@ -462,7 +462,7 @@ class Offload:
     def _leave_behind(self, movable: Lasting) -> None:
         """The program knows it by that name no more. If somebody has it still, as a list of gradients that outlives
         `zero_grad`, it stays away until it is touched."""
-        if movable.place is Place.AWAY and not movable.is_at(None):
+        if movable.residency is Residency.AWAY and not movable.is_at(None):
             self._behind.append(movable)
         else:
             movable.die()

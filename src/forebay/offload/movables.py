@@ -45,7 +45,7 @@ from forebay.offload.tracing.dispatch import with_memory
 _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # torch's own, and may go
 
 
-class Place(IntEnum):
+class Residency(IntEnum):
     """Where the bytes are."""
 
     HERE = 0
@@ -101,7 +101,7 @@ class Movable(ABC):
 
     def __init__(self, name: str, size_bytes: int, books: Books) -> None:
         self.name, self.size_bytes = name, size_bytes
-        self.place = Place.HERE
+        self.residency = Residency.HERE
         self._books = books
         self._tier: Storage | None = None
         self._slot: Slot | None = None
@@ -146,8 +146,8 @@ class Movable(ABC):
     def leave(self, tier: Storage, due: float) -> bool:
         """Begin to go, if it is here; at once if the tier has a good copy. Whether it goes."""
         self.settle()
-        if self.place is not Place.HERE:
-            return self.place is not Place.LOADING
+        if self.residency is not Residency.HERE:
+            return self.residency is not Residency.LOADING
         if not self.can_leave():
             return False
         version = self.version()
@@ -163,12 +163,12 @@ class Movable(ABC):
         except ForebayError as error:
             self._failed(error)
             return False
-        self.place, self._going_version = Place.STORING, version
+        self.residency, self._going_version = Residency.STORING, version
         if not self.counts_writes():
             self._ticket.urge()
             self._ticket.ended.wait()
             self._end(unwritten=True)  # nobody had the time
-        return self.place is not Place.HERE
+        return self.residency is not Residency.HERE
 
     def _reserve(self, tier: Storage) -> Slot | None:
         """A slot of that tier, for which one elsewhere is given up; None if it has no such room, now or ever."""
@@ -199,22 +199,22 @@ class Movable(ABC):
     def _end(self, *, unwritten: bool = False) -> None:
         ticket, self._ticket = self._ticket, None
         assert ticket is not None, "nothing was under way"
-        if self.place is Place.STORING:
+        if self.residency is Residency.STORING:
             if ticket.error is not None:
-                self.place = Place.HERE
+                self.residency = Residency.HERE
                 self._failed(ticket.error)
             elif self._going_version is not None and (unwritten or self.version() == self._going_version):
                 self._stored_version = self._going_version
-                self.place = Place.HERE
+                self.residency = Residency.HERE
                 if self.can_leave():
                     self._go()
             else:
-                self.place = Place.HERE  # somebody wrote it meanwhile
+                self.residency = Residency.HERE  # somebody wrote it meanwhile
         elif ticket.error is not None:
             self._go()
             raise ticket.error
         else:
-            self.place = Place.HERE
+            self.residency = Residency.HERE
             self._mark(absent=False)
 
     def _failed(self, error: ForebayError) -> None:
@@ -226,7 +226,7 @@ class Movable(ABC):
 
     def _go(self) -> None:
         self._empty()
-        self.place = Place.AWAY
+        self.residency = Residency.AWAY
         self._books.away_bytes += self.size_bytes
         self._mark(absent=True)
 
@@ -234,12 +234,12 @@ class Movable(ABC):
     def come(self, due: float, *, urgent: bool = False) -> None:
         """Begin to come, if it is away."""
         self.settle()
-        if self.place is Place.AWAY:
+        if self.residency is Residency.AWAY:
             assert self._tier is not None, "away, and nowhere"
             assert self._slot is not None, "away, and nowhere"
             with_memory(self._fill, self._books.relieve or (lambda: False))  # it has gaps that nobody counts
             self._books.away_bytes -= self.size_bytes
-            self.place = Place.LOADING
+            self.residency = Residency.LOADING
             try:
                 self._ticket = self._tier.load(self._slot, self._bytes(), due=due, urgent=urgent)
             except BaseException:
@@ -248,14 +248,14 @@ class Movable(ABC):
 
     def ensure(self) -> None:
         """Here, whatever it takes. Raises what a load raised."""
-        if self.place is Place.HERE:
+        if self.residency is Residency.HERE:
             return
         self.settle()
-        place = Place(self.place)  # it may be another now
-        if place is Place.STORING:
+        residency = Residency(self.residency)  # it may be another now
+        if residency is Residency.STORING:
             self._keep()
-        elif place is not Place.HERE:
-            if place is Place.AWAY and self._books.make_room is not None:
+        elif residency is not Residency.HERE:
+            if residency is Residency.AWAY and self._books.make_room is not None:
                 self._books.make_room(self.size_bytes)
             began_s = perf_counter()
             self.come(0.0, urgent=True)
@@ -267,11 +267,11 @@ class Movable(ABC):
         assert self._ticket is not None, "a store without a ticket"
         if self._ticket.cancel():
             self._ticket = None
-            self.place = Place.HERE
+            self.residency = Residency.HERE
             return
         self._ticket.ended.wait()  # nobody may write it before the disk has read it
         failed, self._ticket = self._ticket.error, None
-        self.place = Place.HERE
+        self.residency = Residency.HERE
         if failed is None and self.version() == self._going_version:
             self._stored_version = self._going_version
 
@@ -288,10 +288,10 @@ class Movable(ABC):
 
     def _remains(self, storage: Any = None) -> Remains:
         """What it has of tiers and counts, and has no more; with the storage, if a transfer may be using it."""
-        away_bytes = self.size_bytes if self.place is Place.AWAY else 0
+        away_bytes = self.size_bytes if self.residency is Residency.AWAY else 0
         remains = Remains(self._books, self._tier, self._slot, self._ticket, storage, away_bytes)
         self._tier = self._slot = self._ticket = self._stored_version = None
-        self.place = Place.HERE
+        self.residency = Residency.HERE
         return remains
 
 
@@ -377,7 +377,7 @@ class Lasting(Movable):
 
     def die(self) -> None:
         """It is nobody's any more. Who holds the storage still, by another tensor, has its bytes."""
-        if self.place in (Place.AWAY, Place.LOADING) and self._storage() is not None:
+        if self.residency in (Residency.AWAY, Residency.LOADING) and self._storage() is not None:
             self.ensure()
         self._mark(absent=False)
         self._remains().bury()

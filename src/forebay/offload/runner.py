@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.offload.movables import Books, Movable, Place
+from forebay.offload.movables import Books, Movable, Residency
 from forebay.offload.planning.itinerary import Itinerary, Stop
 from forebay.offload.tiers.tiers import Storage
 from forebay.offload.tracing.points import CHUNK
@@ -121,7 +121,7 @@ class Runner:
     def _settle(self) -> None:
         for movable in self._going:
             movable.settle()
-        self._going = [movable for movable in self._going if movable.place is Place.STORING]
+        self._going = [movable for movable in self._going if movable.residency is Residency.STORING]
 
     def _send(self, movable: Movable | None, tier: Storage, due: float) -> bool:
         """Have it leave for the tier, or for another one if that has failed or is full; whether it goes."""
@@ -129,14 +129,14 @@ class Runner:
             return False
         for each in (tier, *(other for other in self._books.tiers if other is not tier)):
             if each not in self._books.failed and movable.leave(each, due):
-                if movable.place is Place.STORING:
+                if movable.residency is Residency.STORING:
                     self._going.append(movable)
                 return True
         return False
 
     def _living(self, stop: Stop, used: list[Movable]) -> int:
         """What lives until the next point at the most, once all that is used is here."""
-        coming = sum(movable.size_bytes for movable in used if movable.place is Place.AWAY)
+        coming = sum(movable.size_bytes for movable in used if movable.residency is Residency.AWAY)
         return stop.need_bytes - self._books.away_bytes + coming
 
     def _fit(self, stop: Stop, used: list[Movable]) -> None:
@@ -156,7 +156,7 @@ class Runner:
     def _wait_one(self, wanted: set[int]) -> bool:
         """Wait for a store under way; False if there is none."""
         for movable in self._going:
-            if movable.place is Place.STORING and id(movable) not in wanted:
+            if movable.residency is Residency.STORING and id(movable) not in wanted:
                 movable.wait()
                 self._settle()
                 return True
@@ -167,7 +167,7 @@ class Runner:
         here = []
         for name in self._itinerary.uses:
             movable = self._find(name)
-            if movable is not None and movable.place is Place.HERE and id(movable) not in wanted:
+            if movable is not None and movable.residency is Residency.HERE and id(movable) not in wanted:
                 here.append((self._itinerary.next_use(name, stop.operator), movable))
         for ahead, movable in sorted(here, key=lambda each: each[0], reverse=True):
             if ahead > 0 and self._send(movable, self._books.tiers[0], math.inf):
@@ -193,7 +193,7 @@ class Runner:
         self._later = []
         for name, needed in wanted:
             movable = self._find(name)
-            if movable is None or movable.place is not Place.AWAY:
+            if movable is None or movable.residency is not Residency.AWAY:
                 continue
             if max(stop.need_bytes, stop.here_bytes) - self._books.away_bytes + movable.size_bytes > self._budget:
                 self._later.append((name, needed))

@@ -297,7 +297,7 @@ class SimNode:
     def _new_file(self, name: Name, version: str, size_bytes: int) -> tuple[int, str]:
         """Perform `plan_begin` at once (the test of cuts cuts it everywhere); ("", 0) when the disk is full."""
         object_id, self.store.next_id = self.store.next_id, self.store.next_id + 1
-        place = commit.Place(*name, object_id, f"data/{object_id}")
+        place = commit.StoredVersion(*name, object_id, f"data/{object_id}")
         header = encode_header(name, object_id, version, size_bytes)
         plan = commit.plan_begin(place, f"tmp/{object_id}", size_bytes, header)
         commit.check_plan(plan)
@@ -554,7 +554,7 @@ class SimNode:
             return
         if inline:
             flight.object_id, self.store.next_id = self.store.next_id, self.store.next_id + 1
-        place = commit.Place(*name, flight.object_id, flight.path)
+        place = commit.StoredVersion(*name, flight.object_id, flight.path)
         run.waiting += 1
 
         def make() -> list[commit.Effect]:
@@ -678,7 +678,7 @@ class SimNode:
             done(False)
             return
         object_id, self.store.next_id = self.store.next_id, self.store.next_id + 1
-        place = commit.Place(*name, object_id, f"data/{object_id}", durable=True)
+        place = commit.StoredVersion(*name, object_id, f"data/{object_id}", durable=True)
         half = len(data) // 2
         writes = [(start, length) for start, length in ((0, half), (half, len(data) - half)) if length]
         blocks = -(-len(data) // BLOCK_BYTES)

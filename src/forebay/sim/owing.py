@@ -163,7 +163,7 @@ class OwingNode:
     def _plan(self, change: Change) -> None:
         name, data = change.name, change.data
         old, before = self.visible.get(name), self.notes.get(name)
-        place = commit.Place(*name, old.object_id, old.path, name in self.durable) if old else None
+        place = commit.StoredVersion(*name, old.object_id, old.path, name in self.durable) if old else None
         durable = BUCKETS[name[0]]
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         based_on = before.based_on if before else (old.version if old else self._base(name))
@@ -176,18 +176,18 @@ class OwingNode:
         since_us = before.since_us if before else self.schedule.now_us
         if data is None:
             change.owed = Owed(seq, since_us, 0, "", b"", based_on, sent)
-            place = place or commit.Place(*name, 0, "", name in self.durable)
+            place = place or commit.StoredVersion(*name, 0, "", name in self.durable)
             change.plan = commit.plan_delete(place, tombstone=True, durable=durable)
         else:
             object_id, self.next_id = self.next_id, self.next_id + 1
             path = f"data/{object_id}" if len(data) > INLINE_BYTES_MAX else ""
             change.owed = Owed(seq, since_us, object_id, path, data, based_on, sent)
-            new = commit.Place(*name, object_id, path, durable)
+            new = commit.StoredVersion(*name, object_id, path, durable)
             half = len(data) // 2
             writes = [(0, half), (half, len(data) - half)]
             header = encode_header(name, object_id, f"w{seq}", len(data), durable=True)
             if place is None and name in self.durable:  # a tombstone: the index that names the key goes first
-                place = commit.Place(*name, 0, "", True)
+                place = commit.StoredVersion(*name, 0, "", True)
             change.plan = commit.plan_put(new, f"tmp/{object_id}", writes, blocks_of(len(data)), header, place)
         commit.check_plan(change.plan)
 
@@ -405,7 +405,7 @@ class OwingNode:
         self.settled[name] = owed.seq
         if kept_record is not None:
             kept_record.owned, kept_record.version = False, version
-            place = commit.Place(*name, kept_record.object_id, kept_record.path, name in self.durable)
+            place = commit.StoredVersion(*name, kept_record.object_id, kept_record.path, name in self.durable)
             header = encode_header(name, kept_record.object_id, version, len(kept_record.data))
             plan = commit.plan_flushed(place, blocks_of(len(kept_record.data)), header)
             headers = [effect for effect in plan if isinstance(effect, commit.SetHeader)]

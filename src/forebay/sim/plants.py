@@ -108,7 +108,7 @@ def _delete() -> list[_Patch]:
     """A delete is taken for something that need not outlive the machine."""
     real = commit.plan_delete
 
-    def plan(old: commit.Place, *, tombstone: bool, durable: bool) -> list[commit.Effect]:
+    def plan(old: commit.StoredVersion, *, tombstone: bool, durable: bool) -> list[commit.Effect]:
         return [
             dataclasses.replace(effect, durable=False) if isinstance(effect, commit.PutTombstone) else effect
             for effect in real(old, tombstone=tombstone, durable=durable)

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from forebay.core.machines import commit, recover
-from forebay.core.machines.commit import Effect, Place
+from forebay.core.machines.commit import Effect, StoredVersion
 from forebay.sim.backend import Name
 from forebay.sim.disk import DiskFull, File, SimDisk
 from forebay.sim.schedule import Schedule
@@ -57,8 +57,8 @@ class Record:
     durable: bool = False
 
     @property
-    def place(self) -> Place:
-        return Place(*self.name, self.object_id, self.path, self.durable)
+    def place(self) -> StoredVersion:
+        return StoredVersion(*self.name, self.object_id, self.path, self.durable)
 
     def has(self, start: int, end: int) -> bool:
         return self.inline is not None or all(

@@ -31,7 +31,7 @@ from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
 from forebay.torch.dataset import Dataset
 from forebay.torch.order import Order, Windows
-from forebay.torch.schedule import Place, Schedule
+from forebay.torch.schedule import Cursor, Schedule
 from forebay.torch.source import Telling
 
 AHEAD_BLOCKS_MAX = limits.HINT_ACCESSES_MAX // 2  # leaves room for a piece of large objects
@@ -52,21 +52,21 @@ class _Epoch(NamedTuple):
         """How many accesses may be told while the job is in `window`."""
         return self.accesses if self.windows is None else self.windows.end_after(window)
 
-    def before(self, place: Place) -> int:
-        """How many accesses lie before `place`."""
+    def before(self, cursor: Cursor) -> int:
+        """How many accesses lie before `cursor`."""
         if self.windows is None:
-            return place.samples
-        return int(self.windows.ends[place.window - 1]) if place.window else 0
+            return cursor.samples
+        return int(self.windows.ends[cursor.window - 1]) if cursor.window else 0
 
 
 class Foretelling:
     """A thread that tells `schedule`'s future over `hints`. Leave word with `at`; `close` at the end."""
 
-    def __init__(self, schedule: Schedule, hints: Telling, place: Place) -> None:
+    def __init__(self, schedule: Schedule, hints: Telling, cursor: Cursor) -> None:
         self._schedule, self._hints = schedule, hints
         self._dataset: Dataset = schedule.dataset
-        self._word = place  # the loader's; replaced whole
-        self._origin = place  # the place of access number `_zero`
+        self._word = cursor  # the loader's; replaced whole
+        self._origin = cursor  # the cursor of access number `_zero`
         self._zero = self._known = self._said = self._reported = 0
         self._ahead_blocks: list[tuple[int, int]] = []  # of each piece that is not consumed: its end, its blocks
         self._epochs: dict[int, _Epoch] = {}
@@ -75,9 +75,9 @@ class Foretelling:
         self._thread = threading.Thread(target=self._run, name="forebay-foretell", daemon=True)
         self._thread.start()
 
-    def at(self, place: Place) -> None:
-        """The job is at `place`."""
-        self._word = place
+    def at(self, cursor: Cursor) -> None:
+        """The job is at `cursor`."""
+        self._word = cursor
 
     def end(self) -> None:
         """As `close`, without waiting for it."""
@@ -111,8 +111,8 @@ class Foretelling:
 
     def _step(self) -> bool:
         """Say how far the job is, or one piece of its future; whether there is more to say at once."""
-        place = self._word
-        position = self._number(place)
+        cursor = self._word
+        position = self._number(cursor)
         self._said = position
         if self._reported < position < self._known:
             self._hints.at(position)
@@ -128,7 +128,7 @@ class Foretelling:
             or sum(count for _, count in self._ahead_blocks) >= AHEAD_BLOCKS_MAX
         ):
             return False
-        end = found.told_up_to(place.window if place.epoch == epoch else -1)
+        end = found.told_up_to(cursor.window if cursor.epoch == epoch else -1)
         if begin >= end:
             return False
         self._tell(found, begin, min(end - begin, FIRST_SAMPLES if not ahead else PIECE_SAMPLES))
@@ -148,33 +148,33 @@ class Foretelling:
                 self._epochs[number] = _Epoch(order, len(order.blocks), order)
         return self._epochs[number]
 
-    def _number(self, place: Place) -> int:
-        """The number of the access at `place`. A place that cannot be reached from the origin becomes the origin."""
-        number, origin_before = self._reached(place), self._before(self._origin)
+    def _number(self, cursor: Cursor) -> int:
+        """The number of the access at `cursor`. A cursor that cannot be reached from the origin becomes the origin."""
+        number, origin_before = self._reached(cursor), self._before(self._origin)
         if not self._said <= number <= self._known:
-            self._origin, self._zero = place, self._said
+            self._origin, self._zero = cursor, self._said
             self._known = number = self._said
             self._ahead_blocks.clear()
             self._epochs.clear()
-        while self._origin.epoch < place.epoch:  # epochs that are over need not be kept
+        while self._origin.epoch < cursor.epoch:  # epochs that are over need not be kept
             told = self._epochs.pop(self._origin.epoch).accesses
             self._zero += told - origin_before
-            self._origin, origin_before = Place(self._origin.epoch + 1, 0), 0
+            self._origin, origin_before = Cursor(self._origin.epoch + 1, 0), 0
         return number
 
-    def _reached(self, place: Place) -> int:
-        """The number of the access at `place`, counted from the origin; -1 if that leads nowhere."""
+    def _reached(self, cursor: Cursor) -> int:
+        """The number of the access at `cursor`, counted from the origin; -1 if that leads nowhere."""
         epoch, _ = self._at(self._known)
-        if not self._origin.epoch <= place.epoch <= epoch:
+        if not self._origin.epoch <= cursor.epoch <= epoch:
             return -1
         number = self._zero - self._before(self._origin)
-        number += sum(self._epochs[told].accesses for told in range(self._origin.epoch, place.epoch))
-        return number + self._before(place)
+        number += sum(self._epochs[told].accesses for told in range(self._origin.epoch, cursor.epoch))
+        return number + self._before(cursor)
 
-    def _before(self, place: Place) -> int:
-        """How many accesses of its epoch lie before `place`."""
-        found = self._epoch(place.epoch) if place.samples else None
-        return 0 if found is None else found.before(place)
+    def _before(self, cursor: Cursor) -> int:
+        """How many accesses of its epoch lie before `cursor`."""
+        found = self._epoch(cursor.epoch) if cursor.samples else None
+        return 0 if found is None else found.before(cursor)
 
     def _at(self, number: int) -> tuple[int, int]:
         """The epoch of access `number`, which was told or is the next to be, and how many lie before it there."""

@@ -37,7 +37,7 @@ from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
-from forebay.torch.schedule import LATER, Place, Schedule
+from forebay.torch.schedule import LATER, Cursor, Schedule
 from forebay.torch.stall import StallMeter
 
 THREADS = 4  # with workers=0, while bytes come from far: batches under way at once
@@ -101,7 +101,7 @@ class DataLoader:
         self._prefetch, self._worker_init, self._start_method = prefetch, worker_init, start_method
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._fetching = Fetching(dataset, collate)
-        self._place = self._start = Place(0, 0)  # where the job is, and where the next loop begins
+        self._cursor = self._start = Cursor(0, 0)  # where the job is, and where the next loop begins
         self._continues = continues
         self._steps: Iterator[Any] = iter(())
         self._inner: data.DataLoader | None = None
@@ -137,31 +137,31 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self._place.epoch
+        return self._cursor.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; if that is the one under way, stay where it is (see `restart`)."""
-        if epoch != self._place.epoch:
+        if epoch != self._cursor.epoch:
             self.restart(epoch)
 
     def restart(self, epoch: int | None = None) -> None:
         """Go to the start of `epoch`, by default the one under way."""
-        place = Place(self._place.epoch if epoch is None else epoch, 0)
-        if place.epoch < 0:
-            raise Invalid(f"epoch {place.epoch}: epochs count from 0")
+        cursor = Cursor(self._cursor.epoch if epoch is None else epoch, 0)
+        if cursor.epoch < 0:
+            raise Invalid(f"epoch {cursor.epoch}: epochs count from 0")
         self._iteration += 1
-        self._place = self._start = place
+        self._cursor = self._start = cursor
 
     def state_dict(self) -> dict[str, Any]:
         """Where the job is: after the batches that were given out. The same on all ranks."""
-        return self.schedule.save(self._place)
+        return self.schedule.save(self._cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, whatever the world size, workers and batch size were. `Precondition`, saying what
         changed, if the dataset is not the one that it was saved with."""
-        place = self.schedule.load(state)
+        cursor = self.schedule.load(state)
         self._iteration += 1
-        self._place = self._start = place
+        self._cursor = self._start = cursor
 
     # --- batches -----------------------------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[Any]:
@@ -169,25 +169,25 @@ class DataLoader:
         time: a new one ends the last."""
         self._iteration += 1
         if self._continues:
-            self._start = self._place
-        self._place = self._start
+            self._start = self._cursor
+        self._cursor = self._start
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        after: list[tuple[Place, float]] = []  # of the steps under way and before them, and how long each was not known
+        after: list[tuple[Cursor, float]] = []  # of the steps under way and before them; how long each was unknown
         taken = 0
-        epoch = self._place.epoch
-        batches = self.schedule.batches(self._place, lambda: taken == len(after))
+        epoch = self._cursor.epoch
+        batches = self.schedule.batches(self._cursor, lambda: taken == len(after))
         arriving = not self.schedule.counted
 
         def steps() -> Iterator[Any]:
             try:
                 began_s = clock.monotonic_s()
-                for indices, place in batches:
+                for indices, cursor in batches:
                     if indices is LATER:
                         yield LATER
                     else:
-                        after.append((place, clock.monotonic_s() - began_s))
+                        after.append((cursor, clock.monotonic_s() - began_s))
                         yield indices
                     began_s = clock.monotonic_s()
             except ForebayError as error:  # of finding out what the next step is: it is raised where that is taken
@@ -206,20 +206,20 @@ class DataLoader:
                 if fetched is LATER:
                     continue
                 if fetched.error is not None:
-                    self._start = self._place
+                    self._start = self._cursor
                     raise self._told(fetched.error, epoch)
                 now_s = clock.monotonic_s()
                 fetched.facts.index_s = after[taken][1]
                 self.stall.add(now_s - asked_s, now_s - given_s, fetched.samples, fetched.facts)
                 given_s = now_s
-                self._place = after[taken][0]
-                if not self._place.samples:
-                    self._start = self._place
+                self._cursor = after[taken][0]
+                if not self._cursor.samples:
+                    self._start = self._cursor
                 if not taken and arriving:
                     self._foretell()
                 taken += 1
                 if self._foretelling is not None:
-                    self._foretelling.at(self._place)
+                    self._foretelling.at(self._cursor)
                 yield fetched.batch
                 asked_s = clock.monotonic_s()
                 if iteration != self._iteration:
@@ -241,10 +241,10 @@ class DataLoader:
         if not self._foretold and isinstance(self.dataset, Dataset):
             told = self.dataset.hints(self._job)
             if told is not None:
-                self._foretelling = Foretelling(self.schedule, told, self._place)
+                self._foretelling = Foretelling(self.schedule, told, self._cursor)
                 weakref.finalize(self, self._foretelling.end)  # a loader that is forgotten says nothing more
         elif self._foretelling is not None:
-            self._foretelling.at(self._place)
+            self._foretelling.at(self._cursor)
         self._foretold = True
 
     def _hush(self) -> None:
@@ -282,7 +282,7 @@ class DataLoader:
     def _told(self, error: ForebayError, epoch: int) -> ForebayError:
         """The error with the step that it stopped."""
         samples = self.schedule.samples
-        done = self._place.samples if self._place.epoch == epoch else samples
+        done = self._cursor.samples if self._cursor.epoch == epoch else samples
         told = type(error)(
             f"epoch {epoch}, after {done}{'' if samples is None else f' of {samples}'} samples: {error.message}",
             code=error.code,

@@ -36,7 +36,7 @@ _ARRIVING = "shuffled, in epoch 0 in windows"  # in the shape of states
 LATER = None  # in place of a step's indices: they are not known yet
 
 
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """A point in a job's data: `samples` of `epoch` are consumed. `window`, `before`: as of `state.State`."""
 
     epoch: int
@@ -115,17 +115,17 @@ class Schedule:
         samples = len(self.dataset)
         return Permuted(samples, self.seed, epoch) if self.shuffle else InOrder(samples)
 
-    def batches(self, place: Place, waits: Callable[[], bool] = lambda: True) -> Iterator[tuple[Indices, Place]]:
-        """This rank's indices of each step from `place` on, and where the job is after the step. They end with the
+    def batches(self, cursor: Cursor, waits: Callable[[], bool] = lambda: True) -> Iterator[tuple[Indices, Cursor]]:
+        """This rank's indices of each step from `cursor` on, and where the job is after the step. They end with the
         epoch; if nothing was left of it, with the next. While `waits` says no, LATER stands for the indices of a step
         that cannot be known at once."""
-        order = self.order(place.epoch, place.window, place.before)
+        order = self.order(cursor.epoch, cursor.window, cursor.before)
         size = self.batch * self.world
         needed = size if self.last == "drop" else 1  # for another step
-        at = place.samples
+        at = cursor.samples
         while True:
             while not (waits() or order.at_once(at + size + needed)):
-                yield LATER, place
+                yield LATER, cursor
             known = order.reach(at + size + needed)
             if not (known or order.samples):
                 raise self.dataset.empty()
@@ -139,27 +139,27 @@ class Schedule:
                 break
             steps = min(steps, max(1, _AHEAD_SAMPLES // self.batch))
             for indices, consumed in _indices(order, partition, steps):
-                yield indices, self._settled(order, Place(place.epoch, consumed))
+                yield indices, self._settled(order, Cursor(cursor.epoch, consumed))
             at = consumed
             if at >= known:
                 return
-        if at == place.samples:
-            yield from self.batches(Place(place.epoch + 1, 0), waits)
+        if at == cursor.samples:
+            yield from self.batches(Cursor(cursor.epoch + 1, 0), waits)
 
-    def settled(self, place: Place) -> Place:
-        """`place`, or the start of the next epoch if nothing is left of this one, as far as that is known."""
-        if self.samples is None or self._split(self.samples, place.samples).steps:
-            return place
-        return Place(place.epoch + 1, 0)
+    def settled(self, cursor: Cursor) -> Cursor:
+        """`cursor`, or the start of the next epoch if nothing is left of this one, as far as that is known."""
+        if self.samples is None or self._split(self.samples, cursor.samples).steps:
+            return cursor
+        return Cursor(cursor.epoch + 1, 0)
 
-    def _settled(self, order: Order, place: Place) -> Place:
+    def _settled(self, order: Order, cursor: Cursor) -> Cursor:
         """The same in an epoch that was reached beyond that, where it goes on."""
-        if order.samples is not None and not self._split(order.samples, place.samples).steps:
-            return Place(place.epoch + 1, 0)
+        if order.samples is not None and not self._split(order.samples, cursor.samples).steps:
+            return Cursor(cursor.epoch + 1, 0)
         if isinstance(order, Windows):
-            window, before = order.window_at(place.samples)
-            return place._replace(window=window, before=before)
-        return place
+            window, before = order.window_at(cursor.samples)
+            return cursor._replace(window=window, before=before)
+        return cursor
 
     def _split(self, samples: int, start: int) -> Partition:
         """The steps from `start` to the end of an epoch of `samples`."""
@@ -201,20 +201,20 @@ class Schedule:
             return "in order"
         return f"{_ARRIVING} of {self.window_bytes} bytes" if self.arriving else "shuffled"
 
-    def save(self, place: Place) -> dict[str, Any]:
-        """The state at `place`, as plain values."""
-        window, before = place.window, place.before
-        return State(VERSION, self.seed, place.epoch, place.samples, self.fingerprint, window, before).to_dict()
+    def save(self, cursor: Cursor) -> dict[str, Any]:
+        """The state at `cursor`, as plain values."""
+        window, before = cursor.window, cursor.before
+        return State(VERSION, self.seed, cursor.epoch, cursor.samples, self.fingerprint, window, before).to_dict()
 
-    def load(self, state: dict[str, Any]) -> Place:
-        """The place in `state`; the seed becomes the state's, and where there are two kinds of shuffle the kind too.
+    def load(self, state: dict[str, Any]) -> Cursor:
+        """The cursor in `state`; the seed becomes the state's, and where there are two kinds of shuffle the kind too.
         Errors as of `state.from_dict`."""
         told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda listing: ""
         if self.shuffle is True and isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts:
             self.arriving, self._fingerprint = _ARRIVING in _shape_in(state), None
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
-        return self.settled(Place(loaded.epoch, loaded.samples, loaded.window, loaded.before))
+        return self.settled(Cursor(loaded.epoch, loaded.samples, loaded.window, loaded.before))
 
 
 def _indices(order: Order, partition: Partition, steps: int) -> Iterator[tuple[Indices, int]]:
@@ -253,29 +253,29 @@ class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by t
 
     def __init__(self, dataset: Any, batch: int, **how: Any) -> None:
         self.schedule = Schedule(dataset, batch, **how)
-        self._place = self._begin = Place(0, 0)
+        self._cursor = self._begin = Cursor(0, 0)
 
     def __len__(self) -> int:
         """Steps of a whole epoch; `TypeError` as of `Schedule.steps`."""
         return self.schedule.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._place = self._begin
+        self._cursor = self._begin
         for indices, after in self.schedule.batches(self._begin):
-            self._place = after
+            self._cursor = after
             if not after.samples:
                 self._begin = after
             yield indices.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; within it, nothing happens."""
-        if epoch != self._place.epoch:
-            self._place = self._begin = Place(epoch, 0)
+        if epoch != self._cursor.epoch:
+            self._cursor = self._begin = Cursor(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Less than 1 KiB of plain values."""
-        return self.schedule.save(self._place)
+        return self.schedule.save(self._cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. `Precondition` if the dataset has changed."""
-        self._place = self._begin = self.schedule.load(state)
+        self._cursor = self._begin = self.schedule.load(state)

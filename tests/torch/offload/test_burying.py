@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.offload.movables import Books, Lasting, Place, Saved
+from forebay.offload.movables import Books, Lasting, Residency, Saved
 from forebay.offload.tiers.disk_tier import DiskTier
 from forebay.offload.tiers.host_tier import HostTier
 from forebay.offload.tiers.tiers import Storage
@@ -43,7 +43,7 @@ def stored(books: Books, tier: Storage) -> Saved:
     with books:
         assert one.leave(tier, 0.0)
         one.wait()
-    assert one.place is Place.AWAY
+    assert one.residency is Residency.AWAY
     return one
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.offload.movables import Books, Lasting, Place
+from forebay.offload.movables import Books, Lasting, Residency
 from forebay.offload.tiers.host_tier import HostTier
 from tests.torch.offload.programs import FEW, compare, loss_of, of_few_rows, without_state
 from tests.torch.offload.test_engine import WATCHED, made
@@ -64,7 +64,7 @@ def test_of_an_inference_tensor_no_copy_is_good_for_long() -> None:
         for lap in range(1, 4):
             with books:
                 assert movable.leave(tier, 0.0)
-                assert movable.place is Place.AWAY, "it is waited for: nobody would know of writes meanwhile"
+                assert movable.residency is Residency.AWAY, "it is waited for: nobody would know of writes meanwhile"
                 assert tensor.untyped_storage().nbytes() == 0
                 movable.ensure()
             assert tensor.sum() == SIZE * lap

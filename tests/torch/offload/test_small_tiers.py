@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forebay.offload import DiskTier, HostTier, Offload
-from forebay.offload.movables import Books, Lasting, Movable, Place
+from forebay.offload.movables import Books, Lasting, Movable, Residency
 from forebay.offload.planning.hardware import Tier
 from forebay.offload.planning.itinerary import Itinerary, Stop
 from forebay.offload.runner import Runner
@@ -30,7 +30,7 @@ def test_a_tensor_larger_than_the_tier_stays() -> None:
         tensor, movable = weight(books, "parameter x", 65 * KIB)
         with books:
             assert not movable.leave(tier, 0.0)
-        assert movable.place is Place.HERE
+        assert movable.residency is Residency.HERE
         assert tensor.sum() == 65 * KIB
 
 
@@ -47,7 +47,7 @@ def test_a_copy_elsewhere_is_kept_when_a_tier_is_too_small_or_full() -> None:
                 written = large.bytes_written
                 assert not movable.leave(small, 0.0)
                 assert movable.leave(large, 0.0)
-            assert movable.place is Place.AWAY, "at once: nothing was to be written"
+            assert movable.residency is Residency.AWAY, "at once: nothing was to be written"
             assert large.bytes_written == written
 
 
@@ -63,7 +63,7 @@ def test_what_fits_goes_in_place_of_what_is_needed_later_and_does_not() -> None:
         runner.begin_step()
         with books:
             runner.at("a")
-        assert [large.place, small.place] == [Place.HERE, Place.AWAY]
+        assert [large.residency, small.residency] == [Residency.HERE, Residency.AWAY]
         assert not runner.facts.over_bytes
         assert [large_tensor.untyped_storage().nbytes(), small_tensor.untyped_storage().nbytes()] == [128 * KIB, 0]
 

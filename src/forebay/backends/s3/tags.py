@@ -22,25 +22,25 @@ from forebay.backends.seam import Body
 from forebay.core.s3rules.tags import format_tags, parse_tags
 
 
-class Place(NamedTuple):
+class TagsDocument(NamedTuple):
     """Where the document is, and what it is called."""
 
     query: tuple[tuple[str, str], ...]
     root: str
 
 
-AMAZON: Final = Place((("tagging", ""),), "Tagging")
-AZURE: Final = Place((("comp", "tags"),), "Tags")
+AMAZON: Final = TagsDocument((("tagging", ""),), "Tagging")
+AZURE: Final = TagsDocument((("comp", "tags"),), "Tags")
 
 
-async def ask_tags(wire: Wire, key: str, place: Place) -> Answer:
+async def ask_tags(wire: Wire, key: str, document: TagsDocument) -> Answer:
     """The answer with an object's tags."""
-    return await wire.run(functools.partial(wire.ask, list(place.query), key=key))
+    return await wire.run(functools.partial(wire.ask, list(document.query), key=key))
 
 
-def tags_in(answer: Answer, what: str, place: Place) -> str:
+def tags_in(answer: Answer, what: str, document: TagsDocument) -> str:
     """The tags in an answer that `ask_tags` got; `Unavailable` if there is no such document in it."""
-    root = parse(answer, what, place.root)
+    root = parse(answer, what, document.root)
     return format_tags([(_text(tag, "Key"), _text(tag, "Value")) for tag in root.iterfind("{*}TagSet/{*}Tag")])
 
 
@@ -48,12 +48,12 @@ def _text(tag: ElementTree.Element, name: str) -> str:
     return tag.findtext("{*}" + name) or ""
 
 
-async def tell_tags(wire: Wire, key: str, tags: str, place: Place, headers: Mapping[str, str]) -> Answer:
+async def tell_tags(wire: Wire, key: str, tags: str, document: TagsDocument, headers: Mapping[str, str]) -> Answer:
     """Make `tags` the object's; the answer to it."""
     inner = "".join(
         f"<Tag><Key>{escape(name)}</Key><Value>{escape(value)}</Value></Tag>" for name, value in parse_tags(tags)
     )
-    data = f"<{place.root}><TagSet>{inner}</TagSet></{place.root}>".encode()
+    data = f"<{document.root}><TagSet>{inner}</TagSet></{document.root}>".encode()
     sent = {"content-type": "application/xml", **headers}
     body = Body(len(data), data, md5=hashlib.md5(data, usedforsecurity=False).hexdigest())
-    return await wire.tell("PUT", key, query=place.query, headers=sent, body=body)
+    return await wire.tell("PUT", key, query=document.query, headers=sent, body=body)

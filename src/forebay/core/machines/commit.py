@@ -179,7 +179,7 @@ Effect = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredVersion:
     """One version of one object on a volume, and the path of its file (`path` empty: inline, no file)."""
 
     bucket: str
@@ -189,18 +189,18 @@ class Place:
     durable: bool = False
 
 
-def plan_begin(new: Place, temp: str, size_bytes: int, header: bytes) -> list[Effect]:
+def plan_begin(new: StoredVersion, temp: str, size_bytes: int, header: bytes) -> list[Effect]:
     """Bring a clean object's empty file into place, so that blocks can land in it. It has no record yet, so nobody
     reads it."""
     return [CreateTemp(temp, size_bytes), SetHeader(temp, header), Rename(temp, new.path)]
 
 
 def plan_land(
-    new: Place,
+    new: StoredVersion,
     writes: Sequence[tuple[int, int]],
     landed: Iterable[int],
     present: Iterable[int],
-    replaces: Place | None = None,
+    replaces: StoredVersion | None = None,
 ) -> list[Effect]:
     """Record that blocks `landed` are whole after `writes` (offset, length). The record listed `present` before.
 
@@ -215,25 +215,25 @@ def plan_land(
     ]
 
 
-def plan_inline(new: Place, replaces: Place | None = None) -> list[Effect]:
+def plan_inline(new: StoredVersion, replaces: StoredVersion | None = None) -> list[Effect]:
     """Put a small object, whole, into its record."""
     return [PutRecord(new.bucket, new.key, new.object_id, "", (), new.durable), *plan_retire(replaces)]
 
 
-def plan_retire(old: Place | None) -> list[Effect]:
+def plan_retire(old: StoredVersion | None) -> list[Effect]:
     """Drop a version that no record names any more."""
     if old is None:
         return []
     return [Announce(old.object_id), *([Unlink(old.path)] if old.path else [])]
 
 
-def plan_forget(old: Place) -> list[Effect]:
+def plan_forget(old: StoredVersion) -> list[Effect]:
     """Drop a whole object: evicted, deleted, or its file is bad."""
     return [RemoveRecord(old.bucket, old.key, old.object_id, old.durable), *plan_retire(old)]
 
 
 def plan_evict_blocks(
-    old: Place, present: Iterable[int], victims: Iterable[int], block_bytes: int, size_bytes: int
+    old: StoredVersion, present: Iterable[int], victims: Iterable[int], block_bytes: int, size_bytes: int
 ) -> list[Effect]:
     """Drop some blocks of a clean file, or the whole object when no block would be left."""
     gone = sorted(set(victims))
@@ -249,12 +249,12 @@ def plan_evict_blocks(
 
 
 def plan_durable(
-    new: Place,
+    new: StoredVersion,
     temp: str,
     writes: Sequence[tuple[int, int]],
     blocks: int,
     header: bytes,
-    replaces: Place | None = None,
+    replaces: StoredVersion | None = None,
 ) -> list[Effect]:
     """Write an object; sync its bytes and its name before its writer is told."""
     size_bytes = sum(length for _, length in writes)
@@ -279,12 +279,12 @@ def plan_durable(
 
 
 def plan_put(
-    new: Place,
+    new: StoredVersion,
     temp: str,
     writes: Sequence[tuple[int, int]],
     blocks: int,
     header: bytes,
-    replaces: Place | None = None,
+    replaces: StoredVersion | None = None,
 ) -> list[Effect]:
     """Take a whole object from a writer, and make it visible. `new.durable`: it must survive the machine's next stop.
 
@@ -314,7 +314,7 @@ def plan_put(
     ]
 
 
-def plan_delete(old: Place, *, tombstone: bool, durable: bool) -> list[Effect]:
+def plan_delete(old: StoredVersion, *, tombstone: bool, durable: bool) -> list[Effect]:
     """Delete an object for a writer. `tombstone`: the backend has yet to delete it."""
     first: list[Effect] = []
     if tombstone:
@@ -329,7 +329,7 @@ def plan_delete(old: Place, *, tombstone: bool, durable: bool) -> list[Effect]:
     ]
 
 
-def plan_flushed(old: Place, blocks: int, header: bytes) -> list[Effect]:
+def plan_flushed(old: StoredVersion, blocks: int, header: bytes) -> list[Effect]:
     """Mark the object clean, in its record and its file: the backend has it now.
 
     The durable record goes last. A machine stop before that only makes the flush begin again.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from forebay.core import limits
-from forebay.core.derived import KeepCall, Kept
+from forebay.core.derived import KeepAnswer, KeepCall
 from forebay.core.errors import Invalid
 from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
 from forebay.core.formats.members import AppendCall
@@ -443,7 +443,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "put": (PutCall, Written),
     "put_open": (PutOpenCall, PutOpened),
     "append": (AppendCall, Written),  # one more member of a tar
-    "keep": (KeepCall, Kept),  # something derived from an object
+    "keep": (KeepCall, KeepAnswer),  # something derived from an object
     "delete": (DeleteCall, Nothing),
     "copy": (CopyCall, Written),
     "tag": (TagCall, Nothing),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from forebay.core.derived import DERIVED_KINDS, KeepCall, Kept, name_of, names_under, reserved
+from forebay.core.derived import DERIVED_KINDS, KeepAnswer, KeepCall, name_of, names_under, reserved
 from forebay.core.errors import Invalid
 from forebay.core.formats.members import form_of
 from forebay.core.record import Record, State
@@ -67,24 +67,24 @@ class Keeping:
             self._forget(reserved("members"), name)
             self._forget(reserved("plain"), name)
 
-    async def keep(self, call: KeepCall) -> Kept:
+    async def keep(self, call: KeepCall) -> KeepAnswer:
         """Put the object of `call` into the store. `NotFound` when its bucket is gone, `Unavailable`
         (`InsufficientStorage`) when it does not fit."""
-        kept: Kept = await self._writes.finish(self._keep(call))
+        kept: KeepAnswer = await self._writes.finish(self._keep(call))
         return kept
 
-    async def _keep(self, call: KeepCall) -> Kept:
+    async def _keep(self, call: KeepCall) -> KeepAnswer:
         try:
             if (call.body is None) == (not call.path):
                 raise Invalid("a derived object comes as a body or as a file: please report it")
             async with self._writes.entered(call.bucket):
                 source = self._store.lookup(call.bucket, call.key) if call.kind != "listings" else None
                 if source is not None and not is_version(source, call.version):
-                    return Kept(False)  # the source changed meanwhile: nobody will ask for this
+                    return KeepAnswer(False)  # the source changed meanwhile: nobody will ask for this
                 place, name = reserved(call.kind), name_of(call.bucket, call.key)
                 async with self._writes.lock(place, name):
                     await self._writes.commit(self._put(call, place, name))
-            return Kept(True)
+            return KeepAnswer(True)
         finally:
             if call.path:
                 remove_temp(call.path)

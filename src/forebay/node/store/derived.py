@@ -40,7 +40,7 @@ from typing import Any
 import xxhash
 
 from forebay.core import limits
-from forebay.core.derived import DerivedKind, KeepCall, Kept, name_of, reserved
+from forebay.core.derived import DerivedKind, KeepAnswer, KeepCall, name_of, reserved
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.machines.stall import STALLED_AFTER_S
 from forebay.core.record import Record, State
@@ -107,7 +107,7 @@ class Derived:
 
     async def _keep(self, call: KeepCall) -> bool:
         try:
-            kept: Kept = await self._call("keep", call)
+            kept: KeepAnswer = await self._call("keep", call)
         except ForebayError as error:
             if call.path:
                 remove_temp(call.path)

@@ -40,7 +40,7 @@ STEADY_SHARE = 0.001  # laps that differ by less are the same
 _NEVER = 1 << 62
 
 
-class Place(IntEnum):
+class Residency(IntEnum):
     """Where a tensor is."""
 
     ABSENT = 0  # not alive
@@ -132,7 +132,7 @@ class _Machine:
         self._sizes = trace.sizes_bytes.tolist()
         self._used_by, self._born_at, self._dying_at = _by_operator(trace)
         self._uses = [trace.uses(tensor).tolist() for tensor in range(trace.tensor_count)]
-        self.places = [Place.HERE if stays else Place.ABSENT for stays in trace.persistent.tolist()]
+        self.residencies = [Residency.HERE if stays else Residency.ABSENT for stays in trace.persistent.tolist()]
         self.memory = int(trace.sizes_bytes[trace.persistent].sum())
         self.servers = {
             (tier, out): _Server(self.hardware.out_bytes_s(tier) if out else self.hardware.in_bytes_s(tier))
@@ -153,13 +153,13 @@ class _Machine:
         self._persistent = trace.persistent.tolist()
         self._needs = [uses[0] for uses in self._uses]  # when each is used next
         self._resident: list[tuple[int, int]] = []  # what may be sent away: (-needed, tensor), with some out of date
-        for tensor, place in enumerate(self.places):
-            if place is Place.HERE:
+        for tensor, residency in enumerate(self.residencies):
+            if residency is Residency.HERE:
                 self._is_here(tensor)
         self._clear()
 
     def _away_at_start(self, move: Move) -> None:
-        self.places[move.tensor] = Place.AWAY
+        self.residencies[move.tensor] = Residency.AWAY
         self.copies[move.tensor] = move.tier
         self.memory -= self._sizes[move.tensor]
 
@@ -214,17 +214,17 @@ class _Machine:
         born = self._born_at.get(operator, ())
         missing = []
         for tensor in self._used_by[operator]:
-            place = self.places[tensor]
-            if place is Place.STORING:
+            residency = self.residencies[tensor]
+            if residency is Residency.STORING:
                 self._keep(tensor)
-            elif place in (Place.AWAY, Place.LOADING):
+            elif residency in (Residency.AWAY, Residency.LOADING):
                 missing.append(tensor)
-            assert place is not Place.ABSENT or tensor in born, "a tensor is used before it is born"
+            assert residency is not Residency.ABSENT or tensor in born, "a tensor is used before it is born"
         for tensor in missing:
             self._ask_load(tensor, at, urgent=True)
         for tensor in missing:
             since_s = self.now_s
-            while self.places[tensor] is not Place.HERE:
+            while self.residencies[tensor] is not Residency.HERE:
                 self._start()
                 if not self._next_event():
                     self._make_room(operator, at)
@@ -246,16 +246,16 @@ class _Machine:
     # --- moves -------------------------------------------------------------------------------------------------------
     def _leave(self, move: Move, at: int) -> None:
         """A planned departure."""
-        if self.places[move.tensor] is Place.HERE:
+        if self.residencies[move.tensor] is Residency.HERE:
             self._send(move.tensor, move.tier, at + move.need - move.leave)
 
     def _send(self, tensor: int, tier: Tier, need: int) -> None:
         """A tensor leaves: at once if its copy in the tier is good, else when it is stored."""
         if self.copies.get(tensor) == tier:
-            self.places[tensor] = Place.AWAY
+            self.residencies[tensor] = Residency.AWAY
             self.memory -= self._sizes[tensor]
             return
-        self.places[tensor] = Place.STORING
+        self.residencies[tensor] = Residency.STORING
         self._enqueue(_Transfer(tensor, tier, self._sizes[tensor], need, self._next_number(), out=True))
 
     def _keep(self, tensor: int) -> None:
@@ -264,15 +264,15 @@ class _Machine:
         self._is_here(tensor)
 
     def _ask_load(self, tensor: int, need: int, *, urgent: bool) -> None:
-        place = self.places[tensor]
-        if place is Place.STORING:
+        residency = self.residencies[tensor]
+        if residency is Residency.STORING:
             self._keep(tensor)
-        elif place is Place.AWAY:
+        elif residency is Residency.AWAY:
             transfer = _Transfer(tensor, self.copies[tensor], self._sizes[tensor], need, self._next_number(), out=False)
             transfer.urgent = urgent
-            self.places[tensor] = Place.LOADING
+            self.residencies[tensor] = Residency.LOADING
             self._enqueue(transfer)
-        elif place is Place.LOADING and urgent and not self.transfers[tensor].urgent:
+        elif residency is Residency.LOADING and urgent and not self.transfers[tensor].urgent:
             transfer = self.transfers[tensor]
             transfer.urgent = True
             if not transfer.over:
@@ -326,7 +326,7 @@ class _Machine:
             self.written += transfer.size_bytes
             if self.transfers.get(tensor) is transfer:  # else it was kept, or died
                 self.copies[tensor] = transfer.tier
-                self.places[tensor] = Place.AWAY
+                self.residencies[tensor] = Residency.AWAY
                 self.memory -= transfer.size_bytes
                 del self.transfers[tensor]
         else:
@@ -349,7 +349,7 @@ class _Machine:
         while self._resident and best is None:
             entry = heapq.heappop(self._resident)
             need, tensor = -entry[0], entry[1]
-            if self.places[tensor] is Place.HERE and need == self._needs[tensor]:
+            if self.residencies[tensor] is Residency.HERE and need == self._needs[tensor]:
                 if tensor in used:
                     passed.append(entry)
                 else:
@@ -365,14 +365,14 @@ class _Machine:
 
     def _is_here(self, tensor: int) -> None:
         """A tensor can be used, and can be sent away."""
-        self.places[tensor] = Place.HERE
+        self.residencies[tensor] = Residency.HERE
         heapq.heappush(self._resident, (-self._needs[tensor], tensor))
 
     def _was_used(self, operator: int, at: int) -> None:
         """When the tensors of an operator that ran are needed next."""
         for tensor in self._used_by[operator]:
             self._needs[tensor] = self._next_use(tensor, operator, at)
-            if self.places[tensor] is Place.HERE:
+            if self.residencies[tensor] is Residency.HERE:
                 heapq.heappush(self._resident, (-self._needs[tensor], tensor))
 
     def _next_use(self, tensor: int, operator: int, at: int) -> int:
@@ -384,13 +384,13 @@ class _Machine:
 
     def _die(self, tensor: int) -> None:
         """The end of a tensor that is not persistent."""
-        if self.places[tensor] in (Place.HERE, Place.STORING):
+        if self.residencies[tensor] in (Residency.HERE, Residency.STORING):
             self.memory -= self._sizes[tensor]
         transfer = self.transfers.pop(tensor, None)
         if transfer is not None:
             transfer.over = True
         self.copies.pop(tensor, None)
-        self.places[tensor] = Place.ABSENT
+        self.residencies[tensor] = Residency.ABSENT
 
 
 def _by_operator(trace: Trace) -> tuple[list[list[int]], dict[int, list[int]], dict[int, list[int]]]:

@@ -59,7 +59,7 @@ from forebay.core.record import Record
 from forebay.core.types import Bucket
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.disk_wait import by_disk, check_flushes
-from forebay.node.engine.flush.key_flush import Books, Delivered, Errand, Place, Superseded, Yielded
+from forebay.node.engine.flush.key_flush import Books, Delivered, Destination, Errand, Superseded, Yielded
 from forebay.node.store.disk.notes import Note, Owed, succeeding
 from forebay.node.store.disk.volume import Volume
 from forebay.node.store.writer.puts import Delete
@@ -466,7 +466,7 @@ class Flusher:
             if flight.unwanted:
                 raise Superseded
             check_flushes(self._store.volume_at(name, key), f"{name}/{key}")
-            place = Place(
+            destination = Destination(
                 served.bucket,
                 served.backend,
                 self._store,
@@ -478,7 +478,7 @@ class Flusher:
                 lambda key: self._buckets.leave_uploads(served, key),
                 self._found_bad,
             )
-            errand = flight.errand = Errand(place, key, note, _Keeping(self, name, key), self._clock.wall_s())
+            errand = flight.errand = Errand(destination, key, note, _Keeping(self, name, key), self._clock.wall_s())
             try:
                 outcome = await errand.run()
             except (asyncio.CancelledError, Superseded):

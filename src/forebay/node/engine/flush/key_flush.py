@@ -109,7 +109,7 @@ class _Whose(Enum):
     THIS = 2
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where errands of one bucket go, and what they share. `sends` bounds bodies under way. `linger` closes a file
     later, when no thread sends from it any more. `leave` reports uploads of a key that may be ours."""
 
@@ -139,11 +139,11 @@ def conflict_key(key: str, node_id: str, since_s: float, copy: int) -> str:
 class Errand:
     """See the module's header. `run` once. `began_s`: now, in Unix time."""
 
-    def __init__(self, place: Place, key: str, note: Note, keeping: Keeping, began_s: float) -> None:
+    def __init__(self, destination: Destination, key: str, note: Note, keeping: Keeping, began_s: float) -> None:
         self.note, self.began_s = note, began_s
         self.is_cancellable = True
-        self._place, self._key, self._keeping = place, key, keeping
-        self._backend = place.backend
+        self._destination, self._key, self._keeping = destination, key, keeping
+        self._backend = destination.backend
         self._plain: set[str] = set()  # features that this backend does not support: "expect", "tags"
         self._sent_bytes = 0
         self.is_repeated = False  # an earlier request with this body may be unanswered, and still arrive
@@ -168,8 +168,8 @@ class Errand:
     async def _run(self) -> Delivered | Yielded:
         if self._backend.read_only:
             raise NotSupported(
-                f"the backend of bucket {self._place.bucket.name} cannot be written to, and {self._key} waits for it: "
-                "give the bucket a backend that can (`forebay bucket add` with another URL)"
+                f"the backend of bucket {self._destination.bucket.name} cannot be written to, and {self._key} waits "
+                "for it: give the bucket a backend that can (`forebay bucket add` with another URL)"
             )
         await self._abort_stale()
         if self.note.is_delete:
@@ -191,12 +191,12 @@ class Errand:
 
     # --- bytes -------------------------------------------------------------------------------------------------------
     def _record(self) -> Record:
-        record = self._place.books.lookup(self._place.bucket.name, self._key)
+        record = self._destination.books.lookup(self._destination.bucket.name, self._key)
         if record is None or record.object_id != self.note.object_id:
             if not self._is_current():
                 raise Superseded
-            self._place.books.check_present(self._place.bucket.name, self._key)
-            self._place.books.check_lost(self._place.bucket.name, self._key)
+            self._destination.books.check_present(self._destination.bucket.name, self._key)
+            self._destination.books.check_lost(self._destination.bucket.name, self._key)
             raise Unavailable(
                 f"the bytes of {self._key}, which the backend lacks, cannot be read: see `forebay status`"
             )
@@ -214,18 +214,18 @@ class Errand:
         if record.inline is not None:
             return Body(end - start, data=record.inline[start:end], md5=md5)
         blocks = range(start // record.block_bytes, blocks_in(end, record.block_bytes))
-        check = self._place.books.check_blocks
+        check = self._destination.books.check_blocks
         try:
             if self._fd < 0:
-                self._fd = os.open(self._place.books.data_path(record), os.O_RDONLY | os.O_CLOEXEC)
-            bad = await self._in_worker(check, record, self._place.bucket.name, self._key, list(blocks))
+                self._fd = os.open(self._destination.books.data_path(record), os.O_RDONLY | os.O_CLOEXEC)
+            bad = await self._in_worker(check, record, self._destination.bucket.name, self._key, list(blocks))
         except (OSError, ForebayError) as error:
             raise self._unreadable(error) from error
         if bad and not self._is_current():
             raise Superseded
         if bad:
             self._examine()
-            self._place.found_bad(self._place.bucket.name, self._key, record, bad)
+            self._destination.found_bad(self._destination.bucket.name, self._key, record, bad)
             raise Corrupt(
                 f"{len(bad)} blocks of {self._key} do not match their checksums, and the backend has no other copy: "
                 "write the object again; the disk that holds it is failing"
@@ -240,9 +240,9 @@ class Errand:
 
     def _examine(self) -> None:
         """`ObjectLost` if the file is missing or has another size."""
-        bucket = self._place.bucket.name
-        self._place.books.examine(bucket, self._key, self.note.object_id)
-        self._place.books.check_lost(bucket, self._key)
+        bucket = self._destination.bucket.name
+        self._destination.books.examine(bucket, self._key, self.note.object_id)
+        self._destination.books.check_lost(bucket, self._key)
 
     def _let_go(self, *, now: bool) -> None:
         """Close the file: `now`, or after any thread that still sends from it has stopped."""
@@ -250,7 +250,7 @@ class Errand:
         if fd >= 0 and now:
             os.close(fd)
         elif fd >= 0:
-            self._place.linger(fd)
+            self._destination.linger(fd)
 
     async def _know_digest(self) -> None:
         if self.note.digest:
@@ -260,7 +260,9 @@ class Errand:
             digest = digest_of(record.size_bytes, body=record.inline)
         else:
             try:
-                digest = await self._in_worker(_digest_of_file, self._place.books.data_path(record), record.size_bytes)
+                digest = await self._in_worker(
+                    _digest_of_file, self._destination.books.data_path(record), record.size_bytes
+                )
             except OSError as error:
                 raise self._unreadable(error) from error
         await self._keep(digest=digest)
@@ -284,7 +286,7 @@ class Errand:
                 if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
                     return Delivered(seen.version, policy)
                 if whose is _Whose.STRANGER:
-                    policy = self._place.bucket.conflict
+                    policy = self._destination.bucket.conflict
                     if policy == "theirs":
                         return Yielded(policy)
                     if policy == "keep-both":
@@ -295,7 +297,7 @@ class Errand:
     async def _keep_aside(self) -> Yielded:
         """Put our object under a key of its own."""
         for copy in range(1, COPIES_MAX + 1):
-            name = self.note.upload_key or conflict_key(self._key, self._place.node_id, self.note.since_s, copy)
+            name = self.note.upload_key or conflict_key(self._key, self._destination.node_id, self.note.since_s, copy)
             try:
                 await self._send(name, "")
                 return Yielded("keep-both", name)
@@ -313,7 +315,7 @@ class Errand:
         if self.note.upload_id:
             await self._give_up_upload()  # begun for another key, or when the backend still had uploads
         body = await self._body(0, size_bytes)
-        async with self._place.sends:
+        async with self._destination.sends:
 
             async def put(expect: str | None, tags: str) -> ObjectInfo:
                 return await self._backend.put(key, body, headers=_stored(self.note.headers), expect=expect, tags=tags)
@@ -397,7 +399,7 @@ class Errand:
                 number = missing.pop(0)
                 start = starts[number - 1]
                 body = await self._body(start, min(start + part_bytes, size_bytes))
-                async with self._place.sends:
+                async with self._destination.sends:
                     tokens[number] = await self._backend.put_part(key, upload_id, number, body)
                 self._sent_bytes += body.size_bytes
 
@@ -495,7 +497,7 @@ class Errand:
         if upload_id != BEGINNING:
             await self._backend.abort_upload(key, upload_id)
             return
-        await self._place.leave(key)
+        await self._destination.leave(key)
 
     # --- deleting ----------------------------------------------------------------------------------------------------
     async def _delete(self) -> Delivered | Yielded:
@@ -509,7 +511,7 @@ class Errand:
             if seen is None:
                 return Delivered("", policy)
             if based_on is not None and seen.version != expect and await self._whose(seen) is _Whose.STRANGER:
-                policy = self._place.bucket.conflict
+                policy = self._destination.bucket.conflict
                 if policy != "ours":
                     return Yielded(policy)
             expect = seen.version
@@ -586,16 +588,16 @@ class Errand:
         await self._keeping.keep(self.note)
 
     def _tell_once(self, error: NotSupported) -> None:
-        if error.message not in self._place.told and len(self._place.told) < TOLD_MAX:
-            self._place.told.add(error.message)
+        if error.message not in self._destination.told and len(self._destination.told) < TOLD_MAX:
+            self._destination.told.add(error.message)
             log.warning(
                 "bucket %s: its backend does not support all of a flush, which goes on without: %s",
-                self._place.bucket.name,
+                self._destination.bucket.name,
                 error,
             )
 
     async def _in_worker(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._place.workers, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._destination.workers, work, *arguments)
 
 
 def _digest_of_file(path: str, size_bytes: int) -> str:

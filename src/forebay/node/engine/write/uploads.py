@@ -86,7 +86,7 @@ class Done(msgspec.Struct, array_like=True, frozen=True):
     committed: bool = False
 
 
-class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
+class UploadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """An upload in the metadata store. `begin`: an upload at the backend is beginning, and its id is not known yet.
     `boot_id` is set if parts are not synced: they are valid until the machine stops."""
 
@@ -117,13 +117,13 @@ class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Kept).decode
+_decode = msgspec.msgpack.Decoder(UploadRecord).decode
 
 
 class Upload:
     """One open upload in memory. Whoever ends it holds `closing`; `gone`: it has ended."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: UploadRecord) -> None:
         self.kept = kept
         self.parts: dict[int, Part] = {}
         self.tokens: dict[int, str] = {}  # the backend's tokens of parts, as far as known
@@ -199,8 +199,8 @@ class UploadBook:
         self._workers = workers
         self._boot_id = boot_id
         self._open: dict[str, Upload] = {}
-        self._done: dict[str, Kept] = {}
-        self._aborting: dict[str, Kept] = {}
+        self._done: dict[str, UploadRecord] = {}
+        self._aborting: dict[str, UploadRecord] = {}
         self._names: dict[str, list[tuple[str, str]]] = {}  # by bucket: (key, id) of open uploads, sorted
         self._completing: dict[str, tuple[UploadCompleteCall, asyncio.Task[UploadCompleted]]] = {}
         self._clearing: set[str] = set()  # done, but not noted yet: the parts are the proof
@@ -289,7 +289,7 @@ class UploadBook:
         self._store.free_to_write(call.bucket, call.key, 0)
         created_s = self._clock.wall_s()
         synced = bucket.durability == "disk" and bucket.write != "through"
-        kept = Kept(
+        kept = UploadRecord(
             bucket=call.bucket,
             key=call.key,
             upload_id=f"{int(created_s * 1000):012x}{self._chance.token_hex(10)}",
@@ -317,7 +317,7 @@ class UploadBook:
         self._list(Upload(kept))
         return kept.state
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _keep(self, kept: UploadRecord) -> None:
         await self._meta.put(kept.name, _encode(kept))
 
     def _list(self, upload: Upload) -> None:
@@ -337,7 +337,7 @@ class UploadBook:
             self._names.pop(kept.bucket, None)
 
     # --- parts -------------------------------------------------------------------------------------------------------
-    def directory(self, kept: Kept) -> str:
+    def directory(self, kept: UploadRecord) -> str:
         """Where the upload's parts are; `Unavailable` while that volume is out."""
         for at in self._store.volumes():
             if at.volume_id == kept.volume_id:
@@ -385,7 +385,7 @@ class UploadBook:
                 raise
         return _state(part)
 
-    def _place(self, call: UploadPartCall, directory: str, part: Part, kept: Kept) -> Part:
+    def _place(self, call: UploadPartCall, directory: str, part: Part, kept: UploadRecord) -> Part:
         """In a worker: move the bytes to their place under their name. Returns the part, with the checksum that it
         needs."""
         source = call.path
@@ -428,13 +428,13 @@ class UploadBook:
             await self._abort_there(kept)
         return Nothing()
 
-    async def _remove(self, kept: Kept) -> None:
+    async def _remove(self, kept: UploadRecord) -> None:
         try:
             await self._work(files.remove, self.directory(kept))
         except Unavailable:
             pass  # a sweep removes it when the disk is back
 
-    async def _abort_there(self, kept: Kept) -> None:
+    async def _abort_there(self, kept: UploadRecord) -> None:
         """Abort the backend's upload, then forget ours. The sweep repeats what fails."""
         try:
             served = await self._buckets.get(kept.bucket)
@@ -611,7 +611,7 @@ class UploadBook:
                     upload.tokens[part.number] = await self._send(upload, served, part, path)
         return [(part.number, upload.tokens[part.number]) for part in chosen]
 
-    async def _clear(self, upload: Upload, done: Kept) -> None:
+    async def _clear(self, upload: Upload, done: UploadRecord) -> None:
         """After the answer: record the outcome, then remove the parts, and the backend's upload if it was not used."""
         if upload.passed:
             done = self._done[done.upload_id] = msgspec.structs.replace(done, backend_id="")
@@ -624,7 +624,7 @@ class UploadBook:
         if done.backend_id:
             await self._leave_there(done)
 
-    async def _leave_there(self, done: Kept) -> None:
+    async def _leave_there(self, done: UploadRecord) -> None:
         """Abort a backend's upload that was not needed. The sweep repeats what fails."""
         try:
             served = await self._buckets.get(done.bucket)
@@ -650,7 +650,7 @@ class UploadBook:
             else:
                 await self._find_again(kept)
 
-    async def _find_again(self, kept: Kept) -> None:
+    async def _find_again(self, kept: UploadRecord) -> None:
         upload = Upload(kept)
         try:
             directory = self.directory(kept)
@@ -667,7 +667,7 @@ class UploadBook:
                 return
         self._list(upload)
 
-    async def _committed(self, kept: Kept, directory: str, upload: Upload) -> bool:
+    async def _committed(self, kept: UploadRecord, directory: str, upload: Upload) -> bool:
         """Whether the noted object was committed before the stop."""
         record = self._store.lookup(kept.bucket, kept.key)
         if record is None or kept.done is None:
@@ -752,7 +752,7 @@ def _state(part: Part) -> PartState:
     return PartState(part.number, part.size_bytes, part.md5, part.modified_s, checksums)
 
 
-def _stored(kept: Kept, checksum: str, chosen: Sequence[Part]) -> Headers:
+def _stored(kept: UploadRecord, checksum: str, chosen: Sequence[Part]) -> Headers:
     """The object's headers: the client's, and those that show its parts and checksum to readers."""
     headers = kept.headers
     if text := rules.sizes_text([part.size_bytes for part in chosen]):

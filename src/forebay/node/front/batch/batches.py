@@ -40,7 +40,7 @@ from forebay.core.messages.batch import FRAME, BatchCall, Item
 from forebay.core.messages.wire import Opened
 from forebay.core.types import RangeSpec
 from forebay.node.front.batch.forms import Form, FrameForm, TarForm
-from forebay.node.front.batch.plan import Ask, Hit, Known, Packed, Plan, Sources, changed
+from forebay.node.front.batch.plan import Ask, BatchPlan, Hit, Known, Packed, Sources, changed
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Exchange, Request, status_of
 from forebay.node.front.http.sender import FileFailed
@@ -93,7 +93,7 @@ class _Answer:
         self._exchange = exchange
         self._items = call.items
         self._form: Form = TarForm() if call.format == "tar" else FrameForm()
-        self._plan = Plan(batches.sources, identity, self._form, call.items)
+        self._plan = BatchPlan(batches.sources, identity, self._form, call.items)
         self._total = 0  # bytes of the answer, as far as it is known
         self._sized = False
         self._buffer = bytearray(BUFFER_BYTES)

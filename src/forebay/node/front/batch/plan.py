@@ -98,7 +98,7 @@ class Sources(NamedTuple):
     clock: Clock
 
 
-class Plan:
+class BatchPlan:
     """The steps of one batch, once `make` has returned. `failed`: how many of them are errors; `brought`: shards that
     were not here."""
 

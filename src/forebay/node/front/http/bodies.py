@@ -106,7 +106,7 @@ class Incoming:
         self.size_bytes = size_bytes
         self.large = size_bytes is None or size_bytes > memory_bytes_max
         self.stream: Stream | None = None
-        self.plan: object = None
+        self.options: object = None
         self.put_to: tuple[str, str] | None = None  # of a PutObject: bucket and key
         self.result: Received
         self.path = ""

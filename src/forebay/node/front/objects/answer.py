@@ -18,7 +18,7 @@ from forebay.core.record import Record, split_head
 from forebay.core.s3rules.conditions import CONDITION_NAMES, conditions_of, parse_range, range_applies
 from forebay.core.types import RangeSpec
 from forebay.node.front.http.requests import Request
-from forebay.node.front.objects.reads import Decide, Plan, plan_plain
+from forebay.node.front.objects.reads import Answer, Decide, answer_plainly
 
 DECIDED_BY: Final = frozenset((*CONDITION_NAMES, b"range"))  # a read with none of these has nothing to decide
 _MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
@@ -47,7 +47,7 @@ def decide_by(
     if_range = request.header(b"if-range") if b"if-range" in headers else None
     checksums = headers.get(b"x-amz-checksum-mode", b"").upper() == b"ENABLED"
 
-    def decide(record: Record) -> Plan:
+    def decide(record: Record) -> Answer:
         if conditions is not None:
             verdict = conditions.judge(record.etag, record.modified_s)
             if verdict == 412:
@@ -56,19 +56,19 @@ def decide_by(
                     code="PreconditionFailed",
                 )
             if verdict == 304:
-                return Plan(304, _only(record.head, _KEPT_BY_304) + extra, 0, 0)
+                return Answer(304, _only(record.head, _KEPT_BY_304) + extra, 0, 0)
         wanted, said = asked, extra
         if part is not None:
             wanted, counted = _range_of_part(part, record)
             said += counted
         elif asked is not None and not range_applies(if_range, record.etag, record.modified_s):
             wanted = None
-        status, head, start, end = plan_plain(record, wanted, said)
+        status, head, start, end = answer_plainly(record, wanted, said)
         if replaced:
             head = _without(head[: len(head) - len(said)], replaced) + said
         if checksums and status == 200:  # a checksum of the whole says nothing about a range
             head = _checksums(record.head) + head
-        return Plan(status, head, start, end)
+        return Answer(status, head, start, end)
 
     return decide
 

@@ -25,7 +25,7 @@ from forebay.core.types import Bucket
 from forebay.node.front.http import parser
 from forebay.node.front.http.parser import Fields
 from forebay.node.front.link import Link
-from forebay.node.front.objects.reads import Plan, Reads
+from forebay.node.front.objects.reads import Answer, Reads
 from forebay.node.front.s3.errors import RequestIds
 from forebay.node.store.reader import StoreReader
 from forebay.ports import clock as clocks
@@ -147,8 +147,8 @@ class Lane:
         if not record.complete or not record.size_bytes:
             return False
         connection.begin_plain_get(target, started_s)
-        plan = Plan(200, record.head + self._ids.line(), 0, record.size_bytes)
-        if self._reads.hit(connection, bucket, key, record, plan):
+        answer = Answer(200, record.head + self._ids.line(), 0, record.size_bytes)
+        if self._reads.hit(connection, bucket, key, record, answer):
             return True
         connection.undo_begin()
         return False

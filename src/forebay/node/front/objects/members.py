@@ -24,9 +24,8 @@ from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import Exchange, Request, decode_query
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.object_headers import write_conditions
-from forebay.node.front.objects.puts import Plan as Wanted
-from forebay.node.front.objects.puts import Puts
-from forebay.node.front.objects.reads import Plan, Reads, plan_plain
+from forebay.node.front.objects.puts import PutOptions, Puts
+from forebay.node.front.objects.reads import Answer, Reads, answer_plainly
 from forebay.node.front.objects.shards import Shards, Span
 from forebay.node.outcomes import Call
 
@@ -48,21 +47,21 @@ class Members:
         """Answer with a member's bytes: at once if all is here, else in a task."""
         span = self.shards.known(bucket, key, member)
         if span is not None and span.ranged:
-            status, head, start, end = _plan(request, span)
+            status, head, start, end = _answer(request, span)
             at = span.member.start
-            if self._reads.hit(exchange, bucket.name, key, span.record, Plan(status, head, at + start, at + end)):
+            if self._reads.hit(exchange, bucket.name, key, span.record, Answer(status, head, at + start, at + end)):
                 return
         exchange.spawn(self._serve(request, exchange, bucket, key, member))
 
     async def _serve(self, request: Request, exchange: Exchange, bucket: Bucket, key: str, member: str) -> None:
         span = await self.shards.locate(bucket, key, member)
-        plan = _plan(request, span)
-        size = plan.end - plan.start
+        answer = _answer(request, span)
+        size = answer.end - answer.start
         if request.method == b"HEAD" or not size:
-            exchange.respond(plan.status, plan.head, size_bytes=size)
+            exchange.respond(answer.status, answer.head, size_bytes=size)
             return
-        exchange.start(plan.status, plan.head, size)
-        await self.shards.send(exchange, span, plan.start, plan.end)
+        exchange.start(answer.status, answer.head, size)
+        await self.shards.send(exchange, span, answer.start, answer.end)
         await exchange.end()
 
     # --- the index ---------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class Members:
         if not 1 <= limit <= PAGE_MAX:
             raise Invalid(f"limit is not a number from 1 to {PAGE_MAX}: ask for pages of at most that")
 
-        async def answer() -> None:
+        async def respond() -> None:
             record, index = await self.shards.index(bucket, key)
             if form == "json":
                 names = index.names[first : first + limit]
@@ -90,16 +89,16 @@ class Members:
                 exchange.respond(200, _head(record, b"application/json"), _encode_json(page))
                 return
             data = index.encode()
-            plan = _decided(request, record, len(data), MEDIA)
-            size = plan.end - plan.start
+            answer = _decided(request, record, len(data), MEDIA)
+            size = answer.end - answer.start
             if request.method == b"HEAD" or not size:
-                exchange.respond(plan.status, plan.head, size_bytes=size)
+                exchange.respond(answer.status, answer.head, size_bytes=size)
                 return
-            exchange.start(plan.status, plan.head, size)
-            await exchange.write(data if size == len(data) else data[plan.start : plan.end])
+            exchange.start(answer.status, answer.head, size)
+            await exchange.write(data if size == len(data) else data[answer.start : answer.end])
             await exchange.end()
 
-        exchange.spawn(answer())
+        exchange.spawn(respond())
 
     # --- one more ----------------------------------------------------------------------------------------------------
     def take(self, request: Request, bucket: Bucket, key: str) -> Incoming:
@@ -115,7 +114,7 @@ class Members:
                 "local, or put the whole shard"
             )
         incoming = self._puts.take(request, None, bucket, key)
-        incoming.plan = Wanted(conditions=write_conditions(request))
+        incoming.options = PutOptions(conditions=write_conditions(request))
         return incoming
 
     def append(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
@@ -128,15 +127,15 @@ class Members:
         name = decode_query(request.query)["name"]
         appending = self._puts.finish(self._append(bucket, key, name, incoming))
 
-        async def answer() -> None:
+        async def respond() -> None:
             exchange.respond(200, b"Content-Type: application/json\r\n", _encode_json(await appending))
 
-        exchange.spawn(answer())
+        exchange.spawn(respond())
 
     async def _append(self, bucket: Bucket, key: str, name: str, incoming: Incoming) -> Written:
-        received, plan = incoming.result, incoming.plan
-        assert isinstance(plan, Wanted)
-        conditions = plan.conditions
+        received, options = incoming.result, incoming.options
+        assert isinstance(options, PutOptions)
+        conditions = options.conditions
         call = AppendCall(
             bucket.name, key, name, received.size_bytes, received.path, received.body,
             conditions.if_match, conditions.if_none_match,
@@ -163,18 +162,18 @@ class Members:
                 raise
 
 
-def _plan(request: Request, span: Span) -> Plan:
+def _answer(request: Request, span: Span) -> Answer:
     return _decided(request, span.record, span.member.size_bytes, b"application/octet-stream")
 
 
-def _decided(request: Request, record: Record, size_bytes: int, media: bytes) -> Plan:
+def _decided(request: Request, record: Record, size_bytes: int, media: bytes) -> Answer:
     """What to answer to a request for `size_bytes` that stand for (a part of) the shard."""
     head = _head(record, media)
     stands = Record(
         record.object_id, size_bytes, record.version, record.etag, record.modified_s, record.checked_s, head, True
     )
     if DECIDED_BY.isdisjoint(request.headers):
-        return plan_plain(stands)
+        return answer_plainly(stands)
     return decide_by(request, asked_range(request))(stands)
 
 

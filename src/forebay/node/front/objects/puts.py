@@ -53,7 +53,7 @@ class Streams(Protocol):
     def gave_up(self, put: int) -> None: ...
 
 
-class Plan(NamedTuple):
+class PutOptions(NamedTuple):
     """What an object is to be, but for its bytes."""
 
     headers: Headers = ()
@@ -81,22 +81,22 @@ OF_THE_TRANSFER: Final = frozenset(
         b"x-amz-security-token",
     )
 )
-_PLAIN: Final = Plan()
+_PLAIN: Final = PutOptions()
 
 
-def plan_of(request: Request) -> Plan:
+def options_of(request: Request) -> PutOptions:
     """What the headers of a PUT ask for. `Invalid`, `NotSupported`."""
     refuse_unserved(request)
-    return Plan(stored_headers(request), tags_of(request), write_conditions(request))
+    return PutOptions(stored_headers(request), tags_of(request), write_conditions(request))
 
 
-def _plan_for(bucket: Bucket, request: Request) -> Plan:
+def _options_for(bucket: Bucket, request: Request) -> PutOptions:
     if bucket.write == "through" and bucket.url.startswith(("http://", "https://")):
         raise NotSupported("the backend of this bucket is a web server: it can only be read")
     if OF_THE_TRANSFER.issuperset(request.headers):
         return _PLAIN
     check_acl(request, bucket.acl)
-    return plan_of(request)
+    return options_of(request)
 
 
 def _digests(bucket: Bucket) -> tuple[bool, bool]:
@@ -118,10 +118,10 @@ class Puts:
 
     def take(self, request: Request, caller: Caller | None, bucket: Bucket, key: str) -> Incoming:
         """A sink for the body of the PUT `request`, whose caller may write. Raises what is wrong with the headers."""
-        plan = _plan_for(bucket, request)
+        options = _options_for(bucket, request)
         md5, hash128 = _digests(bucket)
         incoming = self.intake.open(request, caller, bucket, key, md5=md5, hash128=hash128)
-        incoming.plan = plan
+        incoming.options = options
         size_bytes = incoming.size_bytes
         through = bucket.write == "through" and bool(bucket.url)
         long = size_bytes is not None and size_bytes >= limits.STREAM_BYTES_MIN
@@ -133,10 +133,10 @@ class Puts:
                 key,
                 size_bytes,
                 incoming.path,
-                (*plan.headers, *promised),
-                plan.conditions.if_match,
-                plan.conditions.if_none_match,
-                plan.tags,
+                (*options.headers, *promised),
+                options.conditions.if_match,
+                options.conditions.if_none_match,
+                options.tags,
             )
             incoming.stream = _Stream(self._call, self._streams, opening)
         return incoming
@@ -144,36 +144,36 @@ class Puts:
     def take_file(self, request: Request, bucket: Bucket, key: str, bytes_max: int) -> Incoming:
         """As `take`, for the file of a form: `request` has the form's fields for headers, and nobody says how long the
         file is."""
-        plan = _plan_for(bucket, request)
+        options = _options_for(bucket, request)
         md5 = any(_digests(bucket))  # how long it is nobody knows, and of a short one clients expect the MD5
         incoming = self.intake.open(request, None, bucket, key, md5=md5, bytes_max=bytes_max, measured=False)
-        incoming.plan = plan
+        incoming.options = options
         return incoming
 
     def put(self, bucket: str, key: str, incoming: Incoming) -> asyncio.Future[Written]:
         """Make what came the object; wait for the result with `await`. Raises what the engine raises; then nothing of
         the body is left. What is begun is finished, also when the caller is cancelled."""
-        assert isinstance(incoming.plan, Plan)
-        return self.finish(self.put_received(bucket, key, incoming.result, incoming.plan, incoming.stream))
+        assert isinstance(incoming.options, PutOptions)
+        return self.finish(self.put_received(bucket, key, incoming.result, incoming.options, incoming.stream))
 
     def begin(
         self, bucket: str, key: str, incoming: Incoming, answered: Callable[[Written | ForebayError], None]
     ) -> bool:
         """As `put`, without a task, for a body in memory: `answered` is called later with the outcome. Returns False,
         with nothing done, if that is impossible: `put` it then."""
-        plan, received = incoming.plan, incoming.result
-        assert isinstance(plan, Plan)
+        options, received = incoming.options, incoming.result
+        assert isinstance(options, PutOptions)
         if self._begin is None or received.body is None or incoming.stream is not None:
             return False
-        return self._begin("put", _call_of(bucket, key, received, plan, 0), answered)
+        return self._begin("put", _call_of(bucket, key, received, options, 0), answered)
 
     async def put_received(
-        self, bucket: str, key: str, received: Received, plan: Plan, stream: Stream | None = None
+        self, bucket: str, key: str, received: Received, options: PutOptions, stream: Stream | None = None
     ) -> Written:
         """As `put`, for bytes that came in another way than as a body; begin it with `finish`."""
         try:
             number = await stream.number() if stream is not None else 0
-            written: Written = await self._call("put", _call_of(bucket, key, received, plan, number))
+            written: Written = await self._call("put", _call_of(bucket, key, received, options, number))
         except BaseException:
             received.discard()
             raise
@@ -192,21 +192,21 @@ class Puts:
             task.exception()  # seen: whoever waited got it too, and nobody may be waiting
 
 
-def _call_of(bucket: str, key: str, received: Received, plan: Plan, number: int) -> PutCall:
+def _call_of(bucket: str, key: str, received: Received, options: PutOptions, number: int) -> PutCall:
     checksums = received.checksums
     return PutCall(
         bucket,
         key,
         received.size_bytes,
-        (*plan.headers, *((HEADERS[name], value) for name, value in checksums.items())) if checksums else plan.headers,
+        (*options.headers, *((HEADERS[name], value) for name, value in checksums.items())),
         received.path,
         received.body,
         received.sums,
         received.md5,
         received.hash128,
-        plan.conditions.if_match,
-        plan.conditions.if_none_match,
-        plan.tags,
+        options.conditions.if_match,
+        options.conditions.if_none_match,
+        options.tags,
         number,
     )
 

@@ -42,7 +42,7 @@ WINDOW_BLOCKS = 2  # of a large first use: compared before it is sent, and while
 _UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
-class Plan(NamedTuple):
+class Answer(NamedTuple):
     """What to answer, decided from the record: `head` is all header lines, `record.head` included where it belongs.
     `start`/`end` is the half-open range of the body; for an answer without one (304), both are 0."""
 
@@ -72,20 +72,20 @@ class _Comparing:
         self.cancelled = True
 
 
-Decide = Callable[[Record], Plan]  # may raise ForebayError (Precondition, Invalid InvalidRange, …)
+Decide = Callable[[Record], Answer]  # may raise ForebayError (Precondition, Invalid InvalidRange, …)
 
 
-def plan_plain(record: Record, range: RangeSpec | None = None, extra: bytes = b"") -> Plan:
-    """The plan of an unconditional GET, which is told no checksums. `Invalid` (`InvalidRange`) for a range outside the
-    object."""
+def answer_plainly(record: Record, range: RangeSpec | None = None, extra: bytes = b"") -> Answer:
+    """The answer to an unconditional GET, which is told no checksums. `Invalid` (`InvalidRange`) for a range outside
+    the object."""
     head = record.head
     if head.startswith(b"x-"):
         head = split_head(head)[1]
     if range is None:
-        return Plan(200, head + extra, 0, record.size_bytes)
+        return Answer(200, head + extra, 0, record.size_bytes)
     start, end = range.resolve(record.size_bytes)
     line = b"Content-Range: bytes %d-%d/%d\r\n" % (start, end - 1, record.size_bytes)
-    return Plan(206, head + line + extra, start, end)
+    return Answer(206, head + line + extra, start, end)
 
 
 def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
@@ -153,10 +153,10 @@ class Reads:
         name = bucket.name
         record = self._store.lookup(name, key)
         if record is not None and may_serve(record, bucket, self._clock.wall_s()):
-            plan = plan_plain(record, range, extra) if decide is None else decide(record)
-            if self.hit(exchange, name, key, record, plan):
+            answer = answer_plainly(record, range, extra) if decide is None else decide(record)
+            if self.hit(exchange, name, key, record, answer):
                 return
-            if self._first_use(exchange, name, key, record, plan, Question(range, decide, extra)):
+            if self._first_use(exchange, name, key, record, answer, Question(range, decide, extra)):
                 return
         exchange.spawn(self._miss(exchange, name, key, range, decide, extra))
 
@@ -175,9 +175,9 @@ class Reads:
             await self._miss(exchange, name, key, range, decide, b"")
 
     # --- hits --------------------------------------------------------------------------------------------------------
-    def hit(self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan) -> bool:
+    def hit(self, exchange: Exchange, bucket: str, key: str, record: Record, answer: Answer) -> bool:
         """Answer from here. False if that is impossible; then nothing was sent. The record is fresh and verified."""
-        status, head, start, end = plan
+        status, head, start, end = answer
         counts = self.counts
         size = end - start
         request = exchange.request
@@ -196,7 +196,7 @@ class Reads:
                 file.release()
                 return False
             if size > PREAD_BYTES_MAX:
-                self._send_file(exchange, bucket, key, file, plan)
+                self._send_file(exchange, bucket, key, file, answer)
                 counts.hits += 1
                 counts.hit_bytes += size
                 return True
@@ -225,8 +225,8 @@ class Reads:
         self.suspect(bucket, key, object_id, reason)
         return None
 
-    def _send_file(self, exchange: Exchange, bucket: str, key: str, file: LeasedFile, plan: Plan) -> None:
-        status, head, start, end = plan
+    def _send_file(self, exchange: Exchange, bucket: str, key: str, file: LeasedFile, answer: Answer) -> None:
+        status, head, start, end = answer
         record = file.record
 
         def fault(sent_bytes: int) -> None:
@@ -267,40 +267,40 @@ class Reads:
         return right
 
     def _first_use(
-        self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan, question: Question
+        self, exchange: Exchange, bucket: str, key: str, record: Record, answer: Answer, question: Question
     ) -> bool:
         """Answer a hit whose bytes were never compared here, once they are; False if that is not what it is.
 
         The exchange is held, not a task of its own: to a client that has said all it will say (its half of the
         connection is closed) a hit stays a hit.
         """
-        file = self._store.acquire(bucket, key, record) if plan.end > plan.start and record.inline is None else None
+        file = self._store.acquire(bucket, key, record) if answer.end > answer.start and record.inline is None else None
         if file is None:
             return False
         try:
-            if file.record.object_id != record.object_id or not file.record.has(plan.start, plan.end):
+            if file.record.object_id != record.object_id or not file.record.has(answer.start, answer.end):
                 return False
-            stop = min(plan.end, (plan.start // record.block_bytes + WINDOW_BLOCKS) * record.block_bytes)
-            compared = self.compare(file, bucket, key, plan.start, stop)
+            stop = min(answer.end, (answer.start // record.block_bytes + WINDOW_BLOCKS) * record.block_bytes)
+            compared = self.compare(file, bucket, key, answer.start, stop)
         finally:
             file.release()
 
-        def answer() -> None:
-            if compared.result() and stop < plan.end:
-                exchange.spawn(self._by_and_by(exchange, bucket, key, record, plan, question))
-            elif not compared.result() or not self.hit(exchange, bucket, key, record, plan):
+        def compared_all() -> None:
+            if compared.result() and stop < answer.end:
+                exchange.spawn(self._by_and_by(exchange, bucket, key, record, answer, question))
+            elif not compared.result() or not self.hit(exchange, bucket, key, record, answer):
                 exchange.spawn(self._miss(exchange, bucket, key, *question))
 
         waiting = _Comparing()
         exchange.hold(waiting)
-        compared.add_done_callback(lambda done: None if waiting.cancelled else exchange.resume(answer))
+        compared.add_done_callback(lambda done: None if waiting.cancelled else exchange.resume(compared_all))
         return True
 
     async def _by_and_by(
-        self, exchange: Exchange, bucket: str, key: str, record: Record, plan: Plan, question: Question
+        self, exchange: Exchange, bucket: str, key: str, record: Record, answer: Answer, question: Question
     ) -> None:
         """A large hit: the blocks that come next are compared while those before are sent."""
-        status, head, start, end = plan
+        status, head, start, end = answer
         file = self._store.acquire(bucket, key, record)
         if file is None or file.record.object_id != record.object_id or not file.record.has(start, end):
             if file is not None:
@@ -373,8 +373,8 @@ class Reads:
         read = await self._link.open_read(bucket, key, range, head_only=head_only)
         try:
             opened = await read.opened()
-            plan = plan_plain(opened.record, range, extra) if decide is None else decide(opened.record)
-            size = plan.end - plan.start
+            answer = answer_plainly(opened.record, range, extra) if decide is None else decide(opened.record)
+            size = answer.end - answer.start
             if opened.hit:
                 counts.hits += 1
                 counts.hit_bytes += size
@@ -382,19 +382,19 @@ class Reads:
                 counts.misses += 1
                 counts.miss_bytes += size
             if head_only or not size:
-                exchange.respond(plan.status, plan.head, size_bytes=size)
+                exchange.respond(answer.status, answer.head, size_bytes=size)
                 return True
 
             def begin() -> None:
                 nonlocal begun
                 begun = True
-                exchange.start(plan.status, plan.head, size)
+                exchange.start(answer.status, answer.head, size)
 
             try:
-                if (plan.start, plan.end) != (opened.start, opened.end):
+                if (answer.start, answer.end) != (opened.start, opened.end):
                     read.close()  # a condition changed what is wanted (If-Range, a part number): the same version, anew
-                    read, opened = await self.reopen(bucket, key, opened.record.version, plan.start, plan.end)
-                await self.stream(exchange, read, opened, plan.start, plan.end, begin)
+                    read, opened = await self.reopen(bucket, key, opened.record.version, answer.start, answer.end)
+                await self.stream(exchange, read, opened, answer.start, answer.end, begin)
             except Precondition:
                 if begun:
                     raise

@@ -20,7 +20,7 @@ from forebay.node.store.disk import keys
 from forebay.node.store.disk.notes import Owed
 from forebay.node.store.disk.volume import Volume
 from forebay.node.store.writer import owned, rebuild
-from forebay.node.store.writer.owned import Kept, Name
+from forebay.node.store.writer.owned import Name, NotedRecord
 
 if TYPE_CHECKING:
     from forebay.node.store.writer.volumes import VolumeSet
@@ -95,14 +95,14 @@ class Catching:
         return _owed(kept)
 
 
-def _owed(kept: Kept | None) -> Owed | None:
+def _owed(kept: NotedRecord | None) -> Owed | None:
     """What of it is to be flushed."""
     return Owed(kept.bucket, kept.key, kept.note, kept.durable) if kept is not None and not kept.note.local else None
 
 
 def steps(
     volume: Volume, held: Callable[[Name], bool], busy: Callable[[int], bool], ids_below: int
-) -> Iterator[Kept | None]:
+) -> Iterator[NotedRecord | None]:
     """Yields what the volume owes, or None after a step that found nothing. The caller flushes the index.
 
     `held`: keys with a write under way. `busy`: objects whose file is in use. Objects from `ids_below` on were made

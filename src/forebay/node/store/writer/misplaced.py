@@ -28,7 +28,7 @@ from forebay.core.types import ObjectInfo
 from forebay.node.store.disk import files, keys, ledger
 from forebay.node.store.disk.volume import INCOMING, StoreEvent, Volume
 from forebay.node.store.writer import owned
-from forebay.node.store.writer.owned import Kept
+from forebay.node.store.writer.owned import NotedRecord
 from forebay.node.store.writer.puts import Change, Delete, Put, Puts
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) ->
     stayed: dict[str, set[str]] = {}
     for volume in all_volumes:
         moved = stuck = 0
-        batch: list[Kept] = []
+        batch: list[NotedRecord] = []
         for each in owned.kept(volume):
             if volumes.volume_of(each.bucket, each.key) != volume.id:
                 batch.append(each)
@@ -68,11 +68,11 @@ def _count(moved: int, stuck: int, outcomes: list[bool]) -> tuple[int, int]:
     return moved + done, stuck + len(outcomes) - done
 
 
-def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[Kept]) -> list[bool]:
+def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[NotedRecord]) -> list[bool]:
     """For each note, whether it is on its volume now, or no longer needed."""
     wanted = [each for each in batch if not _is_superseded(volumes, each)]
     changes: list[Change] = []
-    moving: list[Kept] = []
+    moving: list[NotedRecord] = []
     failed = 0
     for each in wanted:
         try:
@@ -90,14 +90,14 @@ def _move(volumes: VolumeSet, puts: Puts, volume: Volume, batch: list[Kept]) -> 
     return [True] * len(gone) + [False] * (len(batch) - len(gone))
 
 
-def _is_superseded(volumes: VolumeSet, each: Kept) -> bool:
+def _is_superseded(volumes: VolumeSet, each: NotedRecord) -> bool:
     """Whether its home volume has a later write of the key."""
     home = volumes.home(each.bucket, each.key)
     there = home.durable.get(each.entry) or ledger.note_of(home, each.entry)
     return there is not None and there.note.seq > each.note.seq and each.entry not in home.lost
 
 
-def _change(volumes: VolumeSet, volume: Volume, each: Kept) -> Change:
+def _change(volumes: VolumeSet, volume: Volume, each: NotedRecord) -> Change:
     record = each.record
     if record is None:
         return Delete(each.bucket, each.key, each.note, each.durable)
@@ -132,7 +132,7 @@ def _change(volumes: VolumeSet, volume: Volume, each: Kept) -> Change:
     )
 
 
-def _info(key: str, record: Record, each: Kept) -> ObjectInfo:
+def _info(key: str, record: Record, each: NotedRecord) -> ObjectInfo:
     return ObjectInfo(key, record.size_bytes, record.version, record.etag, record.modified_s, each.note.headers)
 
 
@@ -150,7 +150,7 @@ def _copy(source: str, target: str) -> None:
         raise
 
 
-def _remove(volume: Volume, gone: list[Kept]) -> None:
+def _remove(volume: Volume, gone: list[NotedRecord]) -> None:
     """Remove these here: they are on another volume's disk."""
     if not gone:
         return

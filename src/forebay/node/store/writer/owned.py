@@ -43,7 +43,7 @@ from forebay.node.store.writer import rebuild
 _ROTTEN = "?"  # stands for the path of inline bytes that do not match their checksum
 
 
-class Kept(NamedTuple):
+class NotedRecord(NamedTuple):
     """One note and its record, from either index."""
 
     bucket: str
@@ -57,7 +57,7 @@ class Kept(NamedTuple):
 Name = tuple[str, str]  # bucket, key
 
 
-def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Iterator[Kept | None]:
+def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Iterator[NotedRecord | None]:
     """Make the visible index agree with the durable one, as far as there are bytes. Yields what the volume owes, or
     None after a step that found nothing. `held`: keys with a write under way. `ids_below`: older objects were written
     before the start. The caller flushes the index. `OSError` or `Corrupt`."""
@@ -80,7 +80,7 @@ def restore(volume: Volume, held: Callable[[Name], bool], ids_below: int) -> Ite
     volume.unbacked = []
 
 
-def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | None:
+def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> NotedRecord | None:
     """As `restore`, for one key, at once; returns what it owes. Flush afterwards if that changed anything."""
     owed = volume.durable.get(entry)
     if owed is not None:
@@ -90,20 +90,20 @@ def restore_key(volume: Volume, entry: bytes, bucket: str, key: str) -> Kept | N
         mark = ledger.note_of(volume, entry)
         if entry in volume.lost or (mark is not None and mark.settled and mark.note.seq == owed.note.seq):
             return None
-        return _in_view(volume, Kept(bucket, key, entry, owed.note, owed.record, True))
+        return _in_view(volume, NotedRecord(bucket, key, entry, owed.note, owed.record, True))
     note = ledger.note_of(volume, entry)
     if note is None:
         _drop_unbacked(volume, entry)
     elif note.settled:
         volume.index.put("notes", entry, None)
     elif note.note.is_delete:
-        return Kept(bucket, key, entry, note.note, None, False)
+        return NotedRecord(bucket, key, entry, note.note, None, False)
     elif owner_of(entry, note) == (bucket, key) and _check_note(volume, bucket, key, entry, note):
-        return _in_view(volume, Kept(bucket, key, entry, note.note, volume.record(entry, key), False))
+        return _in_view(volume, NotedRecord(bucket, key, entry, note.note, volume.record(entry, key), False))
     return None
 
 
-def _in_view(volume: Volume, kept: Kept) -> Kept:
+def _in_view(volume: Volume, kept: NotedRecord) -> NotedRecord:
     """Note again which blocks of a restored record are known to have rotted."""
     if kept.record is not None and kept.record.inline is None and not kept.record.complete:
         volume.partly_lost[kept.entry] = (kept.bucket, kept.key)
@@ -229,7 +229,7 @@ def _drop_unbacked(volume: Volume, entry: bytes, held: Callable[[Name], bool] = 
         ledger.remove_record(volume, bucket, key, record)
 
 
-def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
+def kept(volume: Volume, start: bytes = b"") -> Iterator[NotedRecord]:
     """Everything the volume owes or alone has, local objects too, without lost or settled ones.
 
     Committed entries, each once; the durable ones first.
@@ -237,13 +237,13 @@ def kept(volume: Volume, start: bytes = b"") -> Iterator[Kept]:
     for entry, owed in volume.durable.walk(start):
         mark = ledger.note_of(volume, entry)
         if entry not in volume.lost and not (mark is not None and mark.settled and mark.note.seq == owed.note.seq):
-            yield Kept(*owner_of(entry, owed), entry, owed.note, owed.record, True)
+            yield NotedRecord(*owner_of(entry, owed), entry, owed.note, owed.record, True)
     for entry, value in volume.index.walk("notes", start):
         owed = decode_entry(value)
         if not owed.settled and entry not in volume.lost:
             bucket, key = owner_of(entry, owed)
             record = None if owed.note.is_delete else volume.record(entry, key)
-            yield Kept(bucket, key, entry, owed.note, record, False)
+            yield NotedRecord(bucket, key, entry, owed.note, record, False)
 
 
 def count_in(volume: Volume, bucket: str) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from forebay.core.freshness import MISSED
 from forebay.core.machines import recover
-from forebay.core.machines.commit import Place
+from forebay.core.machines.commit import StoredVersion
 from forebay.core.record import Record, State, blocks_in, build_head, decode_record
 from forebay.node.store.disk import files, keys, ledger, presence
 from forebay.node.store.disk.volume import Volume
@@ -184,10 +184,10 @@ def record_seen(volume: Volume, known: tuple[str, str, Record] | None) -> recove
     return recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, durable)
 
 
-def place_of(volume: Volume, bucket: str, key: str, record: Record) -> Place:
+def place_of(volume: Volume, bucket: str, key: str, record: Record) -> StoredVersion:
     """The record's object, and the path of its file."""
     path = volume.data_path(record.object_id) if record.inline is None else ""
-    return Place(bucket, key, record.object_id, path)
+    return StoredVersion(bucket, key, record.object_id, path)
 
 
 def _record_from(header: files.Header) -> Record:

@@ -301,7 +301,7 @@ class Store(VolumeSet):
         doubts = ledger.doubts_of(volume, record)
         if doubts >> block & 1:
             record = self._with_doubts(volume, record, doubts & ~(1 << block))
-        place = commit.Place(bucket, info.key, landing.object_id, landing.path)
+        place = commit.StoredVersion(bucket, info.key, landing.object_id, landing.path)
         replaces = rebuild.place_of(volume, bucket, info.key, old) if old is not None else None
         plan = commit.plan_land(place, (), (block,), (), replaces)
         ledger.keep_sums(volume, landing.object_id, {block: stored_sum})
