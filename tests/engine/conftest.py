@@ -353,6 +353,8 @@ class Front:
         return await self.open(key, range, **more).whole()
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
+        if isinstance(arguments, Bucket) and verb == "bucket_put":
+            arguments = calls.BucketPutCall(arguments, check=True)
         self._number += 1
         future = self.calls[self._number] = asyncio.get_running_loop().create_future()
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)

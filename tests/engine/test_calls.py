@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from forebay.core.backend_options import HIDDEN
 from forebay.core.errors import Invalid, NoBackendBucket, NotFound, Unavailable
 from forebay.core.messages import calls
 from forebay.core.types import Bucket
 from forebay.node.engine.buckets import environment_has_credentials
-from forebay.node.engine.call_handlers import HIDDEN
 
 from .conftest import MIB, Rig, pattern, rig
 

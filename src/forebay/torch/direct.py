@@ -31,6 +31,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.core import limits
+from forebay.core.backend_options import HIDDEN
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
 from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import SNIFF_BYTES, MemberIndex, form_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from forebay.backends.seam import Backend
 
 PARALLEL = 32  # requests at once in a process: at 20 ms each, some 1,500 samples a second
-HIDDEN = "***"  # what the node shows in place of a secret
 _CLOSING_S = 2.0
 _REFUSALS = (Denied, Invalid, NoBackendBucket, NotSupported)  # a backend that says this of one item says it of all
 _FORKED = threading.Event()  # this process was forked from one that had loaded obstore

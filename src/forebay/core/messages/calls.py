@@ -35,6 +35,13 @@ class BucketNamed(msgspec.Struct, frozen=True):
     name: str
 
 
+class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Create or change a bucket. `check`: keep it only if its backend answers."""
+
+    bucket: Bucket
+    check: bool
+
+
 class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Change what S3 lets a bucket's admin change of one that is there; None leaves it as it is."""
 
@@ -419,7 +426,7 @@ class NodeMap(msgspec.Struct, frozen=True):
 
 VERBS: dict[str, tuple[Any, Any]] = {
     "buckets": (Nothing, list[Bucket]),
-    "bucket_put": (Bucket, Bucket),  # create or change; the bucket as kept
+    "bucket_put": (BucketPutCall, Bucket),  # create or change; the bucket as kept
     "bucket_create": (Bucket, Bucket),  # as bucket_put, but `Exists` (BucketAlreadyOwnedByYou) for one that is there
     "bucket_rules": (BucketRulesCall, Bucket),
     "bucket_delete": (BucketNamed, Nothing),  # forgets the bucket and evicts what is cached of it, never the backend

@@ -2,8 +2,7 @@
 
 Theory. One method for each verb, and a table. Nothing here decides about bytes; it asks the parts that do.
 
-Secrets in bucket options leave the engine only for its own fronts (`Welcome`). An answer shows HIDDEN in their place,
-and a bucket that comes back with HIDDEN keeps the secret it had.
+Secrets in bucket options leave the engine only for its own fronts (`Welcome`): see `core/backend_options.py`.
 
 Invariant. Every verb of `core.messages.calls.VERBS` is served.
 """
@@ -19,6 +18,7 @@ import msgspec
 
 import forebay
 from forebay.core import limits
+from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Exists, Invalid
 from forebay.core.freshness import fresh_until_s
 from forebay.core.messages import calls
@@ -58,9 +58,6 @@ from forebay.node.store.writer.writer import Store
 from forebay.node.vitals import vitals
 from forebay.ports.clock import Clock
 
-HIDDEN = "***"
-_SECRET_WORDS = ("secret", "token", "password", "key", "sas", "credential")
-
 
 class Engine(Protocol):
     """The parts of the engine that calls use."""
@@ -96,16 +93,6 @@ class Engine(Protocol):
     tags: Tags
 
     def flush(self) -> None: ...
-
-
-def _is_secret(option: str) -> bool:
-    return option != "access_key_id" and any(word in option.lower() for word in _SECRET_WORDS)
-
-
-def hide_secrets(bucket: Bucket) -> Bucket:
-    """The bucket without its secrets."""
-    shown = {name: HIDDEN if _is_secret(name) else value for name, value in bucket.options.items()}
-    return msgspec.structs.replace(bucket, options=shown)
 
 
 class Verbs:
@@ -172,26 +159,26 @@ class Verbs:
     async def _buckets(self, _: calls.Nothing) -> list[Bucket]:
         return [hide_secrets(bucket) for bucket in self._engine.buckets.all()]
 
-    async def _bucket_put(self, bucket: Bucket) -> Bucket:
+    async def _bucket_put(self, call: calls.BucketPutCall) -> Bucket:
+        bucket = call.bucket
         if bucket.freshness_s < 0:
             raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
         if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
             raise Invalid(f"a quota below one block ({limits.BLOCK_BYTES} bytes) keeps nothing: give more, or none")
         old = self._kept(bucket.name)
+        bucket = with_secrets(bucket, old)
         if old is None:
-            return hide_secrets(await self._engine.buckets.put(bucket))
-        options = {n: old.options.get(n, "") if v == HIDDEN else v for n, v in bucket.options.items()}
-        bucket = msgspec.structs.replace(bucket, options=options)
+            return hide_secrets(await self._engine.buckets.put(bucket, probe=call.check))
         moved = (old.url, old.options) != (bucket.url, bucket.options)
         if not moved and old.write == bucket.write:
-            return hide_secrets(await self._engine.buckets.put(bucket))
+            return hide_secrets(await self._engine.buckets.put(bucket, probe=call.check))
         async with self._engine.writes.quiet(bucket.name):
             await self._settled(bucket.name, "change where or how it is written")
             if bucket.write != "local":
                 await self._empty(old, "change the bucket")
             if (old.url, old.options.get("endpoint")) != (bucket.url, bucket.options.get("endpoint")):
                 await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
-            kept = await self._engine.buckets.put(bucket)
+            kept = await self._engine.buckets.put(bucket, probe=call.check)
             if moved:
                 self._engine.cold.leave(kept.name)
                 await self._engine.work.evict_bucket(kept.name)  # cached objects may be from the old place
@@ -201,7 +188,7 @@ class Verbs:
         async with self._settings:
             if self._kept(bucket.name) is not None:
                 raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
-            return await self._bucket_put(bucket)
+            return await self._bucket_put(calls.BucketPutCall(bucket, check=True))
 
     async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
         async with self._settings:

@@ -7,13 +7,11 @@ inspected.
 
 Errors are `{"error": {"kind", "message", "code", "retry_after_s"}}`; clients act on `kind`.
 
-Invariants. (1) Secrets in a bucket's options never leave the node: they are shown as `***`, and a `***` that comes back
-means "unchanged". (2) A listing from the index looks at one page of it at a time, so that hits are served in between.
+Invariant. A listing from the index looks at one page of it at a time, so that hits are served in between.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +59,6 @@ from forebay.node.store.reader import StoreReader
 
 TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 NDJSON = b"Content-Type: application/x-ndjson\r\n"
-MASK = "***"
-_SECRET = re.compile(r"secret|password|token|credential|private|account_key|access_key(?!_id)|sas", re.IGNORECASE)
 _OBJECTS = b"/-/v1/objects/"
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -319,14 +315,14 @@ class Native:
         async def answer() -> None:
             identity = self._auth.bearer(request)
             found = await self._call("buckets", calls.Nothing())
-            shown = [_masked(bucket) for bucket in found if self._auth.open or identity.may("read", bucket.name)]
+            shown = [bucket for bucket in found if self._auth.open or identity.may("read", bucket.name)]
             exchange.respond(200, JSON, encode(shown))
 
         exchange.spawn(answer())
 
     def _bucket(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
-            exchange.respond(200, JSON, encode(_masked(await self._known(taken["bucket"]))))
+            exchange.respond(200, JSON, encode(await self._known(taken["bucket"])))
 
         exchange.spawn(answer())
 
@@ -342,21 +338,9 @@ class Native:
             wanted: Bucket = decode_body(request, Bucket)
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
-            try:
-                before: Bucket | None = await self._known(wanted.name)
-            except NotFound:
-                before = None
-            kept = await self._call("bucket_put", _unmasked(wanted, before))
-            if decode_query(request.query).get("check", "") in ("1", "true"):
-                try:
-                    await self._call("bucket_check", calls.BucketNamed(wanted.name))
-                except ForebayError:
-                    if before is None:
-                        await self._call("bucket_delete", calls.BucketNamed(wanted.name))
-                    else:
-                        await self._call("bucket_put", before)
-                    raise
-            exchange.respond(200, JSON, encode(_masked(kept)))
+            check = decode_query(request.query).get("check", "") in ("1", "true")
+            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check))
+            exchange.respond(200, JSON, encode(kept))
 
         exchange.spawn(answer())
 
@@ -440,20 +424,3 @@ def _cached_entry(key: str, record: Record) -> CachedEntry:
         bool(state & State.PINNED),
         bool(state & State.DIRTY),
     )
-
-
-def _masked(bucket: Bucket) -> Bucket:
-    """The bucket without its secrets."""
-    options = {name: MASK if _SECRET.search(name) else value for name, value in bucket.options.items()}
-    return msgspec.structs.replace(bucket, options=options)
-
-
-def _unmasked(bucket: Bucket, before: Bucket | None) -> Bucket:
-    """What is still masked is as it was; `Invalid` if it was not."""
-    options = dict(bucket.options)
-    for name, value in options.items():
-        if value == MASK and _SECRET.search(name):
-            if before is None or name not in before.options:
-                raise Invalid(f"the option {name} is {MASK}: give its value")
-            options[name] = before.options[name]
-    return msgspec.structs.replace(bucket, options=options)
