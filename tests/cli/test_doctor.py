@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from forebay.cli.doctor import text
 from forebay.core.errors import Denied
 from forebay.core.messages import calls
+from forebay.core.messages.node_state import FrontState, NodeState
 from forebay.core.types import Bucket
 from forebay.health import facts, findings
 from forebay.health.findings import (
@@ -38,8 +39,8 @@ from tests.client.fake_node import FakeNode
 GIB = 1 << 30
 DISK = DiskFacts("/d", "ext4", 100 * GIB, 50 * GIB, 10_000_000, 9_000_000, True, True, 0.001, 1e9)
 LIMITS = LimitFacts(1024, 1_048_576, 65_530, GIB, 8 * GIB)
-STATE = calls.NodeState(
-    "n1", "0.1.0", 1, 0.0, "http://h:1", [calls.FrontState(0, 2)], [calls.VolumeState("v0", "/d", "ok", GIB, 0, 3)]
+STATE = NodeState(
+    "n1", "0.1.0", 1, 0.0, "http://h:1", [FrontState(0, 2)], [calls.VolumeState("v0", "/d", "ok", GIB, 0, 3)]
 )
 NODE = NodeFacts("/d", "http://h:1", locked=True, answers=True, ready=True, state=STATE)
 VERSIONS = VersionFacts("0.1.0", "0.1.0", "3.11.2", "6.1.0", {"lmdb": "1.6"})
@@ -165,7 +166,7 @@ def test_a_killed_node_left_its_file() -> None:
 
 
 def test_what_the_node_says_of_itself() -> None:
-    lost = msgspec.structs.replace(STATE, fronts=[calls.FrontState(0, 2), calls.FrontState(1, 3, connected=False)])
+    lost = msgspec.structs.replace(STATE, fronts=[FrontState(0, 2), FrontState(1, 3, connected=False)])
     assert "fronts 1 are not connected" in only(findings.node_state(lost)).what
     full = msgspec.structs.replace(STATE, volumes=[calls.VolumeState("v0", "/d", "full")])
     assert only(findings.node_state(full)).level == "warn"

@@ -15,6 +15,7 @@ import typer
 from forebay.cli import outcome
 from forebay.cli.main import VERBS, app
 from forebay.core.errors import KINDS, Bug, Corrupt
+from forebay.core.messages.node_state import NodeState
 from forebay.core.types import Bucket
 from forebay.health import findings
 from tests.cli.conftest import COMMAND, Program
@@ -259,7 +260,7 @@ def test_the_json_fields_of_the_manual_are_those_of_the_values() -> None:
     from forebay.core.messages import calls
 
     manual = MANUAL.read_text("utf-8")
-    for struct in (calls.ObjectState, calls.JobState, calls.NodeState, View, BucketView, Latency, calls.CachedEntry):
+    for struct in (calls.ObjectState, calls.JobState, NodeState, View, BucketView, Latency, calls.CachedEntry):
         for field in struct.__struct_fields__:
             assert f"`{field}`" in manual, f"docs/cli.md: {struct.__name__}.{field} is missing"
 

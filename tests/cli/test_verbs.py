@@ -14,6 +14,7 @@ from forebay.cli import status, top
 from forebay.cli.view import look
 from forebay.core.errors import Denied
 from forebay.core.messages import calls
+from forebay.core.messages.node_state import BucketState, NodeState
 from forebay.core.metrics import BUCKETS, HistogramValue, Snapshot, series
 from forebay.core.types import Bucket, CorsRule
 from tests.cli.conftest import Program
@@ -270,7 +271,7 @@ def test_jobs_are_listed_shown_watched_and_cancelled(program: Program, node: Fak
 # --- status ----------------------------------------------------------------------------------------------------------
 def test_status_at_a_glance(program: Program, node: FakeNode) -> None:
     node.volumes.append(calls.VolumeState("v1", "/mnt/disk", "out", 1 << 40, 0, 0, "I/O error"))
-    state = msgspec.json.decode(program("status", "--json").stdout, type=calls.NodeState)
+    state = msgspec.json.decode(program("status", "--json").stdout, type=NodeState)
     assert status.text(state, "", STARTED_S + 7500) == (
         f"node n1 at {node.url}\n"
         "  version    0.1.0\n"
@@ -328,9 +329,9 @@ def looks() -> tuple[Snapshot, Snapshot]:
 
 
 def test_top_shows_what_happened_between_two_looks() -> None:
-    state = calls.NodeState(
+    state = NodeState(
         "n1", "0.1.0", 1, STARTED_S, "http://h:1", [], [calls.VolumeState("v0", "/d", "ok", 4 << 30, 1 << 30, 2)],
-        [calls.BucketState("corpus", "s3://corpus", 1 << 30)], jobs_running=1,
+        [BucketState("corpus", "s3://corpus", 1 << 30)], jobs_running=1,
     )  # fmt: skip
     view = look(*looks(), 2.0, state)
     assert (view.hit_ratio, view.hit_ratio_bytes, view.requests_s, view.errors) == (0.9, 0.75, 51.0, 2)

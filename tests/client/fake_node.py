@@ -23,6 +23,7 @@ from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
 from forebay.core.messages import calls
 from forebay.core.messages.doorwire import DoorAt
 from forebay.core.messages.native import Completion
+from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, render
 from forebay.core.types import Bucket, ListEntry, ListPage
 
@@ -236,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "door" if node.door is not None:
                 return self._json(node.door)
             case "map":
-                return self._json(calls.NodeMap(1, [calls.MapNode("n1", node.url)]))
+                return self._json(NodeMap(1, [MapNode("n1", node.url)]))
         raise NotFound(f"no such path {path}: see docs/protocol.md")
 
     def _bucket(self, name: str) -> dict[str, bytes]:
@@ -475,16 +476,16 @@ class _Handler(BaseHTTPRequestHandler):
             node.jobs[name] = node.job_steps[name].pop(0)
         return node.jobs[name]
 
-    def _status(self) -> calls.NodeState:
+    def _status(self) -> NodeState:
         node = self.node
         buckets = [
-            calls.BucketState(
+            BucketState(
                 name, bucket.url, sum(size for (at, _), size in node.cached.items() if at == name), bucket.quota_bytes,
                 node.unreachable[name].message if name in node.unreachable else "",
             )
             for name, bucket in node.settings.items()
         ]  # fmt: skip
-        return calls.NodeState(
-            "n1", "0.1.0", 4242, STARTED_S, node.url, [calls.FrontState(0, 4243), calls.FrontState(1, 4244)],
+        return NodeState(
+            "n1", "0.1.0", 4242, STARTED_S, node.url, [FrontState(0, 4243), FrontState(1, 4244)],
             node.volumes, buckets, flights=2, reads=3, jobs_running=0, pass_bytes=0,
         )  # fmt: skip

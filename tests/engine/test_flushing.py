@@ -12,6 +12,7 @@ import pytest
 from forebay.core import limits
 from forebay.core.errors import Busy, Denied, NotFound
 from forebay.core.messages import calls
+from forebay.core.messages.node_state import BucketState
 from forebay.core.record import State
 from forebay.core.types import Bucket
 from forebay.node.settings import Settings
@@ -22,7 +23,7 @@ from .writing import AWAY, delete, flushed, names, put, written
 Rigged = Callable[..., None]
 
 
-async def bucket_state(rig: Rig) -> calls.BucketState:
+async def bucket_state(rig: Rig) -> BucketState:
     state = await rig.front.call("status")
     return next(bucket for bucket in state.buckets if bucket.name == "remote")
 

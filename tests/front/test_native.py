@@ -23,6 +23,7 @@ from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall, Item
 from forebay.core.messages.calls import CachedPage
 from forebay.core.messages.native import ChosenPart, Completion
+from forebay.core.messages.node_state import MapNode, NodeMap, NodeState
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.front.native.routes import ROUTES, find
@@ -56,12 +57,12 @@ ANSWERS: dict[str, Any] = {
     "job": JOB,
     "jobs": [JOB],
     "job_cancel": JOB,
-    "status": calls.NodeState("n1", "0", 1, 0.0),
+    "status": NodeState("n1", "0", 1, 0.0),
     "lost": [],
     "lost_give_up": [],
     "volume_add": calls.VolumeState("", "/disk", "new"),
     "volume_give_up": calls.VolumeState("v1", "/disk", "missing"),
-    "map": calls.NodeMap(1, [calls.MapNode("n1", "http://x")]),
+    "map": NodeMap(1, [MapNode("n1", "http://x")]),
     "metrics": Snapshot({"forebay_connections_open": 3.0}),
     **dict.fromkeys(("prefetch", "refresh", "flush", "pin", "unpin", "evict"), JOB),
 }

@@ -7,7 +7,7 @@ import typer
 from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import verb
-from forebay.core.messages.calls import BucketState, NodeState
+from forebay.core.messages.node_state import BucketState, NodeState
 from forebay.ports import clock
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from forebay.client.exposition import since, total
-from forebay.core.messages.calls import NodeState
+from forebay.core.messages.node_state import NodeState
 from forebay.core.metrics import Snapshot
 
 

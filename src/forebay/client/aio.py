@@ -44,7 +44,8 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Wanted
-from forebay.core.messages.calls import CopyCall, JobState, JobVerb, NodeState, ObjectState, Written
+from forebay.core.messages.calls import CopyCall, JobState, JobVerb, ObjectState, Written
+from forebay.core.messages.node_state import NodeState
 from forebay.core.types import Bucket, ListPage, RangeSpec
 
 T = TypeVar("T")

@@ -39,13 +39,12 @@ from forebay.core.messages.calls import (
     JobState,
     JobVerb,
     LostCall,
-    NodeMap,
-    NodeState,
     ObjectState,
     VolumeNamed,
     Written,
 )
 from forebay.core.messages.doorwire import DoorAt
+from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
 

@@ -40,16 +40,8 @@ from forebay.core.errors import Bug, Closed, Invalid, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
-from forebay.core.messages.calls import (
-    CachedPage,
-    CopyCall,
-    JobState,
-    JobVerb,
-    NodeMap,
-    NodeState,
-    ObjectState,
-    Written,
-)
+from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ObjectState, Written
+from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState

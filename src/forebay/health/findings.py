@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from forebay.core import limits, quantity
-from forebay.core.messages.calls import NodeState
+from forebay.core.messages.node_state import NodeState
 
 Level = Literal["ok", "warn", "bad"]
 

@@ -22,6 +22,7 @@ from forebay.core.errors import Invalid
 from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
+from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
 from forebay.core.volumes import LostObject, VolumeState
@@ -369,59 +370,6 @@ class VolumeNamed(msgspec.Struct, frozen=True):
     """By id or path."""
 
     name: str
-
-
-class FrontState(msgspec.Struct, frozen=True):
-    front: int
-    pid: int
-    connected: bool = True
-
-
-class BucketState(msgspec.Struct, frozen=True):
-    """`error` is the last trouble with the backend ("" when the last request went well)."""
-
-    name: str
-    url: str
-    cached_bytes: int = 0
-    quota_bytes: int | None = None
-    error: str = ""
-    dirty_bytes: int = 0
-    dirty_objects: int = 0  # deletes that are not flushed are counted too
-    dirty_since_s: float | None = None  # Unix time of the oldest
-    flushing: int = 0
-    conflicts: int = 0
-    lost_objects: int = 0  # acknowledged, and their bytes are gone
-    missing: list[str] = []  # volumes that are not in use, and may hold what only they have of the bucket
-
-
-class NodeState(msgspec.Struct, frozen=True):
-    node_id: str
-    version: str
-    engine_pid: int
-    started_s: float
-    endpoint: str = ""
-    fronts: list[FrontState] = []
-    volumes: list[VolumeState] = []
-    buckets: list[BucketState] = []
-    flights: int = 0
-    reads: int = 0
-    jobs_running: int = 0
-    pass_bytes: int = 0
-    derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, listings and the like, of no bucket
-    catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
-
-
-class MapNode(msgspec.Struct, frozen=True):
-    node_id: str
-    endpoint: str
-    weight: float = 1.0
-
-
-class NodeMap(msgspec.Struct, frozen=True):
-    """The versioned list of nodes. One node alone is a map of one."""
-
-    epoch: int
-    nodes: list[MapNode]
 
 
 VERBS: dict[str, tuple[Any, Any]] = {

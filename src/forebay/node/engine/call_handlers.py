@@ -22,6 +22,7 @@ from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Exists, Invalid
 from forebay.core.freshness import fresh_until_s
 from forebay.core.messages import calls
+from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
@@ -292,7 +293,7 @@ class Verbs:
         return await self._engine.jobs.cancel(named.job)
 
     # --- how the node is ---------------------------------------------------------------------------------------------
-    async def _status(self, _: calls.Nothing) -> calls.NodeState:
+    async def _status(self, _: calls.Nothing) -> NodeState:
         engine = self._engine
         usages = engine.store.usage()
         served = {each.bucket.name: each for each in engine.buckets.served()}
@@ -300,13 +301,13 @@ class Verbs:
             self._bucket_state(bucket, usages, served[bucket.name].error if bucket.name in served else "")
             for bucket in engine.buckets.all()
         ]
-        return calls.NodeState(
+        return NodeState(
             node_id=engine.node_id,
             version=forebay.__version__,
             engine_pid=os.getpid(),
             started_s=engine.started_s,
             endpoint=engine.settings.endpoint,
-            fronts=[calls.FrontState(seen.front, seen.pid) for seen in engine.fronts.present()],
+            fronts=[FrontState(seen.front, seen.pid) for seen in engine.fronts.present()],
             volumes=engine.volumes.states(usages),
             buckets=buckets,
             flights=len(engine.cold.all_flights),
@@ -317,9 +318,9 @@ class Verbs:
             catching_up=not engine.catching_up.is_done,
         )
 
-    def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> calls.BucketState:
+    def _bucket_state(self, bucket: Bucket, usages: list[VolumeUsage], error: str) -> BucketState:
         owed = self._engine.flusher.totals(bucket.name)
-        return calls.BucketState(
+        return BucketState(
             bucket.name,
             bucket.url,
             sum(usage.buckets.get(bucket.name, 0) for usage in usages),
@@ -362,8 +363,8 @@ class Verbs:
             await self._engine.writes.give_up(each.bucket, each.key)
         return found
 
-    async def _map(self, _: calls.Nothing) -> calls.NodeMap:
-        return calls.NodeMap(1, [calls.MapNode(self._engine.node_id, self._engine.settings.endpoint)])
+    async def _map(self, _: calls.Nothing) -> NodeMap:
+        return NodeMap(1, [MapNode(self._engine.node_id, self._engine.settings.endpoint)])
 
     async def _metrics(self, _: calls.Nothing) -> Snapshot:
         return merge([self.snapshot(), *await self._engine.fronts.snapshots()])

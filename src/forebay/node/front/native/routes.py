@@ -19,6 +19,7 @@ from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import batch, calls
 from forebay.core.messages.doorwire import DoorAt
 from forebay.core.messages.native import Completion
+from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.types import Bucket, ListPage
 from forebay.core.volumes import LostObject, VolumeState
 from forebay.node.front.http.requests import decode_component
@@ -222,12 +223,12 @@ ROUTES: tuple[Route, ...] = (
         "volume_give_up", "POST", "/-/v1/volumes/give-up", "Give up a volume that is not in use, and what it owes.",
         "admin", body=calls.VolumeNamed, answer=VolumeState,
     ),
-    Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=calls.NodeState),
+    Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=NodeState),
     Route(
         "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",
         answer=DoorAt,
     ),
-    Route("map", "GET", "/-/v1/map", "The nodes of the cluster and their weights.", answer=calls.NodeMap),
+    Route("map", "GET", "/-/v1/map", "The nodes of the cluster and their weights.", answer=NodeMap),
 )  # fmt: skip
 
 _ROWS = [(tuple(route.path.split("/")[2:]), route) for route in ROUTES]

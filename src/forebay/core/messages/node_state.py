@@ -1,0 +1,66 @@
+"""How a node says it is: its processes, volumes and buckets, and the map of nodes.
+
+Theory. Plain values, which travel as those of `calls.py` do. People read them as JSON, so fields have names and may be
+added with defaults.
+
+Invariant. A value holds what was true of the node at one moment.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from forebay.core.volumes import VolumeState
+
+
+class FrontState(msgspec.Struct, frozen=True):
+    front: int
+    pid: int
+    connected: bool = True
+
+
+class BucketState(msgspec.Struct, frozen=True):
+    """`error` is the last trouble with the backend ("" when the last request went well)."""
+
+    name: str
+    url: str
+    cached_bytes: int = 0
+    quota_bytes: int | None = None
+    error: str = ""
+    dirty_bytes: int = 0
+    dirty_objects: int = 0  # deletes that are not flushed are counted too
+    dirty_since_s: float | None = None  # Unix time of the oldest
+    flushing: int = 0
+    conflicts: int = 0
+    lost_objects: int = 0  # acknowledged, and their bytes are gone
+    missing: list[str] = []  # volumes that are not in use, and may hold what only they have of the bucket
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    node_id: str
+    version: str
+    engine_pid: int
+    started_s: float
+    endpoint: str = ""
+    fronts: list[FrontState] = []
+    volumes: list[VolumeState] = []
+    buckets: list[BucketState] = []
+    flights: int = 0
+    reads: int = 0
+    jobs_running: int = 0
+    pass_bytes: int = 0
+    derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, listings and the like, of no bucket
+    catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
+
+
+class MapNode(msgspec.Struct, frozen=True):
+    node_id: str
+    endpoint: str
+    weight: float = 1.0
+
+
+class NodeMap(msgspec.Struct, frozen=True):
+    """The versioned list of nodes. One node alone is a map of one."""
+
+    epoch: int
+    nodes: list[MapNode]
