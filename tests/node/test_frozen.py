@@ -21,6 +21,7 @@ Make = Callable[..., NodeProcess]
 pytestmark = pytest.mark.real
 
 SMALL, MIDDLE, LARGE = 3_000, 100_000, 3 * MIB
+MADE = ("copy", "shard.tar", "part")
 SIZES = {"small": SMALL, "middle": MIDDLE, "large": LARGE}
 
 
@@ -126,55 +127,68 @@ def test_a_frozen_disk_stops_nothing_that_does_not_need_it(two: tuple[NodeProces
 
 def test_copies_and_appends_stop_nothing_else_where_their_disk_is_frozen(two: tuple[NodeProcess, Disk, Disk]) -> None:
     one, a, b = two
-    made = ["copy", "part", "shard"]
-    bodies = {"here/large": pattern(LARGE, 1), "here/middle": pattern(MIDDLE, 2)}
-    for name, body in bodies.items():
-        assert answers(one, "PUT", f"/{name}", body)[0] == 200
+    frozen, healthy = str(a.path / "v"), str(b.path / "v")
+    source = keys_on(one, healthy, "large", pattern(LARGE, 1), 1)[0]
+    asked = {"x-amz-copy-source": f"/here/{source}"}
+    copies, shards, others = ({at: keys_on(one, at, kind, b"before", 4) for at in (frozen, healthy)} for kind in MADE)
     uploads: dict[str, str] = {}
-    for number in range(8):
-        assert answers(one, "PUT", f"/here/healthy-{number}", b"here")[0] == 200
-        assert append(one, f"shard-{number}.tar", "first", pattern(MIDDLE, number))[0] == 200
-        status, told = answers(one, "POST", f"/here/part-{number}?uploads")
+    for key in (*others[frozen], *others[healthy]):
+        status, told = answers(one, "POST", f"/here/{key}?uploads")
         assert status == 200
-        uploads[f"part-{number}"] = told.partition(b"<UploadId>")[2].partition(b"<")[0].decode()
-    at = {f"healthy-{number}": where(one, "here", f"healthy-{number}") for number in range(8)}
-    healthy = [key for key, path in at.items() if path == str(b.path / "v")]
-    assert healthy
-    source = {"x-amz-copy-source": "/here/large"}
+        uploads[key] = told.partition(b"<UploadId>")[2].partition(b"<")[0].decode()
+    for key in (*shards[frozen], *shards[healthy]):
+        assert answers(one, "DELETE", f"/here/{key}")[0] == 204
+        assert append(one, key, "first", pattern(MIDDLE, 1))[0] == 200
     with ThreadPoolExecutor(32) as clients:
         with a.frozen():
-            sent: dict[str, Future[tuple[int, bytes]]] = {}
-            for number in range(8):
-                sent[f"copy-{number}"] = clients.submit(answers, one, "PUT", f"/here/copy-{number}", None, source)
-                target = f"/here/part-{number}?partNumber=1&uploadId={uploads[f'part-{number}']}"
-                sent[f"part-{number}"] = clients.submit(answers, one, "PUT", target, None, source)
-                name = f"shard-{number}.tar"
-                sent[f"shard-{number}"] = clients.submit(append, one, name, "second", pattern(MIDDLE, 50 + number))
-            for key in healthy * 4:
-                assert answers(one, "GET", f"/here/{key}") == (200, b"here")
-                assert answers(one, "PUT", f"/here/{key}", b"here")[0] == 200
-            until(lambda: volumes(one)[str(a.path / "v")]["state"] == "stalled")
-            found = {key: future.result(2 * PATIENCE_S) for key, future in sent.items()}
-            for kind in made:
-                of_kind = [answer for key, answer in found.items() if key.startswith(kind)]
-                assert {status for status, _ in of_kind} == {200, 503}, (kind, of_kind)
-                assert all(str(a.path).encode() in body for status, body in of_kind if status == 503), of_kind
-            for key in healthy:
-                assert answers(one, "PUT", f"/here/{key}", b"here")[0] == 200
-        until(lambda: volumes(one)[str(a.path / "v")]["state"] == "ok")
-    for key, (status, _) in found.items():
-        if key.startswith("copy"):
-            seen, body = answers(one, "GET", f"/here/{key}")
-            assert (seen, body) == (200, bodies["here/large"]) or (status == 503 and seen == 404), (key, status, seen)
-    for number in range(8):
-        assert append(one, f"shard-{number}.tar", "third", b"3")[0] == 200
-        assert answers(one, "DELETE", f"/here/part-{number}?uploadId={uploads[f'part-{number}']}")[0] == 204
+            sent: dict[str, dict[str, Future[tuple[int, bytes]]]] = {frozen: {}, healthy: {}}
+            for at, of_volume in sent.items():
+                for key in copies[at]:
+                    of_volume[key] = clients.submit(answers, one, "PUT", f"/here/{key}", None, asked)
+                for key in others[at]:
+                    target = f"/here/{key}?partNumber=1&uploadId={uploads[key]}"
+                    of_volume[key] = clients.submit(answers, one, "PUT", target, None, asked)
+                for key in shards[at]:
+                    of_volume[key] = clients.submit(append, one, key, "second", pattern(MIDDLE, 2))
+            for key in (source, *copies[healthy]) * 4:
+                assert answers(one, "GET", f"/here/{key}")[0] == 200
+            until(lambda: volumes(one)[frozen]["state"] == "stalled")
+            for key, future in sent[frozen].items():
+                status, body = future.result(2 * PATIENCE_S)
+                assert status == 503, (key, status, body)
+                assert str(a.path).encode() in body
+            for key, future in sent[healthy].items():
+                status, body = future.result(2 * PATIENCE_S)
+                assert status == 200, (key, status, body)
+            for key in copies[healthy]:
+                assert answers(one, "PUT", f"/here/{key}", None, asked)[0] == 200
+        until(lambda: volumes(one)[frozen]["state"] == "ok")
+    for at, body in ((frozen, b"before"), (healthy, pattern(LARGE, 1))):
+        for key in copies[at]:
+            assert answers(one, "GET", f"/here/{key}") == (200, body), key
+    for key in (*shards[frozen], *shards[healthy]):
+        assert append(one, key, "third", b"3")[0] == 200
+    for key, upload in uploads.items():
+        assert answers(one, "DELETE", f"/here/{key}?uploadId={upload}")[0] == 204
     for volume in (a, b):
         rest = [volume.path / "v" / "tmp", volume.path / "v" / "parts"]
         until(
             lambda rest=rest: not [file for each in rest for file in each.rglob("*") if file.is_file()], f"{rest} empty"
         )
     assert "hangs" not in one.log
+
+
+def keys_on(one: NodeProcess, volume: str, name: str, body: bytes, count: int) -> list[str]:
+    """Put objects into `here` until the volume has `count` of them; return their keys."""
+    found: list[str] = []
+    for number in range(1000):
+        key = f"{number}-{name}"
+        assert answers(one, "PUT", f"/here/{key}", body)[0] == 200
+        if where(one, "here", key) == volume:
+            found.append(key)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"of 1000 objects {len(found)} lie on {volume}")
 
 
 def append(one: NodeProcess, shard: str, name: str, body: bytes) -> tuple[int, bytes]:
