@@ -2,7 +2,8 @@
 
 Theory. A write whose answer is lost is made again. If it has a condition, the second attempt meets the work of the
 first, and the refusal that it hears (412, 409, no such upload) says nothing about the write. So the layer that tries
-again never hands on such a refusal: it is `Unheard`, and this module looks at what is there.
+again never hands on such a refusal: it is `Unheard`, and this module looks at what is there. Whose it is,
+`core/machines/sent_bodies.py` says.
 
 * It is what was sent: the write happened. A put is known by its bytes (the MD5 is the ETag, or they are read and
   hashed), a completion by the ETag that its parts make together, a copy by the ETag of its source, a delete by that
@@ -24,11 +25,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from forebay.backends.errors import NotDone
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
 from forebay.core.errors import Closed, ForebayError, NoBackendBucket, NotFound, Unavailable
+from forebay.core.machines.sent_bodies import Ours, Whose, judge
 from forebay.core.types import ObjectInfo
 
 
@@ -63,10 +66,38 @@ def whole_etag(parts: Sequence[tuple[int, str]]) -> str:
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
+async def look(backend: Backend, key: str) -> ObjectInfo | None:
+    """What is there; None for nothing."""
+    try:
+        return await backend.head(key)
+    except NotFound:
+        return None
+
+
+class Digest(Protocol):
+    """A running digest, as those of hashlib."""
+
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+async def digest_there(backend: Backend, seen: ObjectInfo, digest: Digest) -> str:
+    """The digest of an object, which is read and discarded. `Precondition` or `NotFound` if it is another now."""
+    if seen.size_bytes:
+        fetch = await backend.fetch(seen.key, version=seen.version)
+        try:
+            async for chunk in fetch:
+                await asyncio.to_thread(digest.update, chunk)
+        finally:
+            await fetch.aclose()
+    return digest.hexdigest()
+
+
 async def completed(backend: Backend, key: str, parts: Sequence[tuple[int, str]]) -> ObjectInfo | None:
     """The object if it is what these parts (number, token or MD5) make together."""
-    seen = await _seen(backend, key)
-    return seen if seen is not None and seen.etag and seen.etag == whole_etag(parts) else None
+    seen = await look(backend, key)
+    return seen if judge(seen, Ours(-1, parts_etag=whole_etag(parts))) is Whose.THIS else None
 
 
 # --- after an answer was lost: the object that was made, or what is raised instead ------------------------------------
@@ -83,7 +114,7 @@ async def put(backend: Backend, key: str, body: Body, error: Unavailable, since_
 async def put_in_silence(backend: Backend, key: str, body: Body, error: Unavailable) -> ObjectInfo:
     """After a put without a condition to which no answer came at all: only what is known at a glance counts."""
     seen = await _looked(backend, key, error) if body.md5 else None
-    if seen is None or (seen.etag, seen.size_bytes) != (body.md5, body.size_bytes):
+    if seen is None or judge(seen, Ours(body.size_bytes, body.md5)) is not Whose.THIS:
         raise error
     return seen
 
@@ -95,7 +126,7 @@ async def complete(
     it."""
     seen = await _looked(backend, key, error)
     if seen is not None:
-        if seen.etag and seen.etag == whole_etag(parts):
+        if judge(seen, Ours(-1, parts_etag=whole_etag(parts))) is Whose.THIS:
             return seen
         _check_age(seen, error, since_s)
     raise error
@@ -128,37 +159,24 @@ def _check_age(seen: ObjectInfo, error: ForebayError, since_s: float) -> None:
 async def _looked(backend: Backend, key: str, error: ForebayError) -> ObjectInfo | None:
     """What is there; `error` if that cannot be known either."""
     try:
-        return await _seen(backend, key)
+        return await look(backend, key)
     except ForebayError:
         raise error from None
-
-
-async def _seen(backend: Backend, key: str) -> ObjectInfo | None:
-    try:
-        return await backend.head(key)
-    except NotFound:
-        return None
 
 
 async def _holds(backend: Backend, seen: ObjectInfo, body: Body) -> bool:
     """Whether the object is exactly the body."""
     if seen.size_bytes != body.size_bytes:
         return False
-    wanted = body.md5 or await asyncio.to_thread(_md5, body)
-    if seen.etag == wanted:
-        return True
-    there = hashlib.md5(usedforsecurity=False)
-    if seen.size_bytes:
+    md5 = body.md5 or await asyncio.to_thread(_md5, body)
+    ours = Ours(body.size_bytes, md5, digest=md5)
+    whose = judge(seen, ours)
+    if whose is None:
         try:
-            fetch = await backend.fetch(seen.key, version=seen.version)
-            try:
-                async for chunk in fetch:
-                    await asyncio.to_thread(there.update, chunk)
-            finally:
-                await fetch.aclose()
+            whose = judge(seen, ours, await digest_there(backend, seen, hashlib.md5(usedforsecurity=False)))
         except ForebayError:
             return False
-    return there.hexdigest() == wanted
+    return whose is Whose.THIS
 
 
 def _md5(body: Body) -> str:

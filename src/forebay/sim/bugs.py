@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.core.machines import flight, flush, recover, sent_bodies
+from forebay.core.machines import delivery, flight, flush, recover, sent_bodies
 from forebay.core.s3rules import conditions
-from forebay.node.engine.flush import key_flush
 from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, locks, parts, writes
 from forebay.node.store.disk import journal
@@ -99,11 +98,7 @@ def _sent() -> list[_Patch]:
 
 def _whose() -> list[_Patch]:
     """What the backend has is taken for a stranger's."""
-
-    async def whose(self: key_flush.Errand, seen: Any) -> Any:
-        return key_flush._Whose.STRANGER
-
-    return [(key_flush.Errand, "_whose", whose)]
+    return [(delivery, "judge", lambda seen, ours, digest="": sent_bodies.Whose.STRANGER)]
 
 
 def _deleted() -> list[_Patch]:

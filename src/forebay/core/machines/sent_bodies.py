@@ -14,6 +14,9 @@ No digest is dropped because there are many. Instead the *sending* is bounded: w
 the backend must say what it has before another leaves (`asks_first`). A backend that is away does not answer, so
 nothing more is sent. One that answers lets the flush go on.
 
+`judge` says whose an object at the backend is: the one place that decides it. An ETag that is the MD5 tells at a
+glance, and so does another size. Otherwise the object is read and its digest compared.
+
 Rejected: keeping the last N digests (the one that landed may be the first of N + 1); all that was ever acknowledged
 (most was never sent, and each write would carry it); times of sending (they are known only in memory: a note would have
 to be written at the end of each request).
@@ -23,9 +26,11 @@ Invariants. (1) A digest is never in a `Sent` twice. (2) Only `answered` removes
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final, NamedTuple
 
 from forebay.core import limits
+from forebay.core.types import ObjectInfo
 
 ABSENT: Final = ""  # stands for the digest of a delete
 
@@ -62,3 +67,37 @@ def answered(sent: Sent, began_s: float, ended_s: float, late_s: float = limits.
 def asks_first(sent: Sent, digest: str, bound: int = limits.UNANSWERED_MAX) -> bool:
     """Whether the backend must answer a question before a body that was never sent may leave."""
     return digest not in sent.tried and len(sent.tried) >= bound
+
+
+class Whose(Enum):
+    STRANGER = 0
+    EARLIER = 1  # ours, of an earlier write
+    THIS = 2
+
+
+class Ours(NamedTuple):
+    """How the backend's object is recognised as ours; "" where that is not known. `md5`: of the bytes. `parts_etag`:
+    what S3 calls the parts it went in. `digest`: to be compared with a digest of what is there, made in the same way.
+    `earlier`: the same of earlier bodies, ABSENT for a delete."""
+
+    size_bytes: int
+    md5: str = ""
+    digest: str = ""
+    parts_etag: str = ""
+    earlier: tuple[str, ...] = ()
+
+
+def judge(seen: ObjectInfo | None, ours: Ours, digest: str = "") -> Whose | None:
+    """Whose the object is; None if its bytes must be read to tell: then ask again with their `digest`."""
+    if seen is None:
+        return Whose.EARLIER if ABSENT in ours.earlier else Whose.STRANGER
+    if seen.etag and seen.etag in (ours.md5, ours.parts_etag):
+        return Whose.THIS
+    may_be_this = bool(ours.digest) and seen.size_bytes == ours.size_bytes
+    if not may_be_this and not any(ours.earlier):
+        return Whose.STRANGER
+    if not digest:
+        return None
+    if may_be_this and digest == ours.digest:
+        return Whose.THIS
+    return Whose.EARLIER if digest in ours.earlier else Whose.STRANGER

@@ -38,6 +38,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Bug, Busy, Closed, ForebayError, ObjectLost, VolumeMissing
 from forebay.core.machines import sent_bodies
+from forebay.core.machines.delivery_events import Delivered, Yielded
 from forebay.core.machines.flush import (
     Asked,
     Dropped,
@@ -58,8 +59,9 @@ from forebay.core.metrics import series
 from forebay.core.record import Record
 from forebay.core.types import Bucket
 from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.delivery import Superseded
 from forebay.node.engine.disk_wait import by_disk, check_flushes
-from forebay.node.engine.flush.key_flush import Books, Delivered, Destination, Errand, Superseded, Yielded
+from forebay.node.engine.flush.key_flush import Books, Destination, Errand
 from forebay.node.store.disk.notes import Note, Owed, succeeding
 from forebay.node.store.disk.volume import Volume
 from forebay.node.store.writer.puts import Delete

@@ -1,26 +1,17 @@
-"""One flush of one key: sends its bytes, or its deletion, to the backend as the note says.
+"""One flush of one key: what a delivery needs of the store and of the key's note.
 
-Theory. An errand is conditional on the version that the first unflushed write replaced. If the backend has another
-version, that may still be ours: a put whose answer was lost, by this process or an earlier one. So the errand compares
-the backend's object (by MD5, else by fetching and hashing it) with this body and with earlier bodies that may have been
-sent. Only a stranger's object is a conflict. Then the bucket's policy decides, and the errand reports the outcome; it
-never touches the index. A write without a base version is conditional too, on the version found there, so that no body
-can land late on top of its successor.
+Theory. `core/machines/delivery.py` decides how the key gets to its backend, and insists; this brings it the bytes and
+keeps the note. It reports the outcome and never touches the index.
 
 Bodies are compared with their checksums before they are sent, so that bytes that rotted on a disk do not become the
-truth. Large bodies go as uploads: the errand notes its intention, then the upload's id, and then sends parts, several
-at once. After a restart it does not send the parts again that the backend has. If a later write makes an upload
-useless, the later note lists it as stale, and it is aborted first.
+truth. The note says which upload was begun, so that after a restart no part is sent again that the backend has. If a
+later write makes an upload useless, the later note lists it as stale, and it is aborted first.
 
 While the bytes of a single put or a completion are on their way, nobody can know whether the backend has them. The
 errand must not be cancelled then (`is_cancellable`): a put that arrives after its successor would be a lost write.
 
-Rejected: marking objects with metadata of ours (users would see it); trusting the time of modification.
-
-Invariants. (1) Every request carries a condition, unless the backend supports none or names no versions; then the
-backend's version is checked first. (2) No part is sent to an upload whose id is not noted durably, and no upload is
-aborted whose id was not heard. (3) Before a body or a delete may leave, the keeper of the note knows of it, and it is
-still what the key owes.
+Invariants. (1) No part is sent to an upload whose id is not noted durably. (2) Before a body or a delete may leave, the
+keeper of the note knows of it, and it is still what the key owes.
 """
 
 from __future__ import annotations
@@ -31,33 +22,27 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime
-from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import xxhash
 
-from forebay.backends.lost_answers import Unheard, says_no
+from forebay.backends.lost_answers import says_no
 from forebay.backends.seam import Backend, Body
 from forebay.core import limits
-from forebay.core.errors import Busy, Corrupt, ForebayError, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import Corrupt, ForebayError, NotSupported, Unavailable
 from forebay.core.machines import sent_bodies
-from forebay.core.record import OWN_HEADERS, Record, blocks_in
-from forebay.core.types import Bucket, Headers, ObjectInfo
-from forebay.node.store.disk.notes import Note, digest_of
+from forebay.core.machines.delivery import Delivery, Terms, drop
+from forebay.core.machines.delivery_events import Delivered, Upload, Yielded
+from forebay.core.machines.sent_bodies import Ours
+from forebay.core.record import Record, blocks_in
+from forebay.core.types import Bucket
+from forebay.node.engine.delivery import Carrier, Superseded, run_to_the_end, stored
+from forebay.node.store.disk.notes import BlockDigest, Note, digest_of
 
 log = logging.getLogger("forebay.flush")
 ResultT = TypeVar("ResultT")
 
-PARTS_AT_ONCE = 8  # of one upload: one connection seldom fills a link
-ROUNDS_MAX = 4  # give up for now on an object that changes at the backend at every look
-COPIES_MAX = 100  # names tried for the copy of one conflict
 TOLD_MAX = 8
-BEGINNING = "?"  # its beginning was noted, and the upload may exist
-
-
-class Superseded(Exception):
-    """The key owes something else by now."""
 
 
 class Books(Protocol):
@@ -86,27 +71,6 @@ class Keeping(Protocol):
         """Note that a request with write `seq` may leave from now on, or (not `left`) that none did. Returns whether
         one may have left before. `Superseded` if the key owes something else now."""
         ...
-
-
-class Delivered(NamedTuple):
-    """The backend has the object, as `version` ("" for a delete). `policy` is the policy that decided a conflict, if
-    any."""
-
-    version: str
-    policy: str = ""
-
-
-class Yielded(NamedTuple):
-    """The backend's object wins: drop ours here. `kept_as`: the key under which ours was kept, if it was."""
-
-    policy: str
-    kept_as: str = ""
-
-
-class _Whose(Enum):
-    STRANGER = 0
-    EARLIER = 1  # ours, of an earlier write
-    THIS = 2
 
 
 class Destination(NamedTuple):
@@ -142,58 +106,128 @@ class Errand:
     def __init__(self, destination: Destination, key: str, note: Note, keeping: Keeping, began_s: float) -> None:
         self.note, self.began_s = note, began_s
         self.is_cancellable = True
+        self.is_repeated = False  # an earlier request with this body may be unanswered, and still arrive
+        self.sends = destination.sends
         self._destination, self._key, self._keeping = destination, key, keeping
         self._backend = destination.backend
-        self._plain: set[str] = set()  # features that this backend does not support: "expect", "tags"
-        self._sent_bytes = 0
-        self.is_repeated = False  # an earlier request with this body may be unanswered, and still arrive
+        self._carrier: Carrier | None = None
         self._left = False  # this body is already noted as one that may have left
         self._fd = -1  # the data file: stays readable when a later write takes its name
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent, repeated parts included."""
-        return self._sent_bytes
+        return self._carrier.sent_bytes if self._carrier is not None else 0
 
     async def run(self) -> Delivered | Yielded:
         """Flush the key. Raises the `ForebayError` that prevents it, or `Superseded`."""
         done = False
         try:
-            outcome = await self._run()
+            if self._backend.read_only:
+                raise NotSupported(
+                    f"the backend of bucket {self._destination.bucket.name} cannot be written to, and {self._key} "
+                    "waits for it: give the bucket a backend that can (`forebay bucket add` with another URL)"
+                )
+            if not self.note.is_delete:
+                await self._know_digest()
+            outcome = await self._carry().run()
             done = True
         finally:
             self._let_go(now=done)
         return outcome
 
-    async def _run(self) -> Delivered | Yielded:
-        if self._backend.read_only:
-            raise NotSupported(
-                f"the backend of bucket {self._destination.bucket.name} cannot be written to, and {self._key} waits "
-                "for it: give the bucket a backend that can (`forebay bucket add` with another URL)"
-            )
-        await self._abort_stale()
-        if self.note.is_delete:
-            return await self._delete()
-        await self._know_digest()
-        if self.note.upload_key:  # decided before a restart
-            return await self._keep_aside()
-        return await self._put()
+    def _carry(self) -> Carrier:
+        note = self.note
+        upload = Upload(note.upload_key or self._key, note.upload_id, note.part_bytes) if note.upload_id else None
+        delivery = Delivery(self._terms(), upload, self._stale())
+        self._carrier = Carrier(self._backend, delivery, self, headers=note.headers, tags=note.tags)
+        return self._carrier
+
+    def _terms(self) -> Terms:
+        note, destination = self.note, self._destination
+        size_bytes = -1 if note.is_delete else note.size_bytes
+        return Terms(
+            self._key,
+            Ours(size_bytes, note.md5, note.digest, earlier=note.sent.digests),
+            self._backend.part_bytes_min,
+            note.based_on,
+            destination.bucket.conflict,
+            is_delete=note.is_delete,
+            tags=bool(note.tags),
+            asks_first=not note.is_delete and sent_bodies.asks_first(note.sent, note.digest),
+            headers=stored(note.headers),
+            copy_name=lambda copy: conflict_key(self._key, destination.node_id, note.since_s, copy),
+        )
+
+    def _stale(self) -> tuple[tuple[str, str], ...]:
+        return tuple((key or self._key, upload_id) for key, upload_id in self.note.stale)
 
     async def abandon(self) -> None:
         """Leave nothing at the backend of a flush that is no longer wanted. Uploads that cannot be aborted now are
         logged."""
+        note = self.note
+        uploads = [(note.upload_key or self._key, note.upload_id)] if note.upload_id else []
+        carrier = self._carrier or self._carry()
         try:
-            if self.note.upload_id:
-                await self._abort(self.note.upload_key or self._key, self.note.upload_id)
-            await self._abort_stale()
+            for effect in drop([*uploads, *self._stale()]):
+                await carrier.carry_out(effect)
         except ForebayError as error:
             log.warning("an upload of %s may stay behind at the backend: %s", self._key, error)
+
+    # --- what the delivery asks for ----------------------------------------------------------------------------------
+    async def request(self, key: str, act: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Make a request after which the backend may have this write, unless it answers with a refusal."""
+        self.is_cancellable = False
+        try:
+            if key != self._key or self._left:
+                return await act()
+            self.is_repeated = self._keeping.leaves(self.note.seq)
+            self._left = True
+            try:
+                return await act()
+            except ForebayError as error:
+                if says_no(error):
+                    self._left = self.is_repeated
+                    if self.is_wanted():
+                        self._keeping.leaves(self.note.seq, self.is_repeated)
+                raise
+        finally:
+            self.is_cancellable = True
+
+    async def keep(self, upload: Upload | None) -> None:
+        if upload is None:
+            await self._keep(upload_id="", upload_key="", part_bytes=0)
+        else:
+            upload_key = "" if upload.key == self._key else upload.key
+            await self._keep(upload_id=upload.upload_id, upload_key=upload_key, part_bytes=upload.part_bytes)
+
+    async def swept(self) -> None:
+        await self._keep(stale=())
+
+    async def leave(self, key: str) -> None:
+        await self._destination.leave(key)
+
+    async def tidy(self, work: Coroutine[Any, Any, None]) -> None:
+        await run_to_the_end(work)
+
+    def is_wanted(self) -> bool:
+        note = self._keeping.note()
+        return note is not None and note.seq == self.note.seq
+
+    def does_without(self, error: NotSupported) -> None:
+        if error.message not in self._destination.told and len(self._destination.told) < TOLD_MAX:
+            self._destination.told.add(error.message)
+            log.warning(
+                "bucket %s: its backend does not support all of a flush, which goes on without: %s",
+                self._destination.bucket.name,
+                error,
+            )
 
     # --- bytes -------------------------------------------------------------------------------------------------------
     def _record(self) -> Record:
         record = self._destination.books.lookup(self._destination.bucket.name, self._key)
         if record is None or record.object_id != self.note.object_id:
-            if not self._is_current():
+            if not self.is_wanted():
                 raise Superseded
             self._destination.books.check_present(self._destination.bucket.name, self._key)
             self._destination.books.check_lost(self._destination.bucket.name, self._key)
@@ -202,11 +236,7 @@ class Errand:
             )
         return record
 
-    def _is_current(self) -> bool:
-        note = self._keeping.note()
-        return note is not None and note.seq == self.note.seq
-
-    async def _body(self, start: int, end: int) -> Body:
+    async def body(self, start: int, end: int) -> Body:
         """The bytes [start, end), compared with their checksums."""
         record = self._record()
         whole = (start, end) == (0, record.size_bytes)
@@ -221,7 +251,7 @@ class Errand:
             bad = await self._in_worker(check, record, self._destination.bucket.name, self._key, list(blocks))
         except (OSError, ForebayError) as error:
             raise self._unreadable(error) from error
-        if bad and not self._is_current():
+        if bad and not self.is_wanted():
             raise Superseded
         if bad:
             self._examine()
@@ -233,7 +263,7 @@ class Errand:
         return Body(end - start, path=f"/proc/self/fd/{self._fd}", offset=start, md5=md5)
 
     def _unreadable(self, error: Exception) -> Exception:
-        if not self._is_current():
+        if not self.is_wanted():
             return Superseded()
         self._examine()
         return Unavailable(f"the bytes of {self._key} cannot be read: {error}; see `forebay status`")
@@ -260,365 +290,22 @@ class Errand:
             digest = digest_of(record.size_bytes, body=record.inline)
         else:
             try:
-                digest = await self._in_worker(
-                    _digest_of_file, self._destination.books.data_path(record), record.size_bytes
-                )
+                digest = await self._in_worker(_digest_of_file, self._destination.books.data_path(record))
             except OSError as error:
                 raise self._unreadable(error) from error
         await self._keep(digest=digest)
 
-    # --- putting -----------------------------------------------------------------------------------------------------
-    async def _put(self) -> Delivered | Yielded:
-        based_on, policy = self.note.based_on, ""
-        expect: str | None = based_on or ""  # without a base version the key is mostly new
-        asks_first = sent_bodies.asks_first(self.note.sent, self.note.digest)
-        for _ in range(ROUNDS_MAX):
-            if not asks_first:
-                try:
-                    return Delivered((await self._send(self._key, expect)).version, policy)
-                except (Precondition, Unheard):  # find out below whether the object is ours
-                    pass
-            asks_first = False
-            seen = await self._seen(self._key)
-            there = "" if seen is None else seen.version or None
-            if based_on is not None and there != expect:
-                whose = await self._whose(seen)
-                if whose is _Whose.THIS and seen is not None and _has_headers(seen, self.note.headers):
-                    return Delivered(seen.version, policy)
-                if whose is _Whose.STRANGER:
-                    policy = self._destination.bucket.conflict
-                    if policy == "theirs":
-                        return Yielded(policy)
-                    if policy == "keep-both":
-                        return await self._keep_aside()
-            expect = there
-        raise Busy(f"{self._key} changes at the backend faster than it can be written: it is tried again")
-
-    async def _keep_aside(self) -> Yielded:
-        """Put our object under a key of its own."""
-        for copy in range(1, COPIES_MAX + 1):
-            name = self.note.upload_key or conflict_key(self._key, self._destination.node_id, self.note.since_s, copy)
-            try:
-                await self._send(name, "")
-                return Yielded("keep-both", name)
-            except (Precondition, Unheard):
-                pass
-            if await self._whose(await self._seen(name)) is _Whose.THIS:
-                return Yielded("keep-both", name)
-            await self._give_up_upload()
-        raise Busy(f"all names for the copy of a conflict on {self._key} are taken: remove old *.conflict-* objects")
-
-    async def _send(self, key: str, expect: str | None) -> ObjectInfo:
-        size_bytes = self.note.size_bytes
-        if size_bytes >= limits.MULTIPART_BYTES_MIN and self._backend.part_bytes_min:
-            return await self._upload(key, expect)
-        if self.note.upload_id:
-            await self._give_up_upload()  # begun for another key, or when the backend still had uploads
-        body = await self._body(0, size_bytes)
-        async with self._destination.sends:
-
-            async def put(expect: str | None, tags: str) -> ObjectInfo:
-                return await self._backend.put(key, body, headers=_stored(self.note.headers), expect=expect, tags=tags)
-
-            info = await self._conditionally(key, expect, put)
-            self._sent_bytes += size_bytes
-            return info
-
-    async def _conditionally(
-        self, key: str, expect: str | None, act: Callable[[str | None, str], Coroutine[Any, Any, ObjectInfo]]
-    ) -> ObjectInfo:
-        """Send a request that cannot be taken back: with the condition if the backend supports it, else after
-        checking."""
-        plain = self._plain
-        guessed = False
-        while True:
-            tags = "" if "tags" in plain else self.note.tags
-            given = expect
-            if expect is not None and "expect" in plain:
-                seen = await self._seen(key)
-                if (seen.version if seen is not None else "") != expect:
-                    raise Precondition(f"{key} changed at the backend: somebody else wrote it there")
-                given = None
-            self.is_cancellable = False
-            try:
-                return await self._leaving(key, act(given, tags))
-            except NotSupported as error:
-                if given is not None:
-                    plain.add("expect")
-                    guessed = bool(tags)  # the tags may be what it does not support
-                elif tags:
-                    plain.add("tags")
-                    if guessed:
-                        plain.discard("expect")
-                        guessed = False
-                else:
-                    raise
-                self._tell_once(error)
-            finally:
-                self.is_cancellable = True
-
-    async def _leaving(self, key: str, request: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Make a request after which the backend may have this write, unless it answers with a refusal."""
-        if key != self._key or self._left:
-            return await request
-        try:
-            self.is_repeated = self._keeping.leaves(self.note.seq)
-        except Superseded:
-            request.close()
-            raise
-        self._left = True
-        try:
-            return await request
-        except ForebayError as error:
-            if says_no(error):
-                self._left = self.is_repeated
-                if self._is_current():
-                    self._keeping.leaves(self.note.seq, self.is_repeated)
-            raise
-
-    # --- uploads -----------------------------------------------------------------------------------------------------
-    async def _upload(self, key: str, expect: str | None) -> ObjectInfo:
-        upload_key = "" if key == self._key else key
-        if self.note.upload_id and self.note.upload_key != upload_key:
-            await self._give_up_upload()
-        size_bytes = self.note.size_bytes
-        tokens: dict[int, str] = {}
-        if self.note.upload_id:
-            found = await self._resume(key)
-            if isinstance(found, ObjectInfo):
-                return found
-            tokens = found
-        if not self.note.upload_id:
-            await self._begin(key, upload_key)
-        part_bytes, upload_id = self.note.part_bytes, self.note.upload_id
-        starts = range(0, size_bytes, part_bytes)
-        missing = [number for number in range(1, len(starts) + 1) if number not in tokens]
-
-        async def send() -> None:
-            while missing:
-                number = missing.pop(0)
-                start = starts[number - 1]
-                body = await self._body(start, min(start + part_bytes, size_bytes))
-                async with self._destination.sends:
-                    tokens[number] = await self._backend.put_part(key, upload_id, number, body)
-                self._sent_bytes += body.size_bytes
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(PARTS_AT_ONCE, len(missing))):
-                    group.create_task(send())
-        except* (ForebayError, Superseded) as errors:
-            raise _first(errors) from None
-
-        async def complete(expect: str | None, tags: str) -> ObjectInfo:
-            return await self._backend.complete_upload(key, upload_id, sorted(tokens.items()), expect=expect)
-
-        try:
-            return await self._conditionally(key, expect, complete)
-        except NotFound:
-            info = await self._completed_unheard(key)
-        if info is None:
-            raise Unavailable(f"the backend forgot the upload of {key}: it is begun again")
-        return info
-
-    async def _resume(self, key: str) -> dict[int, str] | ObjectInfo:
-        """The parts that the backend has, or the object if an earlier completion succeeded without an answer."""
-        if self.note.upload_id == BEGINNING:
-            await self._give_up_upload()
-            return {}
-        try:
-            parts = await self._backend.list_parts(key, self.note.upload_id)
-        except NotFound:
-            return await self._completed_unheard(key) or {}
-        size_bytes, part_bytes = self.note.size_bytes, self.note.part_bytes
-        return {
-            part.number: part.token
-            for part in parts
-            if part.size_bytes == min(part_bytes, size_bytes - (part.number - 1) * part_bytes)
-        }
-
-    async def _completed_unheard(self, key: str) -> ObjectInfo | None:
-        """The upload is gone: return the object if it was completed, or None, and it must begin anew."""
-        seen = await self._seen(key)
-        if seen is not None and await self._whose(seen) is _Whose.THIS:
-            return seen
-        await self._keep(upload_id="", upload_key="", part_bytes=0)
-        return None
-
-    async def _begin(self, key: str, upload_key: str) -> None:
-        """Begin an upload and note its id. Cancelling the caller does not interrupt this."""
-        least = max(limits.FLUSH_PART_BYTES, self._backend.part_bytes_min, -(-self.note.size_bytes // limits.PARTS_MAX))
-        part_bytes = -(-least // limits.BLOCK_BYTES) * limits.BLOCK_BYTES
-        tags = "" if "tags" in self._plain else self.note.tags
-        headers = _stored(self.note.headers)
-
-        async def begin() -> None:
-            await self._keep(upload_id=BEGINNING, upload_key=upload_key, part_bytes=part_bytes)
-            try:
-                try:
-                    upload_id = await self._backend.begin_upload(key, headers=headers, tags=tags)
-                except NotSupported as error:
-                    if not tags:
-                        raise
-                    self._plain.add("tags")
-                    self._tell_once(error)
-                    upload_id = await self._backend.begin_upload(key, headers=headers)
-            except ForebayError as error:
-                if says_no(error):
-                    await self._keep(upload_id="", upload_key="", part_bytes=0)
-                raise
-            if not self._is_current():
-                await self._backend.abort_upload(key, upload_id)
-                raise Superseded
-            await self._keep(upload_id=upload_id, upload_key=upload_key, part_bytes=part_bytes)
-
-        beginning = asyncio.create_task(begin())
-        try:
-            await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            await asyncio.wait([beginning])
-            raise
-
-    async def _give_up_upload(self) -> None:
-        """Abort the upload that the note names, and forget it."""
-        if self.note.upload_id:
-            await self._abort(self.note.upload_key or self._key, self.note.upload_id)
-            await self._keep(upload_id="", upload_key="", part_bytes=0)
-
-    async def _abort_stale(self) -> None:
-        for key, upload_id in self.note.stale:
-            await self._abort(key or self._key, upload_id)
-        if self.note.stale:
-            await self._keep(stale=())
-
-    async def _abort(self, key: str, upload_id: str) -> None:
-        if not self._backend.part_bytes_min:
-            return
-        if upload_id != BEGINNING:
-            await self._backend.abort_upload(key, upload_id)
-            return
-        await self._destination.leave(key)
-
-    # --- deleting ----------------------------------------------------------------------------------------------------
-    async def _delete(self) -> Delivered | Yielded:
-        based_on, policy = self.note.based_on, ""
-        expect = based_on
-        for _ in range(ROUNDS_MAX):
-            # Where there was nothing, or no way to say what: look first.
-            if expect and "expect" not in self._plain and await self._delete_if(expect):
-                return Delivered("", policy)
-            seen = await self._seen(self._key)
-            if seen is None:
-                return Delivered("", policy)
-            if based_on is not None and seen.version != expect and await self._whose(seen) is _Whose.STRANGER:
-                policy = self._destination.bucket.conflict
-                if policy != "ours":
-                    return Yielded(policy)
-            expect = seen.version
-            if "expect" in self._plain or not expect:  # it was checked; a backend without conditions can do no more
-                await self._delete_if(None)
-                return Delivered("", policy)
-        raise Busy(f"{self._key} changes at the backend faster than it can be deleted: it is tried again")
-
-    async def _delete_if(self, expect: str | None) -> bool:
-        """Delete that version. False if the backend has another, or must be asked first."""
-        self.is_cancellable = False
-        try:
-            await self._leaving(self._key, self._backend.delete(self._key, expect=expect))
-        except (Precondition, Unheard):
-            return False
-        except NotFound:
-            pass
-        except NotSupported as error:
-            if expect is None:
-                raise
-            self._plain.add("expect")
-            self._tell_once(error)
-            return False
-        finally:
-            self.is_cancellable = True
-        return True
-
-    # --- whose is it -------------------------------------------------------------------------------------------------
-    async def _seen(self, key: str) -> ObjectInfo | None:
-        try:
-            return await self._backend.head(key)
-        except NotFound:
-            return None
-
-    async def _whose(self, seen: ObjectInfo | None) -> _Whose:
-        """Whether the backend's object is this body, an earlier one that this node may have sent, or a stranger's."""
-        note = self.note
-        if seen is None:
-            return _Whose.EARLIER if sent_bodies.ABSENT in note.sent.digests else _Whose.STRANGER
-        if not note.is_delete and note.md5 and note.md5 == seen.etag:
-            return _Whose.THIS
-        may_be_this = not note.is_delete and seen.size_bytes == note.size_bytes
-        if not may_be_this and not any(note.sent.digests):
-            return _Whose.STRANGER
-        digest = await self._digest_there(seen)
-        if not note.is_delete and digest == note.digest:
-            return _Whose.THIS
-        return _Whose.EARLIER if digest in note.sent.digests else _Whose.STRANGER
-
-    async def _digest_there(self, seen: ObjectInfo) -> str:
-        """The digest of the backend's object, which is fetched and discarded."""
-        sums, block, filled = [], xxhash.xxh3_64(), 0
-        if seen.size_bytes:
-            fetch = await self._backend.fetch(seen.key, version=seen.version)
-            try:
-                async for chunk in fetch:
-                    view = memoryview(chunk)
-                    while view:
-                        part = view[: limits.BLOCK_BYTES - filled]
-                        block.update(part)
-                        filled, view = filled + len(part), view[len(part) :]
-                        if filled == limits.BLOCK_BYTES:
-                            sums.append(block.intdigest())
-                            block, filled = xxhash.xxh3_64(), 0
-            finally:
-                await fetch.aclose()
-        if filled:
-            sums.append(block.intdigest())
-        return digest_of(seen.size_bytes, sums=sums)
-
-    # --- help --------------------------------------------------------------------------------------------------------
     async def _keep(self, **changes: object) -> None:
         self.note = msgspec.structs.replace(self.note, **changes)
         await self._keeping.keep(self.note)
-
-    def _tell_once(self, error: NotSupported) -> None:
-        if error.message not in self._destination.told and len(self._destination.told) < TOLD_MAX:
-            self._destination.told.add(error.message)
-            log.warning(
-                "bucket %s: its backend does not support all of a flush, which goes on without: %s",
-                self._destination.bucket.name,
-                error,
-            )
 
     async def _in_worker(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._destination.workers, work, *arguments)
 
 
-def _digest_of_file(path: str, size_bytes: int) -> str:
-    sums = []
+def _digest_of_file(path: str) -> str:
+    digest = BlockDigest()
     with open(path, "rb") as file:
         while block := file.read(limits.BLOCK_BYTES):
-            sums.append(xxhash.xxh3_64_intdigest(block))
-    return digest_of(size_bytes, sums=sums)
-
-
-def _has_headers(seen: ObjectInfo, headers: Headers) -> bool:
-    return set(_stored(headers)) <= set(seen.headers)
-
-
-def _stored(headers: Headers) -> Headers:
-    """The headers that the backend stores; it makes checksums of its own."""
-    return tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+            digest.update(block)
+    return digest.hexdigest()

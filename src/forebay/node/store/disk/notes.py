@@ -84,6 +84,30 @@ def digest_of(size_bytes: int, *, sums: Sequence[int] = (), body: bytes | None =
     return str(xxhash.xxh3_128_hexdigest(packed))
 
 
+class BlockDigest:
+    """`digest_of` a body that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+        self._sums: list[int] = []
+        self._block, self._filled = xxhash.xxh3_64(), 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self._size_bytes += len(view)
+        while view:
+            part = view[: limits.BLOCK_BYTES - self._filled]
+            self._block.update(part)
+            self._filled, view = self._filled + len(part), view[len(part) :]
+            if self._filled == limits.BLOCK_BYTES:
+                self._sums.append(self._block.intdigest())
+                self._block, self._filled = xxhash.xxh3_64(), 0
+
+    def hexdigest(self) -> str:
+        last = [self._block.intdigest()] if self._filled else []
+        return digest_of(self._size_bytes, sums=[*self._sums, *last])
+
+
 def succeeding(note: Note, before: Note | None, *, left: bool = True) -> Note:
     """`note`, of a write to a key that owed `before`: with the earlier waiting time and base version, and with the
     bodies that may have been sent before it, including that of `before` unless it never `left`. Without `before`, or if
