@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import pytest
 
+from forebay.backends import errors
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.messages import calls
 from forebay.node.engine.write import writes
+from tests.patience import PATIENCE_S
 
-from .conftest import MIB, Rig, pattern
+from .conftest import MIB, Rig, pattern, until
 from .writing import flushed, names, put, written
 
 Rigged = Callable[..., None]
@@ -78,3 +83,68 @@ def test_a_listing_says_so_while_a_delete_waits_for_its_disk(rigged: Rigged, mon
         await flushed(rig)
 
     rigged(story)
+
+
+@pytest.mark.parametrize("mode", ["back", "local"])
+def test_nobody_sees_a_write_whose_record_waits_for_its_disk(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The engine's look-ups have it, what is owed and the fronts do not: a GET showed it, and a listing after it, or
+    a front, what was before."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, mode)
+        await put(rig, "other", b"settled")
+        volume = rig.engine.store.home("remote", "key")
+        answers, write = threading.Event(), volume.write
+
+        def held() -> bool:
+            assert answers.wait(PATIENCE_S)
+            return write()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(volume, "write", held)
+            writing = asyncio.create_task(put(rig, "key", b"new"))
+            await until(lambda: ("remote", "key") in rig.engine.store.unshown)
+            with pytest.raises(Unavailable):
+                await rig.front.get("key")
+            with pytest.raises(Unavailable):
+                await names(rig)
+            assert not writing.done()
+            assert await rig.front.get("other") == b"settled"
+        answers.set()
+        await writing
+        assert await rig.front.get("key") == b"new"
+        assert await names(rig) == ["key", "other"]
+        assert not rig.engine.store.unshown
+
+    rigged(story)
+
+
+def test_a_small_object_that_changes_while_its_first_body_arrives_is_read_anew(
+    rigged: Rigged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was told of the older version yet: a GET without conditions was answered 412."""
+
+    async def story(rig: Rig) -> None:
+        rig.remote.place("key", b"one")
+        fetch = rig.remote.fetch
+
+        async def fetched(*args: Any, **named: Any) -> Any:
+            body = await fetch(*args, **named)
+            if rig.remote.objects._objects["key"][1] == b"one":
+                rig.remote.place("key", b"second")
+                monkeypatch.setattr(type(body), "__aiter__", lambda self: _broken(errors.changed("key")))
+            else:
+                monkeypatch.undo()
+            return body
+
+        monkeypatch.setattr(rig.remote, "fetch", fetched)
+        assert await rig.front.get("key") == b"second"
+
+    rigged(story)
+
+
+async def _broken(error: ForebayError) -> AsyncIterator[bytes]:
+    raise error
+    yield b""

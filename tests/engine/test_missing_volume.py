@@ -4,6 +4,7 @@ What it may own is refused, all else goes on, and nothing is forgotten. What it 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -204,5 +205,26 @@ def test_a_write_over_what_a_volume_brought_back_is_no_conflict_with_our_own(
         assert sorted(await names(rig)) == sorted(KEYS), "no copy of a conflict"
         for key in KEYS:
             assert await rig.front.get(key, revalidate=True) == b"three"
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_fronts_hear_of_a_volume_that_goes_out_without_anything_to_commit(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    """They were greeted before the store had given it up, and went on reading its index: keys that had been written
+    elsewhere since were read as they had been."""
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        await put_all(rig, b"one")
+        volume = next(each for each in rig.engine.store.usable() if each.path == f"{folder}/b")
+        volume.trouble(OSError(errno.EIO, "injected"), "looking")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await put_all(rig, b"two")
+        assert await read_all(rig) == {b"two"}
+        assert {record.inline for key in KEYS if (record := rig.engine.index.lookup("remote", key))} == {b"two"}
 
     rigged(story, volumes=(str(folder / "a"), str(folder / "b")))

@@ -17,11 +17,11 @@ import pytest
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages import calls
-from forebay.core.types import RangeSpec
+from forebay.core.types import FRESH_IMMUTABLE, RangeSpec
 from forebay.node.store.disk.volume_threads import BEARERS
 
 from .conftest import MIB, Rig, pattern, until
-from .writing import as_written, flushed, put, temp_files, written
+from .writing import as_written, delete, flushed, put, temp_files, written
 
 Rigged = Callable[..., None]
 
@@ -260,5 +260,25 @@ def test_a_source_that_is_replaced_before_its_bytes_are_taken_is_read_anew(rigge
         await copied
         assert await rig.front.get("b", bucket="other") in (pattern(3 * MIB, 1), b"newer")
         assert await rig.front.get("a") == b"newer"
+
+    rigged(story)
+
+
+def test_whose_copy_found_no_source_reads_no_source_after_it(rigged: Rigged) -> None:
+    """The backend has deleted it, and the answer is on the way: readers still had what was cached."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        await put(rig, "a", b"one")
+        answered = rig.remote.answers["delete"] = asyncio.Event()
+        change = asyncio.create_task(delete(rig, "a"))
+        await until(lambda: rig.remote.unheard["delete"] == 1)
+        assert await rig.front.get("a") == b"one", "nobody has seen anything else"
+        with pytest.raises(NotFound):
+            await copy(rig, "remote/a", "remote/b")
+        with pytest.raises(NotFound):
+            await rig.front.get("a")
+        answered.set()
+        await change
 
     rigged(story)

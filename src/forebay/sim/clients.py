@@ -89,6 +89,7 @@ class Board:
         self.may_be_full = False  # a disk is, or was since the last quiet moment
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
+        self.writing: Counter[tuple[Place, str]] = Counter()  # labels whose write there has no answer yet
         self._sizes: set[int] = set()  # of all bodies ever
         self._next: dict[int, int] = {}  # by the size that was wished for: where to look for a free one
         self._lock = threading.Lock()
@@ -363,7 +364,12 @@ class Client:
     ) -> None:
         before = "" if seen is None else seen.label
         began = self._board.now()
-        answer = await self._asked(method, place, query, body, headers)
+        again = self._board.writing[(source, label) if source else (place, before)] > 0
+        self._board.writing[place, label] += 1
+        try:
+            answer = await self._asked(method, place, query, body, headers)
+        finally:
+            self._board.writing[place, label] -= 1
         ended = self._board.now()
         act = "multipart" if query else "copy" if source else kind if label else "delete"
         status = UNSURE if answer is None else answer.status
@@ -371,6 +377,8 @@ class Client:
             status = 412 if b"PreconditionFailed" in answer.body else UNSURE
         if status == UNSURE:
             self._board.note(place, Call(kind, label, began, math.inf, before), act)
+        elif status == 412 and again:
+            return  # what was read may have been put once more since, when an answer was lost: another version
         elif source in self._places and status in (404, 412):  # the source is not what was read any more
             refused: Call = Call("refused swap", label, began, ended, label)
             self._board.note(source, Call("read", ABSENT, began, ended) if status == 404 else refused, "copy refused")

@@ -34,7 +34,7 @@ class Life:
         self.settings, self._opener = settings, opener
         self.loop = VirtualLoop(clock, lambda: threads.pool(32, "default"), is_dead)
         self.loop.set_exception_handler(lambda _, context: broke(context))
-        threads.new_life(self.loop)
+        threads.loop = self.loop
         self.engine: Engine
         self.front: Front
         self.is_up = False

@@ -117,8 +117,7 @@ class SimThreads:
             for pool in held:
                 self.later(pool.turn)
 
-    def new_life(self, loop: asyncio.AbstractEventLoop) -> None:
+    def end_life(self) -> None:
         """All threads are gone with the process; the disks stay as they are."""
-        self.loop = loop
         self.pool_of.clear()
         self.held.clear()

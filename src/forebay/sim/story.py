@@ -229,12 +229,13 @@ class Story:
         if hidden:
             self.host.hide(hidden)
             self.log("misery", f"volume {hidden[-2:]} is absent")
+        troubled = bool(hidden or self.host.full or self.host.failing)
         try:
             life.run(self._serve(life, how, early=early))
         except Killed:
             pass
         except ForebayError as error:
-            if life.is_up or not (hidden or self.host.full or self.host.failing):
+            if life.is_up or not troubled:
                 raise Found(f"the node does not start: {error}") from error
             self.log("world", f"does not start: {type(error).__name__}")
             self._fair_weather()
@@ -364,6 +365,7 @@ class Story:
         self._graves += [life, self._callers, list(asyncio.all_tasks(life.loop))]
         self._callers = []
         self.service.end_life()
+        self.threads.end_life()
         self.host.kill()
         life.loop.abandon()
         self.life = None

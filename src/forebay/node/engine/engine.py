@@ -453,6 +453,7 @@ class Engine:
 
     def _volumes_changed(self) -> None:
         if not self._stopping:
+            self.store.deliver()  # a volume that has just gone out is no place for keys any more, nor in front's views
             volumes = self.store.volumes()
             self.index.refresh(volumes)
             self.room.follow_volumes()

@@ -170,7 +170,7 @@ class ColdReads:
 
     def _fail(self, read: Read, error: ForebayError) -> None:
         if not read.closed:
-            read.out.failed(error.to_wire())
+            read.failed(error.to_wire())
 
     async def _serve_body(self, read: Read, served: Served) -> None:
         ask, name = read.ask, (read.ask.bucket, read.ask.key)

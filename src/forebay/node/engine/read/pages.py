@@ -64,7 +64,8 @@ class Pages:
         self._store, self._index, self._owed, self._listed = store, index, owed, listed
 
     async def page(self, served: Served, call: ListCall) -> ListPage:
-        """The next page of a bucket, as it is now. `VolumeMissing` if keys may be missing from it."""
+        """The next page of a bucket, as it is now. `VolumeMissing` if keys may be missing from it, `Unavailable` while
+        a change waits for its disk."""
         self._store.check_bucket(served.bucket.name)
         limit = max(1, min(call.limit, limits.LIST_KEYS_MAX))
         bucket, after = served.bucket, call.start_after
@@ -76,6 +77,7 @@ class Pages:
             if page.entries or page.prefixes or not page.next_after:
                 return self._as_read(bucket.name, page) if bucket.write == "back" else page
             after = page.next_after
+            self._store.check_bucket(bucket.name)
 
     async def _merged(
         self, bucket: str, backend: Backend, prefix: str, delimiter: str, after: str, limit: int

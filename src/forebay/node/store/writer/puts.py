@@ -394,7 +394,11 @@ class Puts:
                 else:
                     self._show(volume, step)
         self._flush()
-        return self.outcomes(prepared)
+        outcomes = self.outcomes(prepared)
+        if outcomes is None:
+            for volume, steps in prepared.by_volume():
+                self._volumes.unshown.update({(step.bucket, step.key): volume for step in steps})
+        return outcomes
 
     def outcomes(self, prepared: Prepared) -> list[Record | ForebayError | None] | None:
         shown = prepared.by_volume()
@@ -407,6 +411,8 @@ class Puts:
             if volume.flushes_lost != prepared.needs[volume.id][1]:
                 for step in steps:
                     self._not_shown(volume, step)
+            for step in steps:
+                self._volumes.unshown.pop((step.bucket, step.key), None)
         for step in prepared.steps:
             if isinstance(step.change, Put):
                 self._arriving.discard(step.change.object_id)

@@ -59,6 +59,7 @@ class VolumeSet:
         self.any_stalled = False
         self.roomless: dict[str, bool] = {}  # by path: volumes without room to be opened; whether some seemed free
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # called for each object lost from now on
+        self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place
 
@@ -119,7 +120,7 @@ class VolumeSet:
 
     def check_present(self, bucket: str, key: str) -> None:
         """`VolumeMissing` if a volume that cannot be read may have the only copy of the key. `Unavailable` if a stalled
-        one does."""
+        one does, or if a change of the key waits for its disk: look-ups see it, and fronts do not."""
         if self.owners and (absent := self.owners.of_key(bucket, key)) is not None:
             raise missing(absent, f"{bucket}/{key}")
         if self.astray:
@@ -127,6 +128,8 @@ class VolumeSet:
         volume = self._by_id.get(self.volume_of(bucket, key)) if self.any_stalled else None
         if volume is not None and volume.stall.stalled and owned.owes(volume, keys.index_key(bucket, key)):
             raise stalled(volume.path, f"{bucket}/{key}")
+        if self.unshown and (bucket, key) in self.unshown:
+            raise stalled(self.unshown[bucket, key].path, f"{bucket}/{key}")
 
     def check_reads(self, bucket: str, key: str) -> None:
         """`Unavailable` if the disk with the key's bytes does not answer now."""
@@ -146,12 +149,15 @@ class VolumeSet:
             raise stalled(volume.path, f"{bucket}/{key}")
 
     def check_bucket(self, bucket: str) -> None:
-        """`VolumeMissing` if that may be so for any key of the bucket."""
+        """What `check_present` would raise for any key of the bucket, stalled volumes apart."""
         for absent in self.owners.of_bucket(bucket):
             raise missing(absent, f"bucket {bucket}")
         for volume_id, buckets in self.astray.items():
             if bucket in buckets and volume_id in self._by_id:
                 raise _stuck(self._by_id[volume_id], f"bucket {bucket}")
+        for (of_bucket, key), volume in self.unshown.items():
+            if of_bucket == bucket:
+                raise stalled(volume.path, f"{bucket}/{key}")
 
     def lost_of(self, bucket: str, key: str) -> Lost | None:
         """The lost object of a key; None if there is none, or the key was written since."""

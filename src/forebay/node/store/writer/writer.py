@@ -169,11 +169,11 @@ class Store(VolumeSet):
                 volume.close(clean=clean)
             except OSError as error:
                 volume.trouble(error, "closing the volume")
-        self._deliver()
+        self.deliver()
 
     # --- events and trouble ---
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         """Deliver the events of worker threads, and follow up on a volume that went out."""
         while self._events:
             self._on_event(self._events.popleft())
@@ -682,7 +682,7 @@ class Store(VolumeSet):
         `changes-lost`; what they would have dropped is still there) and is full or out afterwards.
         """
         done = sum(map(self._flushes.flush, list(self._by_id.values())))
-        self._deliver()
+        self.deliver()
         return done
 
     def take_dropped(self) -> list[int]:
@@ -787,7 +787,7 @@ class Store(VolumeSet):
             if volume.state != "out":
                 volume.index.env.reader_check()
                 self._puts.housekeep(volume)
-        self._deliver()
+        self.deliver()
 
     def sync(self) -> None:
         """Sync everything, and find earlier failed writes. Any thread; may take long."""
