@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.servers import SeaweedFS
 from tests.cli.conftest import Program
-from tests.cli.test_real_node import fill
+from tests.cli.test_real_node import fill, up
 from tests.cli.test_real_node import real as real
 from tests.node.lossy import Lossy
+from tests.patience import until
 
 pytestmark = pytest.mark.real
 
@@ -51,3 +53,38 @@ def test_a_node_started_where_aws_endpoint_url_names_it_refuses_to_be_its_own_ba
     fill(tmp_path / "bucket")
     real("bucket", "add", "data", f"file://{tmp_path / 'bucket'}")
     real("get", "data/train/b", str(tmp_path / "b"))
+
+
+def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(
+    real: Program, tmp_path: Path, seaweed_keys: SeaweedFS
+) -> None:
+    seaweed_keys.create_bucket("newkeys")
+    right = seaweed_keys.options()
+    wrong = [word for pair in (right | {"secret_access_key": "old"}).items() for word in ("--option", "=".join(pair))]
+    up(real, "--no-auto-buckets")
+    add = ("bucket", "add", "owing", "s3://newkeys", "--write", "back", *wrong)
+    real(*add, code=4)
+    real(*add, "--no-check")
+    (tmp_path / "file").write_bytes(b"only here")
+    real("put", str(tmp_path / "file"), "owing/ckpt")
+
+    def failing() -> str:
+        return next((f["what"] for f in found(real, 1) if (f["check"], f["subject"]) == ("flush", "owing")), "")
+
+    assert "are on this node alone: the flush failed of ckpt: Denied" in until(failing)
+    new_key = ("bucket", "set", "owing", "--option", f"secret_access_key={right['secret_access_key']}")
+    assert "--force" in real(*new_key, "--option", "endpoint=http://127.0.0.1:1", "--no-check", code=6).stderr
+    real(*new_key)
+    real("flush", "owing")
+    state = json.loads(real("stat", "owing/ckpt", "--json").stdout)
+    assert (state["dirty"], state["cached_bytes"]) == (False, 9), "nothing was evicted"
+    real("bucket", "set", "owing", "--option", "secret_access_key=old", "--no-check")
+    real("put", str(tmp_path / "file"), "owing/second")
+    assert "--force" in real("bucket", "rm", "owing", code=6).stderr
+    assert real("bucket", "rm", "owing", "--force").stderr == "given up: owing/second (9 B)\n"
+    assert "owing" not in real("bucket", "ls").stdout
+
+
+def found(real: Program, code: int) -> list[dict[str, str]]:
+    report = json.loads(real("doctor", "--no-measure", "--json", code=code).stdout)
+    return list(report["findings"])

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from forebay.core import limits
-from forebay.core.errors import Busy, Exists, Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.errors import Busy, Denied, Exists, Invalid, NotFound, NotSupported, Precondition, Unavailable
 from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket
 from forebay.node.engine.write.locks import KeyLocks
@@ -428,6 +428,53 @@ def test_a_bucket_that_owes_something_is_neither_changed_nor_removed(rigged: Rig
         await written(rig, "through")
         assert await rig.front.get("key") == b"one"
         await rig.front.call("bucket_delete", calls.BucketNamed("remote"))
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_what_is_given_up_with_force_never_reaches_the_new_place(tmp_path: Path, clean: bool) -> None:
+    async def story() -> None:
+        async with rig(tmp_path) as made:
+            await written(made, "back")
+            made.remote.objects.place("deleted", b"of the new place")
+            await made.front.get("deleted")
+            made.remote.down = AWAY
+            await put(made, "key", b"only here")
+            await delete(made, "deleted")
+            moved = Bucket("remote", "memory://elsewhere", write="back")
+            with pytest.raises(Busy, match="--force"):
+                await made.front.call("bucket_put", moved)
+            with pytest.raises(Unavailable):  # what is given up is given up only for a place that answers
+                await made.front.call("bucket_put", calls.BucketPutCall(moved, check=True, force=True))
+            assert made.engine.flusher.totals("remote").objects == 2
+            await made.front.call("bucket_put", calls.BucketPutCall(moved, force=True))
+            await made.again(clean=clean)
+            made.remote.down = None
+            await flushed(made)
+            assert made.engine.flusher.totals("remote").objects == 0
+            assert await made.front.get("deleted") == b"of the new place"
+            with pytest.raises(NotFound):
+                await made.front.get("key")
+
+    asyncio.run(story())
+
+
+def test_other_keys_for_the_same_place_are_always_taken_and_evict_nothing(rigged: Rigged) -> None:
+    async def story(rig: Rig) -> None:
+        await written(rig, "back", options={"access_key_id": "old"})
+        rig.remote.refuses = Denied("the old key has run out: take the new one")
+        await put(rig, "key", b"one")
+        await until(lambda: bool(rig.engine.flusher.totals("remote").error))
+        checked = calls.BucketPutCall(as_written(rig, "back", options={"access_key_id": "new"}), check=True)
+        with pytest.raises(Denied, match="can be read, but not written back to"):
+            await rig.front.call("bucket_put", checked)
+        rig.remote.refuses = None
+        await rig.front.call("bucket_put", checked)
+        await until(lambda: rig.engine.flusher.totals("remote").objects == 0)
+        assert rig.engine.store.lookup("remote", "key") is not None
+        with pytest.raises(NotFound):
+            await rig.remote.objects.head(".forebay-write-check")
 
     rigged(story)
 

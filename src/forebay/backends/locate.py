@@ -70,6 +70,21 @@ def check(bucket: Bucket) -> None:
     _parse(bucket)
 
 
+def same_place(one: Bucket, other: Bucket) -> bool:
+    """Whether both buckets hold the same objects: they differ at most in who asks and how. What the environment and
+    the profile say counts as it is now."""
+    if (one.url, one.options) == (other.url, other.options):
+        return True
+    return one.url == other.url and _service(one) == _service(other)
+
+
+def _service(bucket: Bucket) -> tuple[str, ...]:
+    options, scheme = bucket.options, bucket.url.partition("://")[0]
+    if scheme == "s3":
+        return (aws.find_endpoint(options, os.environ),)
+    return tuple(options.get(name, "").rstrip("/") for name in ("base_url", "endpoint", "account_name"))
+
+
 def locate(bucket: Bucket, clock: Clock | None = None, node: str = "") -> Backend:
     """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it. `node`, if
     given, is the id of the node that asks: it goes with every request over HTTP."""

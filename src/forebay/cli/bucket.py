@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
-from forebay.cli.outcome import verb
+from forebay.cli.outcome import one_line, verb
 from forebay.core.errors import Exists, Invalid
+from forebay.core.messages.calls import CachedEntry
 from forebay.core.quantity import parse_size
 from forebay.core.types import LOCAL_URL, Bucket, CorsRule, check_bucket_name, format_freshness, parse_freshness
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
 
 app = typer.Typer(
     no_args_is_help=True, help="Add, show and remove buckets.", rich_markup_mode=None, add_completion=False
@@ -59,6 +63,11 @@ Cors = Annotated[
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="For the backend: endpoint, region, profile … Repeatable."),
+]
+
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Give up what the node alone has, if that is in the way; it is listed.")
 ]
 
 
@@ -226,6 +235,7 @@ def change(
     cors: Cors = None,
     option: Options = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Ask the backend first.")] = True,
+    force: Force = False,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -243,7 +253,11 @@ def change(
         old = client.bucket(name)
         if "options" in fields:
             fields["options"] = {n: v for n, v in (old.options | fields["options"]).items() if v}
-        kept = client.bucket_put(_checked(msgspec.structs.replace(old, **fields)), check=check)
+        wanted = _checked(msgspec.structs.replace(old, **fields))
+        mine = only_here(client, old) if force else []
+        kept = client.bucket_put(wanted, check=check, force=force)
+        if (old.url, old.options, old.write) != (kept.url, kept.options, kept.write):
+            _tell_given_up(name, mine, only_here(client, kept))
     if as_json:
         show.document(kept)
     else:
@@ -319,11 +333,33 @@ def settings_of(bucket: Bucket) -> list[tuple[str, str]]:
 
 @app.command("rm")
 @verb
-def rm(name: BucketName, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def rm(name: BucketName, force: Force = False, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Forget a bucket and evict what is cached of it; the backend keeps everything."""
     with open_client(url) as client:
-        client.bucket_delete(name)
+        mine = only_here(client, client.bucket(name)) if force else []
+        client.bucket_delete(name, force=force)
+        _tell_given_up(name, mine, [])
     if as_json:
         show.document({"name": name, "removed": True})
     else:
         print(f"bucket {name} is gone; what it may have had in a backend is there as it was")
+
+
+def only_here(client: Client, bucket: Bucket) -> list[CachedEntry]:
+    """The objects of the bucket that no backend has."""
+    found: list[CachedEntry] = []
+    after = ""
+    while bucket.write != "through":
+        page = client.cached_page(bucket.name, start_after=after)
+        found += [entry for entry in page.entries if entry.dirty or bucket.write == "local"]
+        after = page.next_after
+        if not after:
+            break
+    return found
+
+
+def _tell_given_up(name: str, before: list[CachedEntry], after: list[CachedEntry]) -> None:
+    kept = {entry.key for entry in after}
+    for entry in before:
+        if entry.key not in kept:
+            show.note(f"given up: {one_line(f'{name}/{entry.key}')} ({show.size(entry.size_bytes)})")

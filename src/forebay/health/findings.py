@@ -366,6 +366,14 @@ def node_state(state: NodeState) -> Iterator[Finding]:
             what = f"{held.lost_objects} objects were acknowledged and are lost"
             change = f"check the disk; `forebay lost ls {held.name}`, then write them again or give them up"
             yield Finding("lost", "bad", held.name, what, change)
+        if held.flush_error and held.dirty_objects:
+            what = (
+                f"{held.dirty_objects} objects and deletes ({quantity.size(held.dirty_bytes)}) are on this node alone"
+            )
+            change = (
+                f"mend the backend, or its keys with `forebay bucket set {held.name} --option …`; writes stop in time"
+            )
+            yield Finding("flush", "bad", held.name, f"{what}: the flush failed of {held.flush_error}", change)
     lost = [front.front for front in state.fronts if not front.connected]
     if lost:
         yield Finding(

@@ -109,7 +109,7 @@ class S3Place:
 
 def find_place(bucket: str, options: Mapping[str, str], environment: Mapping[str, str], clock: Clock) -> S3Place:
     """Where `bucket` is, by options, environment and profile; `Invalid` for options that contradict each other."""
-    profile = _Profile(options.get("profile") or environment.get("AWS_PROFILE") or "default", environment)
+    profile = _profile(options, environment)
     if "profile" in options and not profile.exists:
         raise Invalid(f"there is no profile {options['profile']!r} in {profile.files}: name one that is there")
     region = (
@@ -119,12 +119,7 @@ def find_place(bucket: str, options: Mapping[str, str], environment: Mapping[str
         or profile.get("region")
         or REGION_DEFAULT
     )
-    endpoint = (
-        options.get("endpoint")
-        or environment.get("AWS_ENDPOINT_URL_S3")
-        or environment.get("AWS_ENDPOINT_URL")
-        or profile.get("endpoint_url")
-    )
+    endpoint = _endpoint(options, environment, profile)
     style = options.get("addressing_style") or ("path" if endpoint or "." in bucket else "virtual")
     if style not in ("path", "virtual"):
         raise Invalid(f"option addressing_style is {style!r}: use path or virtual")
@@ -142,6 +137,25 @@ def find_place(bucket: str, options: Mapping[str, str], environment: Mapping[str
         flag(options, "request_payer"),
         _find_credentials(options, environment, profile, clock),
     )
+
+
+def find_endpoint(options: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """URL of the S3-compatible service, "" for Amazon's own."""
+    return _endpoint(options, environment, _profile(options, environment))
+
+
+def _endpoint(options: Mapping[str, str], environment: Mapping[str, str], profile: _Profile) -> str:
+    found = (
+        options.get("endpoint")
+        or environment.get("AWS_ENDPOINT_URL_S3")
+        or environment.get("AWS_ENDPOINT_URL")
+        or profile.get("endpoint_url")
+    )
+    return found.rstrip("/")
+
+
+def _profile(options: Mapping[str, str], environment: Mapping[str, str]) -> _Profile:
+    return _Profile(options.get("profile") or environment.get("AWS_PROFILE") or "default", environment)
 
 
 class Signer:
@@ -272,9 +286,10 @@ def _ask_chain(profile: _Profile, named: bool) -> Keys:
     except Exception as error:
         hint = " (an SSO profile is found when it is named by AWS_PROFILE)" if named else ""
         raise Denied(
-            "no AWS credentials were found in the bucket's options, the environment, "
-            f"profile {profile.name!r} or this machine's metadata service{hint}: set them, or the option "
-            f"skip_signature=true for a public bucket ({error})"
+            f"no AWS credentials in the bucket's options, in the environment of process {os.getpid()} (user "
+            f"{os.geteuid()}), its profile {profile.name!r} ({profile.files}) or the machine's metadata service{hint}: "
+            "a node has the environment of the shell that started it, so export them there and start it again, or give "
+            f"the bucket its own with --option; skip_signature=true is for a public bucket ({error})"
         ) from error
     expires_s = found.expiration.timestamp() if found.expiration else None
     return Keys(found.access_key_id, found.secret_access_key, found.session_token or None, expires_s)

@@ -32,15 +32,20 @@ class Nothing(msgspec.Struct, frozen=True):
     """No arguments, or nothing to say beyond that it is done."""
 
 
-class BucketNamed(msgspec.Struct, frozen=True):
+class BucketNamed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`force`: delete it although the node has something of it that is nowhere else, which is given up."""
+
     name: str
+    force: bool = False
 
 
 class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Create or change a bucket. `check`: keep it only if its backend answers."""
+    """Create or change a bucket. `check`: only if its backend answers and, where it is written back, takes a write.
+    `force`: also if that gives up what the node has not brought to the old place."""
 
     bucket: Bucket
-    check: bool
+    check: bool = False
+    force: bool = False
 
 
 class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):

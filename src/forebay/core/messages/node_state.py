@@ -34,6 +34,7 @@ class BucketState(msgspec.Struct, frozen=True):
     conflicts: int = 0
     lost_objects: int = 0  # acknowledged, and their bytes are gone
     missing: list[str] = []  # volumes that are not in use, and may hold what only they have of the bucket
+    flush_error: str = ""  # why the last flush failed, after the key; "" after a success
 
 
 class NodeState(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ OpenBackend = Callable[[Bucket, BackendCounters], Backend]
 
 UNKNOWN_KEPT_S = 30.0
 UNKNOWN_MAX = 1024
+TRIED_KEY = ".forebay-write-check"  # written and deleted to see that a bucket takes writes
 PREFIX = "buckets/"
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Bucket).decode
@@ -269,7 +270,7 @@ class Buckets:
         return served
 
     async def put(self, bucket: Bucket, *, probe: bool = True) -> Bucket:
-        """Add or change a bucket. Its backend is opened, and probed unless `probe` is off, before anything is kept."""
+        """Add or change a bucket. First its backend is opened and, unless `probe` is off, tried out."""
         check_bucket_name(bucket.name)
         old = self._kept.get(bucket.name)
         created_s = old.created_s if old else self._clock.wall_s()
@@ -277,15 +278,14 @@ class Buckets:
         if (bucket.write == "local") != (bucket.url == LOCAL_URL):
             raise Invalid(f"write=local and the URL {LOCAL_URL} go together: give both, or another URL and write mode")
         served = Served(bucket, self._open_backend(bucket))
-        if bucket.write == "back" and served.backend.read_only:
+        try:
+            if bucket.write == "back" and served.backend.read_only:
+                raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
+            if probe:
+                await _try_out(served)
+        except ForebayError:
             await served.backend.aclose()
-            raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
-        if probe:
-            try:
-                await served.backend.probe()
-            except ForebayError:
-                await served.backend.aclose()
-                raise
+            raise
         await self._meta.put(PREFIX + bucket.name, _encode(bucket))
         self._close_later(self._served.get(bucket.name))
         self._kept[bucket.name] = bucket
@@ -293,6 +293,14 @@ class Buckets:
         self._unknown.pop(bucket.name, None)
         self._changed()
         return bucket
+
+    async def try_out(self, bucket: Bucket) -> None:
+        """Raise what keeps the bucket's backend from being read and, if it is written back, from being written."""
+        served = Served(bucket, self._open_backend(bucket))
+        try:
+            await _try_out(served)
+        finally:
+            await served.backend.aclose()
 
     async def delete(self, name: str) -> None:
         """Forget the bucket; `NotFound` if it was not added. The caller evicts its cached objects."""
@@ -319,6 +327,21 @@ class Buckets:
             task = asyncio.create_task(served.backend.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+async def _try_out(served: Served) -> None:
+    await served.backend.probe()
+    if served.bucket.write != "back" or served.backend.read_only:
+        return
+    try:
+        await served.backend.put(TRIED_KEY, Body(0, b""))
+    except ForebayError as error:
+        said = f"the backend can be read, but not written back to: {error.message}"
+        raise type(error)(said, code=error.code, retry_after_s=error.retry_after_s) from error
+    try:
+        await served.backend.delete(TRIED_KEY)
+    except ForebayError as error:  # a bucket that only grows can be written back to, if nothing is deleted
+        log.warning("%s takes writes but not deletes: %s stays there: %s", served.bucket.url, TRIED_KEY, error)
 
 
 def _no_bucket(name: str) -> NotFound:

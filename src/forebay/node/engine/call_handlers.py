@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 import forebay
+from forebay.backends.locate import same_place
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Exists, Invalid
@@ -161,7 +162,7 @@ class Verbs:
         return [hide_secrets(bucket) for bucket in self._engine.buckets.all()]
 
     async def _bucket_put(self, call: calls.BucketPutCall) -> Bucket:
-        bucket = call.bucket
+        bucket, buckets = call.bucket, self._engine.buckets
         if bucket.freshness_s < 0:
             raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
         if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
@@ -169,17 +170,23 @@ class Verbs:
         old = self._kept(bucket.name)
         bucket = with_secrets(bucket, old)
         if old is None:
-            return hide_secrets(await self._engine.buckets.put(bucket, probe=call.check))
-        moved = (old.url, old.options) != (bucket.url, bucket.options)
+            return hide_secrets(await buckets.put(bucket, probe=call.check))
+        moved = not same_place(old, bucket)
         if not moved and old.write == bucket.write:
-            return hide_secrets(await self._engine.buckets.put(bucket, probe=call.check))
+            kept = await buckets.put(bucket, probe=call.check)
+            self._engine.flusher.try_again(bucket.name)  # what failed may have failed for want of the new key
+            return hide_secrets(kept)
+        if call.check:
+            await buckets.try_out(bucket)  # before anything is given up
         async with self._engine.writes.quiet(bucket.name):
+            if call.force:
+                await self._give_up(old)
             await self._settled(bucket.name, "change where or how it is written")
             if bucket.write != "local":
                 await self._empty(old, "change the bucket")
-            if (old.url, old.options.get("endpoint")) != (bucket.url, bucket.options.get("endpoint")):
+            if moved:
                 await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
-            kept = await self._engine.buckets.put(bucket, probe=call.check)
+            kept = await buckets.put(bucket, probe=False)
             if moved:
                 self._engine.cold.leave(kept.name)
                 await self._engine.work.evict_bucket(kept.name)  # cached objects may be from the old place
@@ -207,6 +214,8 @@ class Verbs:
         async with self._engine.writes.quiet(named.name):
             bucket = self._kept(named.name)
             if bucket is not None:
+                if named.force:
+                    await self._give_up(bucket)
                 await self._settled(named.name, "delete the bucket")
                 await self._empty(bucket, "delete the bucket")
                 await self._engine.uploads.abort_bucket(named.name)
@@ -229,16 +238,31 @@ class Verbs:
         if owed.objects:
             raise Busy(
                 f"bucket {bucket} has {owed.objects} objects or deletes ({owed.bytes} bytes) that its backend has not "
-                f"got: `forebay flush {bucket}` first, then {change}",
+                f"got: `forebay flush {bucket}` first, then {change}; or give them up with --force, which lists them",
                 retry_after_s=5.0,
             )
+
+    async def _give_up(self, bucket: Bucket) -> None:
+        """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects."""
+        engine, name = self._engine, bucket.name
+        engine.flush()
+        while owed := engine.flusher.window(name, "", "", limits.LIST_KEYS_MAX):
+            for key, _ in owed:
+                await engine.writes.disown(name, key)
+        for key in [lost.key for lost in engine.store.lost_in(name)]:
+            await engine.writes.disown(name, key)
+        while bucket.write == "local" and (found := engine.index.scan(name, limit=limits.LIST_KEYS_MAX)):
+            for key, _ in found:
+                await engine.writes.disown(name, key)
+            engine.flush()
 
     async def _empty(self, bucket: Bucket, change: str) -> None:
         """`Exists` while a local bucket holds objects, which exist nowhere else."""
         self._engine.flush()
         if bucket.write == "local" and self._engine.index.scan(bucket.name, limit=1):
             raise Exists(
-                f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}",
+                f"bucket {bucket.name} holds objects that are on this node alone: delete them first, then {change}; or "
+                "give them up with --force, which lists them",
                 code="BucketNotEmpty",
             )
 
@@ -333,6 +357,7 @@ class Verbs:
             owed.conflicts,
             self._lost_objects(bucket.name),
             self._engine.volumes.missing(bucket.name),
+            owed.error,
         )
 
     def _lost_objects(self, bucket: str) -> int:

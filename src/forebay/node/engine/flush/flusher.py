@@ -314,6 +314,11 @@ class Flusher:
         async with self._lock(bucket, key):
             self._step(bucket, Released(key))
 
+    def try_again(self, bucket: str) -> None:
+        """What failed may go well now: try the first of it at once, and the rest follows a success."""
+        for key, _ in self.window(bucket, "", "", ASKED_AT_ONCE):
+            self.ask(bucket, key)
+
     def ask(self, bucket: str, key: str) -> None:
         """Somebody wants the backend to have this key soon."""
         self._step(bucket, Asked(key))

@@ -43,7 +43,7 @@ from forebay.node.front.http.requests import (
     status_of,
 )
 from forebay.node.front.native import openapi
-from forebay.node.front.native.arguments import JSON, decode_body, encode, number_of
+from forebay.node.front.native.arguments import JSON, decode_body, encode, flag_of, number_of
 from forebay.node.front.native.hints import BODY_BYTES_MAX as HINTS_BYTES_MAX
 from forebay.node.front.native.hints import HintAnswers
 from forebay.node.front.native.routes import Route, find
@@ -280,10 +280,10 @@ class Native:
         if route.name in ("job", "job_cancel"):
             arguments = calls.JobNamed(taken["job"])
         elif route.name == "stat":
-            revalidate = decode_query(request.query).get("revalidate", "") in ("1", "true")
+            revalidate = flag_of(request, "revalidate")
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
-            arguments = calls.BucketNamed(taken["bucket"])
+            arguments = calls.BucketNamed(taken["bucket"], flag_of(request, "force"))
         elif route.name == "lost":
             query = decode_query(request.query)
             after, prefix = query.get("start_after", ""), query.get("prefix", "")
@@ -338,8 +338,8 @@ class Native:
             wanted: Bucket = decode_body(request, Bucket)
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
-            check = decode_query(request.query).get("check", "") in ("1", "true")
-            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check))
+            check, force = flag_of(request, "check"), flag_of(request, "force")
+            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force))
             exchange.respond(200, JSON, encode(kept))
 
         exchange.spawn(answer())

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from forebay.core.errors import Invalid
-from forebay.node.front.http.requests import Request
+from forebay.node.front.http.requests import Request, decode_query
 
 JSON: Final = b"Content-Type: application/json\r\n"
 encode = msgspec.json.Encoder().encode
@@ -19,6 +19,11 @@ def decode_body(request: Request, type_: Any) -> Any:
         return msgspec.json.decode(request.body, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(f"the body is not the JSON that is expected here: {error}; see /-/openapi.json") from None
+
+
+def flag_of(request: Request, name: str) -> bool:
+    """Whether the query gives `name` as 1 or true."""
+    return decode_query(request.query).get(name, "") in ("1", "true")
 
 
 def number_of(query: dict[str, str], name: str, default: int, *, least: int = 0, most: int) -> int:

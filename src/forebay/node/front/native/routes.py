@@ -90,7 +90,10 @@ _UPLOADS = (
     Parameter("after_id", "The last upload of the page before."),
     Parameter("limit", "At most so many uploads, up to 1,000.", "integer"),
 )
-_CHECK = (Parameter("check", "1: keep it only if its backend answers.", "boolean"),)
+_CHECK = Parameter(
+    "check", "1: keep it only if its backend answers; if it is written back, also takes a write.", "boolean"
+)
+_FORCE = Parameter("force", "1: give up what the node alone has, if that is in the way.", "boolean")
 _BYTES = "application/octet-stream"
 
 
@@ -180,12 +183,13 @@ ROUTES: tuple[Route, ...] = (
     Route("buckets", "GET", "/-/v1/buckets", "All buckets that the caller may read.", answer=list[Bucket]),
     Route("bucket", "GET", "/-/v1/buckets/{bucket}", "One bucket's settings; secrets are masked.", answer=Bucket),
     Route(
-        "bucket_put", "PUT", "/-/v1/buckets/{bucket}", "Create or change a bucket.", "admin", _CHECK,
+        "bucket_put", "PUT", "/-/v1/buckets/{bucket}", "Create or change a bucket.", "admin", (_CHECK, _FORCE),
         body=Bucket, answer=Bucket,
     ),
     Route(
         "bucket_delete", "DELETE", "/-/v1/buckets/{bucket}",
-        "Forget a bucket and what is cached of it; the backend is not touched.", "admin", answer=calls.Nothing,
+        "Forget a bucket and what is cached of it; the backend is not touched.", "admin", (_FORCE,),
+        answer=calls.Nothing,
     ),
     Route(
         "bucket_check", "GET", "/-/v1/buckets/{bucket}/check", "Ask the backend whether it answers.",
