@@ -88,3 +88,19 @@ def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(
 def found(real: Program, code: int) -> list[dict[str, str]]:
     report = json.loads(real("doctor", "--no-measure", "--json", code=code).stdout)
     return list(report["findings"])
+
+
+def test_a_start_that_would_let_more_in_than_the_last_one_is_refused(real: Program, tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys.json")
+    real("key", "create", "me", "--allow", "admin:*", "--file", keys)
+    up(real, "--identities", keys, "--fronts", "0")
+    assert up(real)["started"] is False, "it runs, and goes on as it is"
+    assert "identities" in real("bucket", "ls", code=4).stderr
+    real("down")
+    refused = real("up", "--listen", real.env["FOREBAY_LISTEN"], code=2).stderr
+    assert "open to everybody" in refused
+    assert f"add --identities {keys}; or add --loosen" in refused
+    foreground = real.process("node", "--listen", real.env["FOREBAY_LISTEN"])
+    assert (foreground.communicate(timeout=60)[1].decode(), foreground.returncode) == (refused, 2)
+    up(real, "--loosen", "--fronts", "0")
+    real("bucket", "ls")

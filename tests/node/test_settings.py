@@ -11,6 +11,7 @@ import pytest
 
 from forebay.core.errors import Exists, Invalid, NotFound
 from forebay.core.quantity import parse_size
+from forebay.node.last_start import check_not_looser, remember
 from forebay.node.process.supervisor import Lock, hold_port
 from forebay.node.settings import Settings, from_json, load, parse_listen
 from forebay.ports import chance, clock
@@ -74,6 +75,33 @@ def test_the_endpoint_is_one_that_a_client_can_use() -> None:
     assert Settings("/d", "0.0.0.0:80", identities="/i").endpoint == "http://127.0.0.1:80"
     assert Settings("/d", "[::1]:80").endpoint == "http://[::1]:80"
     assert Settings("/d", "localhost:80").endpoint == "http://localhost:80"
+
+
+def test_a_start_is_held_against_the_last_one(tmp_path: Path) -> None:
+    def start(listen: str, identities: str = "", cert: str = "", loosen: bool = False) -> str:
+        settings = Settings(str(tmp_path), listen, identities=identities, tls_cert=cert, loosen=loosen)
+        try:
+            check_not_looser(settings)
+        except Invalid as refused:
+            return str(refused)
+        remember(settings)
+        return ""
+
+    assert start("127.0.0.1:0") == ""
+    assert start("localhost:1") == "", "another name of loopback"
+    assert "add --listen localhost:1;" in start("192.0.2.1:1", "/i"), "wider"
+    assert start("192.0.2.1:1", "/i", "/c", loosen=True) == ""
+    assert start("192.0.2.1:2", "/j", "/d") == "", "as before, from other files"
+    assert "listening at 0.0.0.0, which" in start("0.0.0.0:2", "/j", "/d")
+    assert "listening at 192.0.2.9, which" in start("192.0.2.9:2", "/j", "/d")
+    assert "without TLS, which it was not at its last start: add --tls-cert /d;" in start("192.0.2.1:2", "/j")
+    assert "open to everybody and without TLS" in start("127.0.0.1:2")
+    assert start("127.0.0.1:2", "/j", "/d") == "", "tighter"
+    assert "add --listen" in start("192.0.2.1:2", "/j", "/d"), "what was tightened stays so"
+    (tmp_path / "settings.json").write_text("{")
+    assert "mend it, or delete it" in start("127.0.0.1:2", "/j", "/d")
+    (tmp_path / "settings.json").write_text('{"of_a_later_version": 1}')
+    assert start("127.0.0.1:2") == ""
 
 
 def test_one_lock_one_port(tmp_path: Path) -> None:

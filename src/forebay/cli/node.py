@@ -53,6 +53,10 @@ FlushTimeout = Annotated[
     ),
 ]
 
+Loosen = Annotated[
+    bool, typer.Option("--loosen", help="Let in who was not let in at the last start: no identities, no TLS, wider.")
+]
+
 
 def flags(dir: str | None, volumes: list[str] | None, **others: Any) -> dict[str, Any]:
     """The flags as `settings.load` takes them; None is "not given"."""
@@ -75,6 +79,7 @@ def node(
     domain: Domain = None,
     auto_buckets: AutoBuckets = None,
     flush_timeout: FlushTimeout = None,
+    loosen: Loosen = False,
     log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -98,6 +103,7 @@ def node(
         domain=domain,
         auto_buckets=auto_buckets,
         flush_timeout=flush_timeout,
+        loosen=loosen or None,
     )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))

@@ -48,6 +48,7 @@ def up(
     domain: node_verb.Domain = None,
     auto_buckets: node_verb.AutoBuckets = None,
     flush_timeout: node_verb.FlushTimeout = None,
+    loosen: node_verb.Loosen = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")
     ] = 60.0,
@@ -58,7 +59,7 @@ def up(
 
     Does nothing if it runs already. With --json: {"endpoint", "pid", "dir", "log", "started"}.
     """
-    from forebay.node import settings
+    from forebay.node import last_start, settings
 
     given = node_verb.flags(
         dir,
@@ -73,6 +74,7 @@ def up(
         domain=domain,
         auto_buckets=auto_buckets,
         flush_timeout=flush_timeout,
+        loosen=loosen or None,
     )
     if given["dir"] is None and config is None:
         given["dir"] = str(local_node.directory(None))
@@ -83,6 +85,7 @@ def up(
     if there is None:
         if wanted.port == 0:
             raise Invalid("--listen with port 0 is for `forebay node`: name a port, so that clients can find it")
+        last_start.check_not_looser(wanted)
         _check_port(wanted.host, wanted.port)
         there = _start(at, given, config, wanted.endpoint, timeout_s)
     elif listen is not None and there.endpoint != wanted.endpoint:
@@ -91,15 +94,8 @@ def up(
             f"`forebay down{_dir_flag(dir)}` and start it again"
         )
     if as_json:
-        show.document(
-            {
-                "endpoint": there.endpoint,
-                "pid": there.pid,
-                "dir": str(at),
-                "log": str(wanted.log_file),
-                "started": started,
-            }
-        )
+        said = {"endpoint": there.endpoint, "pid": there.pid, "dir": str(at), "log": str(wanted.log_file)}
+        show.document({**said, "started": started})
     else:
         print(welcome(there, at, dir, started=started))
 
@@ -184,6 +180,8 @@ def _arguments(given: dict[str, object], config: str | None) -> list[str]:
     for name, value in given.items():
         if name == "auto_buckets":
             out += [] if value is None else ["--auto-buckets" if value else "--no-auto-buckets"]
+        elif name == "loosen":
+            out += ["--loosen"] if value else []
         elif isinstance(value, tuple):
             for each in value:
                 out += ["--volume", str(Path(each).absolute())]

@@ -28,6 +28,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--flush-timeout", type=float, help="seconds that a stop may take to flush; 0 leaves it for the next start"
     )
+    parser.add_argument(
+        "--loosen", action="store_const", const=True, help="let in who was not let in at the last start"
+    )
     parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
     flags = vars(parser.parse_args(arguments))
     try:

@@ -66,7 +66,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
     key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
     only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
-    is replaced (`core/machines/pulse.py`); 0 is never.
+    is replaced (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last
+    start (`node/last_start.py`).
     """
 
     dir: str
@@ -84,6 +85,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: str = ""
     flush_timeout_s: float = 60.0
     hung_after_s: float = 10.0
+    loosen: bool = False
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -170,6 +172,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def owed_file(self) -> Path:
         """What the last stop left unflushed: JSON with `objects` and `bytes`; not there when that was nothing."""
         return self.run_dir / "owed.json"
+
+    @property
+    def settings_file(self) -> Path:
+        """What the last start said of who may get in (`node/last_start.py`)."""
+        return Path(self.dir) / "settings.json"
 
     @property
     def log_file(self) -> Path:

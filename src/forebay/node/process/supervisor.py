@@ -41,6 +41,7 @@ import msgspec
 import forebay
 from forebay.core.errors import Busy, Exists, Invalid
 from forebay.core.machines.pulse import Pulse, interval_s
+from forebay.node.last_start import check_not_looser, remember
 from forebay.node.process.child import EXIT_REFUSED
 from forebay.node.settings import Settings
 from forebay.ports import machine
@@ -329,6 +330,7 @@ class Supervisor:
         temporary = self.settings.node_file.with_suffix(".new")
         temporary.write_text(json.dumps(told))
         temporary.replace(self.settings.node_file)
+        remember(self.settings)
         self._announce(self.settings.endpoint)
 
 
@@ -346,6 +348,11 @@ async def supervise(settings: Settings, announce: Callable[[str], None]) -> int:
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(name, stopping.set)
     lock = Lock(settings.lock_file)
+    try:
+        check_not_looser(settings)
+    except BaseException:
+        lock.release()
+        raise
     stopped = asyncio.create_task(stopping.wait())
     waiting = asyncio.create_task(last_run_ended(settings, system_clock))
     try:
