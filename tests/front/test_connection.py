@@ -411,3 +411,12 @@ def test_a_port_in_use_is_said_plainly() -> None:
     with pytest.raises(Invalid, match="choose another --listen"):
         listen("127.0.0.1", taken.getsockname()[1])
     taken.close()
+
+
+def test_empty_lines_before_a_request_cost_their_length(node: Node) -> None:
+    """Each was taken off by a copy of all that followed."""
+    node.put("small", b"tiny")
+    with node.connect() as client:
+        for _ in range(2):
+            client.send(b"\r\n" * (2 << 20) + head())
+            assert client.answer().body == b"tiny"

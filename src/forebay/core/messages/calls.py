@@ -433,9 +433,13 @@ _answers = {verb: msgspec.msgpack.Decoder(types[1]) for verb, types in VERBS.ite
 
 
 def encode_call(verb: str, arguments: Any) -> bytes:
-    """The body of a `wire.Call`. The arguments must be of the verb's type: anything else is a bug here, not there."""
+    """The body of a `wire.Call`. The arguments must be of the verb's type: anything else is a bug here, not there.
+    `Invalid` for a number that no message can hold: a client may have said it."""
     assert isinstance(arguments, VERBS[verb][0]), f"{verb} takes {VERBS[verb][0]}, not {type(arguments)}"
-    return _encode(arguments)
+    try:
+        return _encode(arguments)
+    except OverflowError:
+        raise Invalid("a number is outside -2**63 to 2**64-1: give one that can be meant") from None
 
 
 def decode_call(verb: str, body: bytes) -> Any:

@@ -26,6 +26,7 @@ from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
+from forebay.core.s3rules.cors import check_rules
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
 from forebay.core.volumes import LostObject
 from forebay.node.engine.buckets import Buckets
@@ -167,6 +168,12 @@ class Verbs:
             raise Invalid("freshness is negative: use immutable, always, or a time like 60s")
         if bucket.quota_bytes is not None and bucket.quota_bytes < limits.BLOCK_BYTES:
             raise Invalid(f"a quota below one block ({limits.BLOCK_BYTES} bytes) keeps nothing: give more, or none")
+        if bucket.dirty_bytes_max is not None and bucket.dirty_bytes_max < 0:
+            raise Invalid(
+                "dirty_bytes_max is negative: give bytes, or leave it out for a quarter of the node's capacity"
+            )
+        if bucket.cors:
+            check_rules(bucket.cors)
         old = self._kept(bucket.name)
         bucket = with_secrets(bucket, old)
         if old is None:

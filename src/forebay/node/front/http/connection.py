@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,9 +34,9 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Busy, ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.node.front.http import parser
-from forebay.node.front.http.chunks import ChunkFraming
 from forebay.node.front.http.counts import VERB_AT, VERB_OTHER
 from forebay.node.front.http.long_bodies import PIECE_BYTES, Receiver
+from forebay.node.front.http.parts import BODY, BUSY, CLOSED, HEAD, IDLE, LINGER, NONE, PARTS, WHOLE, Parts
 from forebay.node.front.http.requests import (
     STATUS_LINES,
     BodySink,
@@ -47,7 +48,7 @@ from forebay.node.front.http.requests import (
     status_of,
     too_large,
 )
-from forebay.node.front.http.sender import ClientGone, Sender
+from forebay.node.front.http.sender import ClientGone
 from forebay.node.front.objects.fast_lane import TARGET_BYTES as LANE_BYTES
 
 if TYPE_CHECKING:
@@ -59,17 +60,15 @@ READ_BYTES = 64 * 1024  # one read: more than the longest head, so that a whole 
 FIELDS_KEPT_BYTES_MAX = 1024  # a longer block of fields is not remembered: 4,096 connections x 32 KiB would be too much
 LINGER_S = 5.0  # how long a client may take to see our end and close
 BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall timeout
+_EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
 
 assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES < PIECE_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
 
-IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)  # phases; plain numbers, since each request compares some
-NONE, WHOLE, PARTS = range(3)  # stages
 
-
-class Connection(Sender, asyncio.BufferedProtocol):
+class Connection(Parts, asyncio.BufferedProtocol):
     """See the module's header. It is the `Exchange` of whatever request it is answering."""
 
     __slots__ = (
@@ -77,48 +76,31 @@ class Connection(Sender, asyncio.BufferedProtocol):
         "_body_left",
         "_body_progress",
         "_chunked",
-        "_counts",
         "_eof",
         "_file",
         "_file_size",
         "_handler",
-        "_head",
-        "_http11",
         "_in_loop",
-        "_keep",
         "_lane",
         "_latency",
-        "_mute",
         "_on_fault",
-        "_owed",
         "_paused",
         "_pending",
-        "_phase",
         "_receiver",
         "_scanned",
-        "_server",
-        "_since_s",
         "_sink",
-        "_stage",
-        "_status",
         "_tail",
         "_task",
         "_transport",
         "_verb",
         "fields",
-        "framing",
         "peer",
         "request",
     )
 
     def __init__(self, server: Server) -> None:
-        super().__init__()
+        super().__init__(server)
         self.request: Request
-        self._server = server
-        self._counts = server.counts
-        self._phase = IDLE
-        self._stage = NONE
-        self._since_s = server.now_s  # when the phase began or last made progress
         self._pending = bytearray()  # read, not yet understood
         self._scanned = 0  # no end of a head before this
         self._in_loop = False
@@ -127,7 +109,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self.fields = parser.Fields({})
         self._lane = server.lane
         self._tail = _NO_TAIL  # what follows the target when the remembered fields are sent and the lane admits them
-        self._keep = True
         self._handler: Handler = server.default_handler
         self._verb = VERB_OTHER
         self._sink: BodySink | None = None
@@ -140,13 +121,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
         self._file_size = 0
         self._on_fault: Callable[[int], None] | None = None
         self._latency: Histogram | None = None
-        self._head = b""  # the head of a body in parts, until its first piece
-        self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
-        self._mute = False  # HEAD
-        self.framing: ChunkFraming | None = None
         self.peer = ""
-        self._http11 = True
-        self._status = 0
         self._eof = False
 
     # --- the loop calls ----------------------------------------------------------------------------------------------
@@ -226,11 +201,13 @@ class Connection(Sender, asyncio.BufferedProtocol):
         assert not self._in_loop
         self._in_loop = True
         while data:
+            if data.startswith(b"\r\n"):  # RFC 9112 2.2: empty lines before a request are skipped
+                empty = _EMPTY_LINES.match(data)
+                assert empty is not None
+                data = data[empty.end() :]
+                continue
             end = data.find(b"\r\n\r\n")
-            if end < 0 or data.startswith(b"\r\n"):
-                if data.startswith(b"\r\n"):  # RFC 9112 2.2: an empty line before a request is skipped
-                    data = data[2:]
-                    continue
+            if end < 0:
                 self._pending += data
                 self._phase = HEAD
                 self._since_s = self._server.now_s
@@ -357,7 +334,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
             self._body_progress = 0
             self._since_s = self._server.now_s
 
-    # a long body: the receiver reads it
     def _body_moved(self) -> None:
         """A piece of the body is stored."""
         receiver, sink = self._receiver, self._sink
@@ -468,9 +444,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._put(data):
             self._finish()
 
-    def _connection_line(self) -> bytes:
-        return b"Connection: keep-alive\r\n" if self._keep else b"Connection: close\r\n"
-
     def fail(self, error: ForebayError) -> None:
         if self._phase != BUSY:
             return
@@ -566,69 +539,6 @@ class Connection(Sender, asyncio.BufferedProtocol):
         if self._put(data, file.fd, offset, size_bytes):
             self._finish()
 
-    def start(self, status: int, head: bytes, size_bytes: int | None = None) -> None:
-        assert self._stage == NONE, "answered twice"
-        self._stage = PARTS
-        self._status = status
-        self._owed = size_bytes
-        self.framing = ChunkFraming() if size_bytes is None and self._http11 else None
-        if size_bytes is not None:
-            framing = b"Content-Length: %d\r\n" % size_bytes
-        elif self.framing is not None:
-            framing = b"Transfer-Encoding: chunked\r\n"
-        else:
-            framing, self._keep = b"", False
-        self._head = b"%b%b%b%b%b\r\n" % (
-            STATUS_LINES[status],
-            self._server.standing,
-            head,
-            framing,
-            b"" if self._keep and self._http11 else self._connection_line(),
-        )
-
-    async def write(self, data: bytes | memoryview) -> None:
-        self._owe(len(data))
-        if self._mute or not data:
-            return
-        if self.framing is not None:
-            data = self.framing.whole(data)
-        head, self._head = self._head, b""
-        self._counts.sent_bytes += len(head) + len(data)
-        self._since_s = self._server.now_s
-        await self._put_and_wait(head + data if head else data)
-
-    async def write_file(self, fd: int, offset: int, size_bytes: int, before: bytes | memoryview = b"") -> None:
-        assert size_bytes > 0, "an empty piece has no file"
-        self._owe(len(before) + size_bytes)
-        if self._mute:
-            return
-        head, self._head = self._head, b""
-        if self.framing is not None:
-            head += self.framing.opening(len(before) + size_bytes)
-        head += before
-        self._counts.sent_bytes += len(head) + size_bytes
-        self._since_s = self._server.now_s
-        await self._put_and_wait(head, fd, offset, size_bytes)
-
-    def _owe(self, size_bytes: int) -> None:
-        assert self._stage == PARTS, "start the body first"
-        if self._phase != BUSY:
-            raise ClientGone("the client is gone")
-        if self._owed is not None:
-            assert self._owed >= size_bytes, "more body than announced"
-            self._owed -= size_bytes
-
-    async def end(self) -> None:
-        assert self._stage == PARTS, "start the body first"
-        assert self._mute or not self._owed, "less body than announced"
-        last = self._head + (b"" if self.framing is None or self._mute else self.framing.last())
-        self._head = b""
-        self.framing = None
-        if last:
-            self._counts.sent_bytes += len(last)
-            await self._put_and_wait(last)
-        self._stage = WHOLE
-
     def _end_parts(self) -> None:
         """A task ended without `end`."""
         self.fail(Bug("an answer was left unfinished: please report it"))
@@ -636,8 +546,7 @@ class Connection(Sender, asyncio.BufferedProtocol):
     def cut(self, orderly: bool = False) -> None:
         self._close("error", reset=not orderly or (self._owed is None and self.framing is None))
 
-    # --- the fast lane (objects/fast_lane.py)
-    # -------------------------------------------------------------------------------------
+    # --- the fast lane (objects/fast_lane.py) ------------------------------------------------------------------------
     def answer_whole(self, data: bytes) -> bool:
         """Send a finished 200 from IDLE. True if the socket took it at once: then the request is over, and the caller
         counts it; else it goes on as any other."""

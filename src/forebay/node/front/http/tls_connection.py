@@ -25,7 +25,8 @@ import ssl
 from typing import TYPE_CHECKING
 
 from forebay.node.front.http import parser
-from forebay.node.front.http.connection import BUSY, CLOSED, LINGER, WHOLE, Connection
+from forebay.node.front.http.connection import Connection
+from forebay.node.front.http.parts import BUSY, CLOSED, LINGER, WHOLE
 from forebay.node.front.http.sender import SENDFILE_BYTES_MAX
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from forebay.node.front.batch.batches import Batches
 from forebay.node.front.door import Door
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.bodies import Incoming
+from forebay.node.front.http.checksums import check_algorithm
 from forebay.node.front.http.requests import (
     BodySink,
     BoundedBody,
@@ -51,7 +52,7 @@ from forebay.node.front.native.uploads import UploadAnswers
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.listings import ListingAnswers
 from forebay.node.front.objects.members import Members
-from forebay.node.front.objects.object_headers import write_conditions
+from forebay.node.front.objects.object_headers import check_stored, write_conditions
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.reads import Reads
 from forebay.node.outcomes import Call
@@ -206,6 +207,9 @@ class Native:
         for bucket, key in ((call.source_bucket, call.source_key), (call.bucket, call.key)):
             self._reads.bucket(bucket)
             check_key(key)
+        check_stored(call.headers or ())
+        if call.checksum_algorithm:
+            call = msgspec.structs.replace(call, checksum_algorithm=check_algorithm(call.checksum_algorithm))
         self._auth.require_read(self._auth.bearer(request), self._reads.bucket(call.source_bucket))
 
         async def answer() -> None:

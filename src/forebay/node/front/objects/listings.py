@@ -9,6 +9,8 @@ Invariant. An answer with status 200 is exactly the listing that its ETag names,
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from forebay.core import limits
@@ -18,6 +20,7 @@ from forebay.node.front.http.requests import Exchange, decode_query, header_line
 from forebay.node.outcomes import Call
 from forebay.node.store.derived import Derived
 
+_SECONDS = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,20})?")
 _JSON = b"Content-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
 
@@ -31,12 +34,11 @@ class ListingAnswers:
     def answer(self, exchange: Exchange, bucket: str) -> None:
         """Answer, in a task of the exchange. `Invalid` for a query that makes no sense."""
         query = decode_query(exchange.request.query)
-        try:
-            since_s = float(query.get("since", "0"))
-        except ValueError:
-            raise Invalid("since is not a number: send what the answer before said, or leave it out") from None
+        since = query.get("since", "0")
+        if not _SECONDS.fullmatch(since):
+            raise Invalid("since is not a time in seconds: send what the answer before said, or leave it out")
         refresh = query.get("refresh", "") in ("1", "true")
-        call = ListingCall(bucket, query.get("prefix", ""), query.get("id", ""), refresh, since_s)
+        call = ListingCall(bucket, query.get("prefix", ""), query.get("id", ""), refresh, float(since))
         exchange.spawn(self._answer(exchange, call))
 
     async def _answer(self, exchange: Exchange, call: ListingCall) -> None:

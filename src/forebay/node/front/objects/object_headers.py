@@ -9,6 +9,7 @@ Invariant. `stored_headers` yields names in lower case, each once, and nothing t
 
 from __future__ import annotations
 
+import re
 from typing import Final, NamedTuple
 
 from forebay.core import limits
@@ -26,6 +27,7 @@ _CONTENT: Final = (
     b"expires",
 )
 _META: Final = b"x-amz-meta-"
+_META_NAME: Final = re.compile(rb"x-amz-meta-[!#$%&'*+\-.^_`|~0-9a-z]+")
 # fmt: off
 _REFUSED: Final = (  # beginnings of names
     b"x-amz-server-side-encryption", b"x-amz-object-lock-", b"x-amz-grant-", b"x-amz-website-redirect-location",
@@ -70,6 +72,20 @@ def stored_headers(request: Request) -> Headers:
             code="MetadataTooLarge",
         )
     return tuple(kept)
+
+
+def check_stored(headers: Headers) -> None:
+    """`Invalid` for headers that no object is stored with: sent back, they would say something of the answer itself."""
+    size = 0
+    for name, value in headers:
+        raw = name.encode("utf-8", "replace")
+        if raw not in _CONTENT and not _META_NAME.fullmatch(raw):
+            raise Invalid(f"no object is stored with the header {name[:60]!r}: name it x-amz-meta-…, in lower case")
+        if not value.isprintable():
+            raise Invalid(f"the value for {name} holds a control character: percent-encode or remove it")
+        size += len(raw) + len(value.encode())
+    if size > limits.HEADER_BYTES_MAX // 2:
+        raise Invalid("the headers of the object are longer than what a request holds: send less")
 
 
 def _text(name: bytes, raw: bytes) -> str:

@@ -51,12 +51,14 @@ from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.upload_calls import create_call, part_number, send_part
 from forebay.node.front.s3.listing import OWNER
 from forebay.node.front.s3.write import copy_source, source_conditions
-from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, escape, malformed, parse, timestamp
+from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, escape, malformed, parse, read, timestamp
 from forebay.node.outcomes import Call
 
+ELEMENTS_MAX: Final = limits.PARTS_MAX * 10 + 64  # S3 knows seven of a Part
 _SOURCE: Final = b"x-amz-copy-source"
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _NUMBER: Final = re.compile(r"[0-9]{1,10}")
+_SIZE: Final = re.compile(r"[0-9]{1,18}")
 _INT32_MAX: Final = 2**31 - 1
 _INITIATOR: Final = OWNER.replace("Owner>", "Initiator>")
 _ELEMENTS: Final = {f"Checksum{name}": name for name in ALGORITHMS}
@@ -102,7 +104,7 @@ class UploadsApi:
         elif method == b"PUT":
             self._part(request, exchange, identity, bucket.name, key, query)
         elif method == b"POST":
-            exchange.spawn(self._complete(request, exchange, self._complete_call(request, bucket.name, key, upload_id)))
+            exchange.spawn(self._complete(request, exchange, bucket.name, key, upload_id))
         elif method == b"DELETE":
             exchange.spawn(self._abort(request, exchange, UploadNamed(bucket.name, key, upload_id)))
         elif method == b"GET":
@@ -125,7 +127,9 @@ class UploadsApi:
             refuse_unserved(request)
             if _SOURCE not in request.headers:
                 return self._intake.open(request, caller, bucket, key, md5=True)
-        return self._intake.document(_without_checksums(request), caller)
+        names_parts = request.method == b"POST" and "uploadId" in query
+        bytes_max = limits.XML_BODY_BYTES_MAX if names_parts else limits.SETTING_BYTES_MAX
+        return self._intake.document(_without_checksums(request), caller, bytes_max)
 
     # --- create, abort -----------------------------------------------------------------------------------------------
     async def _create(self, request: Request, exchange: Exchange, call: UploadCreateCall) -> None:
@@ -192,23 +196,21 @@ class UploadsApi:
         )
 
     # --- complete ----------------------------------------------------------------------------------------------------
-    def _complete_call(self, request: Request, bucket: str, key: str, upload_id: str) -> UploadCompleteCall:
+    async def _complete(self, request: Request, exchange: Exchange, bucket: str, key: str, upload_id: str) -> None:
         conditions = write_conditions(request)
         size = request.header(b"x-amz-mp-object-size")
-        if size and not _NUMBER.fullmatch(size[:10]) and not size.isdigit():
-            raise Invalid("x-amz-mp-object-size is not a number", code="InvalidRequest")
-        return UploadCompleteCall(
+        if size and not (_SIZE.fullmatch(size) and int(size) <= limits.OBJECT_BYTES_MAX):
+            raise Invalid("x-amz-mp-object-size is not the size of an object in bytes", code="InvalidRequest")
+        call = UploadCompleteCall(
             bucket,
             key,
             upload_id,
-            parse_parts(request.body),
+            await read(request.body, parse_parts),
             conditions.if_match,
             conditions.if_none_match,
             _promised(request.headers),
             int(size) if size else None,
         )
-
-    async def _complete(self, request: Request, exchange: Exchange, call: UploadCompleteCall) -> None:
         done: UploadCompleted = await self._puts.finish(self._call("upload_complete", call))
         host = request.header(b"host")
         location = f"{'https' if request.secure else 'http'}://{host}/{call.bucket}/{quote(call.key, safe='/~')}"
@@ -359,7 +361,7 @@ def render_uploads(bucket: str, asked: UploadsRequest, page: UploadsPage) -> byt
 # --- parsing ---------------------------------------------------------------------------------------------------------
 def parse_parts(body: bytes) -> list[AskedPart]:
     """The parts that a CompleteMultipartUpload document names. `Invalid` (`MalformedXML`)."""
-    root = parse(body, "CompleteMultipartUpload")
+    root = parse(body, "CompleteMultipartUpload", ELEMENTS_MAX)
     asked: list[AskedPart] = []
     for part in root:
         if part.tag != "Part":

@@ -38,9 +38,10 @@ from forebay.node.front.objects.object_headers import (
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.s3 import errors
 from forebay.node.front.s3.compat.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
-from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, malformed, parse, readable, timestamp
+from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, malformed, parse, read, readable, timestamp
 from forebay.node.outcomes import Call
 
+ELEMENTS_MAX: Final = limits.DELETE_KEYS_MAX * 8 + 64  # S3 knows five of an Object
 DELETES_AT_ONCE: Final = 32  # of one DeleteObjects: enough to hide 20 ms of a backend, few enough to leave it to others
 _SOURCE: Final = b"x-amz-copy-source"
 _IF_SIZE: Final = b"x-amz-if-match-size"
@@ -72,7 +73,7 @@ class Objects:
         if method == b"PUT" and key:
             self._auth.require_write(caller.identity, bucket)
             if _SOURCE in request.headers:
-                return self._intake.document(request, caller)
+                return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
             incoming = self._puts.take(request, caller, bucket, check_key(key))
             incoming.put_to = (bucket.name, key)
             return incoming
@@ -80,7 +81,8 @@ class Objects:
             self._auth.require_write(caller.identity, bucket)
             return self._intake.document(request, caller)
         if method == b"DELETE" and key:
-            return self._intake.document(request, caller)
+            self._auth.require_write(caller.identity, bucket)
+            return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
         return None
 
     def handle(
@@ -185,7 +187,7 @@ class Objects:
         exchange.respond(204, self._lines(request))
 
     async def _delete_many(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
-        asked, quiet = parse_deletes(request.body)
+        asked, quiet = await read(request.body, parse_deletes)
         if not bucket.url:  # not known here: that there is none is said once, not of each key
             await self._call("bucket_check", BucketNamed(bucket.name))
         gate = asyncio.Semaphore(DELETES_AT_ONCE)
@@ -254,7 +256,7 @@ class _Delete(NamedTuple):
 
 def parse_deletes(body: bytes) -> tuple[list[_Delete], bool]:
     """The keys of a DeleteObjects document, and whether to be quiet. `Invalid` (`MalformedXML`)."""
-    root = parse(body, "Delete")
+    root = parse(body, "Delete", ELEMENTS_MAX)
     asked = []
     for child in root.findall("Object"):
         unserved = "VersionId" if (child.findtext("VersionId") or "null") != "null" else ""

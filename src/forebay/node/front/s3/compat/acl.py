@@ -37,7 +37,7 @@ _CANNED: Final = (
     "public-read-write",
 )
 _XSI: Final = 'xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance"'
-_TYPE: Final = "{http://www.w3.org/2001/XMLSchema-instance}type"
+_TYPE: Final = "type"  # of XMLSchema-instance, whatever its prefix is
 _HEADER: Final = b"x-amz-acl"
 _GRANT: Final = b"x-amz-grant-"
 _ACCOUNT: Final = re.compile(r"[0-9a-f]{64}")  # how S3 names accounts

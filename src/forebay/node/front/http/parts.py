@@ -1,0 +1,123 @@
+"""An answer whose body comes in pieces, on one connection: `start`, `write` or `write_file`, `end`.
+
+Theory. Here is what every answer of a connection knows (phase, stage, whether it goes on after it; `connection.py` has
+the arrows), and the answers that take more than one step. Their head leaves with the first piece, so that until then an
+error can still be said.
+
+Invariants. (1) Of a body of known size neither more nor less is sent than was announced. (2) Nothing is sent for a
+HEAD but the head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forebay.node.front.http.chunks import ChunkFraming
+from forebay.node.front.http.requests import STATUS_LINES
+from forebay.node.front.http.sender import ClientGone, Sender
+
+if TYPE_CHECKING:
+    from forebay.node.front.http.server import Server
+
+IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)  # phases; plain numbers, since each request compares some
+NONE, WHOLE, PARTS = range(3)  # stages
+
+
+class Parts(Sender):
+    """See the module's header. The methods are those of `requests.Exchange`."""
+
+    __slots__ = (
+        "_counts",
+        "_head",
+        "_http11",
+        "_keep",
+        "_mute",
+        "_owed",
+        "_phase",
+        "_server",
+        "_since_s",
+        "_stage",
+        "_status",
+        "framing",
+    )
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        self._counts = server.counts
+        self._phase = IDLE
+        self._stage = NONE
+        self._since_s = server.now_s  # when the phase began or last made progress
+        self._keep = True
+        self._head = b""  # the head of a body in parts, until its first piece
+        self._owed: int | None = 0  # bytes of a body in parts still to come; None: chunked
+        self._mute = False  # HEAD
+        self.framing: ChunkFraming | None = None
+        self._http11 = True
+        self._status = 0
+
+    def _connection_line(self) -> bytes:
+        return b"Connection: keep-alive\r\n" if self._keep else b"Connection: close\r\n"
+
+    def start(self, status: int, head: bytes, size_bytes: int | None = None) -> None:
+        assert self._stage == NONE, "answered twice"
+        self._stage = PARTS
+        self._status = status
+        self._owed = size_bytes
+        self.framing = ChunkFraming() if size_bytes is None and self._http11 else None
+        if size_bytes is not None:
+            framing = b"Content-Length: %d\r\n" % size_bytes
+        elif self.framing is not None:
+            framing = b"Transfer-Encoding: chunked\r\n"
+        else:
+            framing, self._keep = b"", False
+        self._head = b"%b%b%b%b%b\r\n" % (
+            STATUS_LINES[status],
+            self._server.standing,
+            head,
+            framing,
+            b"" if self._keep and self._http11 else self._connection_line(),
+        )
+
+    async def write(self, data: bytes | memoryview) -> None:
+        self._owe(len(data))
+        if self._mute or not data:
+            return
+        if self.framing is not None:
+            data = self.framing.whole(data)
+        head, self._head = self._head, b""
+        self._counts.sent_bytes += len(head) + len(data)
+        self._since_s = self._server.now_s
+        await self._put_and_wait(head + data if head else data)
+
+    async def write_file(self, fd: int, offset: int, size_bytes: int, before: bytes | memoryview = b"") -> None:
+        assert size_bytes > 0, "an empty piece has no file"
+        self._owe(len(before) + size_bytes)
+        if self._mute:
+            return
+        head, self._head = self._head, b""
+        if self.framing is not None:
+            head += self.framing.opening(len(before) + size_bytes)
+        head += before
+        self._counts.sent_bytes += len(head) + size_bytes
+        self._since_s = self._server.now_s
+        await self._put_and_wait(head, fd, offset, size_bytes)
+
+    def _owe(self, size_bytes: int) -> None:
+        assert self._stage == PARTS, "start the body first"
+        if self._phase != BUSY:
+            raise ClientGone("the client is gone")
+        if self._owed is not None:
+            assert self._owed >= size_bytes, "more body than announced"
+            self._owed -= size_bytes
+
+    async def end(self) -> None:
+        assert self._stage == PARTS, "start the body first"
+        assert self._mute or not self._owed, "less body than announced"
+        last = self._head + (b"" if self.framing is None or self._mute else self.framing.last())
+        self._head = b""
+        self.framing = None
+        if last:
+            self._counts.sent_bytes += len(last)
+            await self._put_and_wait(last)
+        self._stage = WHOLE
