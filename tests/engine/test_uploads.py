@@ -17,7 +17,6 @@ import pytest
 import xxhash
 
 from forebay.backends.local.memory import MemoryBackend
-from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import Busy, ForebayError, NotFound, Precondition, Unavailable
 from forebay.core.machines import uploads
@@ -36,6 +35,7 @@ from forebay.core.messages.wire import VolumeAt
 from forebay.core.types import Bucket, ObjectInfo
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node.engine.write import parts as files
+from forebay.node.engine.write.through_bodies import Through
 from forebay.node.engine.write.uploads import DONE_KEPT_S, UploadBook
 from forebay.ports.chance import Seeded
 from forebay.ports.clock import wall_s
@@ -56,6 +56,24 @@ class Clock:
     monotonic_s = wall_s
 
 
+class NoNotes:
+    """Notes of the uploads that whole bodies begin: none, since they are small."""
+
+    async def ended(self, name: str) -> None:
+        assert not name
+
+
+class WholePuts(Through):
+    """Counts what did not become an object by the upload that a client filled."""
+
+    whole_puts = 0
+
+    async def put(self, *arguments: Any, filled: Any = None, **more: Any) -> ObjectInfo:
+        put = await super().put(*arguments, filled=filled, **more)
+        self.whole_puts += filled is None or not filled.used
+        return put
+
+
 class Writing:
     """Plays `node/engine/write/writes.py`: an object is a file under `data/`."""
 
@@ -64,8 +82,7 @@ class Writing:
         self.fails: ForebayError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
-        self.through = SimpleNamespace(put=self._put_there)
-        self.whole_puts = 0
+        self.through = WholePuts(NoNotes())  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def entered(self, bucket: str) -> AsyncIterator[Any]:
@@ -83,11 +100,6 @@ class Writing:
 
     async def drop(self, bucket: str, key: str) -> None:
         self.place.objects.pop(key, None)
-
-    async def _put_there(self, served: Any, key: str, body: Body, **more: Any) -> ObjectInfo:
-        self.whole_puts += 1
-        put: ObjectInfo = await served.backend.put(key, body, **more)
-        return put
 
     async def put_file(
         self, served: Any, key: str, path: str, size_bytes: int, sums: list[int], headers: Any, **more: Any
@@ -612,7 +624,7 @@ def test_through_the_backend_gets_each_part_as_it_arrives(play: Any) -> None:
         assert (done.written.etag, done.written.version) == (info.etag, info.version)
         assert info.headers == (("content-type", "text/x"),)
         assert place.content() == PART + b"end"
-        assert place.writing.whole_puts == 0
+        assert place.writing.through.whole_puts == 0
 
     play(story, write="through")
 
@@ -624,7 +636,7 @@ def test_through_a_restart_asks_the_backend_for_its_parts(play: Any) -> None:
         await place.again()
         await place.complete(upload, (1, one), (2, two))
         assert (await place.backend.head("k")).size_bytes == len(PART) + 3
-        assert place.writing.whole_puts == 0
+        assert place.writing.through.whole_puts == 0
 
     play(story, write="through")
 
@@ -637,7 +649,7 @@ def test_through_an_upload_that_the_backend_lost_is_put_whole(play: Any) -> None
         await place.backend.abort_upload("k", there.upload_id)
         await place.complete(upload, (1, one))
         assert (await place.backend.head("k")).size_bytes == len(PART)
-        assert place.writing.whole_puts == 1
+        assert place.writing.through.whole_puts == 1
 
     play(story, write="through")
 

@@ -12,8 +12,8 @@ from forebay.backends.lost_answers import whole_etag
 from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import NotFound, Precondition
+from forebay.core.machines.delivery import part_size
 from forebay.core.messages import calls, wire
-from forebay.node.engine.write.through_bodies import part_size
 
 from .conftest import MIB, Front, Rig, pattern, until
 from .writing import put, temp_files, written

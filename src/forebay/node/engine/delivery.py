@@ -98,7 +98,7 @@ class Hands(Protocol):
 
     async def swept(self) -> None:
         """Note durably that stale uploads are gone."""
-        ...
+        raise AssertionError("there are none")
 
     async def tidy(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, even if this is cancelled: here, or where nobody waits for it."""
@@ -106,11 +106,11 @@ class Hands(Protocol):
 
     def is_wanted(self) -> bool:
         """Whether the object is still to be delivered."""
-        ...
+        return True
 
     def does_without(self, error: NotSupported) -> None:
         """Something that the backend does not support was left out."""
-        ...
+        raise AssertionError("only a flush goes without")
 
 
 def stored(headers: Headers) -> Headers:

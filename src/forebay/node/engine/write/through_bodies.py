@@ -1,18 +1,13 @@
 """Bodies on their way to the backend of a bucket written through.
 
-Theory. A body goes as one put. From MULTIPART_BYTES_MIN on, if the backend has uploads, it goes as an upload of parts
-that travel in parallel: one connection seldom fills a link, and a broken connection must not cost 50 GiB again. An
-upload is invisible until it is completed, and it is aborted when it is given up.
-
-Parts of equal length that begin together end together, and then the link would rest while the backend processes them
-all. So a part gives its turn to the next as its last piece leaves. A separate bound holds for parts that wait for an
-answer.
+Theory. `core/machines/delivery.py` decides how a body goes: as one put, or as an upload of parts. Nothing is tried
+again here, and a refusal is the client's answer. An upload is invisible until it is completed, and it is aborted when
+it is given up, while the client already has its answer.
 
 A body's `ready` may wait: for bytes that a client still sends, and at the very end for permission to become visible
 (`node/engine/write/through_streams.py`). A put holds back its last bytes for that; an upload asks before it completes.
 
-Rejected: trying again here (the backend's own layer does); leaving uploads to be found later (the vendor charges for
-parts that nobody sees); parts of different lengths, which would end apart (some services want them equal).
+Rejected: leaving uploads to be found later (the vendor charges for parts that nobody sees).
 
 Invariant. After `put` raised, or after a stop, no upload of it is left at a backend that answers
 (`write/begun_uploads.py`).
@@ -21,25 +16,45 @@ Invariant. After `put` raised, or after a stop, no upload of it is left at a bac
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
-from forebay.backends.lost_answers import says_no
-from forebay.backends.seam import Backend, Body
-from forebay.core import limits
-from forebay.core.errors import ForebayError, NotFound, Unavailable
-from forebay.core.record import OWN_HEADERS
+from forebay.backends.lost_answers import says_no, whole_etag
+from forebay.backends.seam import Body
+from forebay.core.errors import ForebayError
+from forebay.core.machines.delivery import Delivery, Terms
+from forebay.core.machines.delivery_events import BEGINNING, Delivered, Upload
+from forebay.core.machines.sent_bodies import Ours
 from forebay.core.types import Headers, ObjectInfo
 from forebay.node.engine.buckets import Served
+from forebay.node.engine.delivery import Carrier, Hands, piece
 from forebay.node.engine.write.begun_uploads import Begun
 
 log = logging.getLogger("forebay.writes")
+ResultT = TypeVar("ResultT")
 
-SENDING_AT_ONCE = 4  # parts that are being sent
-PARTS_AT_ONCE = 8  # those, and parts sent but not answered
+SENDING_AT_ONCE = 4  # parts of one body that are being sent
 Leave = Callable[[], Awaitable[None]]  # returns when the object may become visible
+
+
+class Filled:
+    """An upload at the backend that a client filled.
+
+    `parts`: (number, start, end, MD5) in the order of the object. `tokens`: the backend's tokens of parts, as far as
+    known; others are added. `part`: the bytes of a part, by its start. `used`: it became the object. `vanished`: the
+    backend has it no more. `unheard`: it may have become the object, without an answer.
+    """
+
+    def __init__(
+        self,
+        upload_id: str,
+        parts: tuple[tuple[int, int, int, str], ...],
+        tokens: dict[int, str],
+        part: Callable[[int], Body],
+    ) -> None:
+        self.upload_id, self.parts, self.tokens, self.part = upload_id, parts, tokens, part
+        self.used = self.vanished = self.unheard = False
 
 
 async def _at_once() -> None:
@@ -50,7 +65,7 @@ class Through:
     """See the module's header."""
 
     def __init__(self, begun: Begun) -> None:
-        self._begun = begun
+        self.begun = begun
         self._ending: set[asyncio.Task[None]] = set()
 
     async def put(
@@ -63,88 +78,29 @@ class Through:
         expect: str | None = None,
         tags: str = "",
         leave: Leave = _at_once,
+        filled: Filled | None = None,
     ) -> ObjectInfo:
         """Make `body` the object at the backend; return its metadata there. Errors as `Backend.put`. Cancelling leaves
-        nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them."""
-        headers = tuple(each for each in headers if not each[0].startswith(OWN_HEADERS))
+        nothing half done. Checksums among the headers stay here: they were compared, and no backend stores them.
+
+        `filled`: an upload that has the same bytes, and is completed instead if it is still there. The body's path may
+        be "" then: the bytes are nowhere else.
+        """
         backend = served.backend
-        if body.size_bytes >= limits.MULTIPART_BYTES_MIN and backend.part_bytes_min:
-            return await self._upload(served, key, body, headers, expect, tags, leave)
-        return await backend.put(key, _held_back(body, leave), headers=headers, expect=expect, tags=tags)
-
-    async def _upload(
-        self,
-        served: Served,
-        key: str,
-        body: Body,
-        headers: Headers,
-        expect: str | None,
-        tags: str,
-        leave: Leave,
-    ) -> ObjectInfo:
-        backend, bucket = served.backend, served.bucket.name
-        noted, upload_id = await self._begun.begins(bucket, key), ""
-        beginning = asyncio.create_task(backend.begin_upload(key, headers=headers, tags=tags))
+        terms = Terms(key, Ours(body.size_bytes), backend.part_bytes_min, expect, tags=bool(tags))
+        delivery = Delivery(terms) if filled is None else _completing(terms, filled, bool(body.path))
+        sending = _Sending(self, served, key, body, delivery, leave, filled)
         try:
-            upload_id = await asyncio.shield(beginning)
-            await self._begun.began(noted, bucket, key, upload_id)
-            parts = await self._send_parts(backend, key, upload_id, body)
-            await leave()
-            info = await backend.complete_upload(key, upload_id, parts, expect=expect)
-        except NotFound as error:
-            self._end_later(self._give_up(served, key, noted, beginning))
-            raise Unavailable(f"the backend forgot the upload of {key}: write it again") from error
-        except BaseException:
-            self._end_later(self._give_up(served, key, noted, beginning))
-            raise
-        self._end_later(self._begun.ended(noted))
-        return info
+            outcome = await Carrier(backend, delivery, sending, headers=headers, tags=tags).run()
+        finally:
+            if filled is not None:
+                filled.vanished = delivery.upload is None or delivery.upload.upload_id != filled.upload_id
+        assert isinstance(outcome, Delivered)
+        assert outcome.seen is not None
+        return outcome.seen
 
-    async def _send_parts(self, backend: Backend, key: str, upload_id: str, body: Body) -> list[tuple[int, str]]:
-        part_bytes = part_size(body.size_bytes, backend.part_bytes_min)
-        under_way, turns = asyncio.Semaphore(PARTS_AT_ONCE), asyncio.Semaphore(SENDING_AT_ONCE)
-
-        async def send(number: int, start: int) -> tuple[int, str]:
-            part = piece(body, start, part_bytes)
-            async with under_way:
-                await turns.acquire()
-                with contextlib.ExitStack() as turn:
-                    turn.callback(turns.release)
-
-                    async def ready(upto: int) -> None:
-                        await part.ready(upto)
-                        if upto == part.size_bytes:
-                            turn.close()  # the last piece leaves now
-
-                    await part.ready(1)  # a part that has not begun to arrive holds no connection
-                    return number, await backend.put_part(key, upload_id, number, part._replace(ready=ready))
-
-        starts = range(0, body.size_bytes, part_bytes)
-        tasks = [asyncio.create_task(send(number, start)) for number, start in enumerate(starts, 1)]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-
-    async def _give_up(self, served: Served, key: str, noted: str, beginning: asyncio.Task[str]) -> None:
-        """Abort the upload at the backend, even if its beginning is still under way."""
-        try:
-            upload_id = await beginning
-        except ForebayError as error:
-            if not says_no(error):
-                await self._begun.leave(served, key)
-        else:
-            try:
-                await served.backend.abort_upload(key, upload_id)
-            except ForebayError as error:
-                log.warning("the upload %s of %s stays at the backend until the next start: %s", upload_id, key, error)
-                return
-        await self._begun.ended(noted)
-
-    def _end_later(self, work: Coroutine[Any, Any, None]) -> None:
+    def end_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` before the stop; nobody waits for it."""
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ended)
@@ -159,21 +115,70 @@ class Through:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-def part_size(size_bytes: int, part_bytes_min: int) -> int:
-    """The size of an upload's parts: whole blocks, and at most PARTS_MAX parts."""
-    least = max(limits.FLUSH_PART_BYTES, part_bytes_min, -(-size_bytes // limits.PARTS_MAX))
-    return -(-least // limits.BLOCK_BYTES) * limits.BLOCK_BYTES
+def _completing(terms: Terms, filled: Filled, is_here: bool) -> Delivery:
+    etag = whole_etag([(number, md5) for number, _, _, md5 in filled.parts])
+    terms = terms._replace(ours=terms.ours._replace(parts_etag=etag), parts=filled.parts, is_here=is_here)
+    return Delivery(terms, Upload(terms.key, filled.upload_id, 0), tokens=filled.tokens)
 
 
-def piece(body: Body, start: int, length: int) -> Body:
-    """A part of a body, as a body."""
-    size_bytes = min(length, body.size_bytes - start)
-    data = None if body.data is None else body.data[start : start + size_bytes]
+class _Sending(Hands):
+    """One body on its way: what its delivery asks for."""
 
-    async def ready(upto: int) -> None:
-        await body.ready(start + upto)
+    def __init__(
+        self,
+        through: Through,
+        served: Served,
+        key: str,
+        body: Body,
+        delivery: Delivery,
+        leave: Leave,
+        filled: Filled | None,
+    ) -> None:
+        self.sends = asyncio.Semaphore(SENDING_AT_ONCE)
+        self._through, self._served, self._key = through, served, key
+        self._body, self._delivery, self._leave, self._filled = body, delivery, leave, filled
+        self._note = ""  # the name of the upload's note
 
-    return Body(size_bytes, data, body.path, body.offset + start, ready)
+    async def body(self, start: int, end: int) -> Body:
+        if (filled := self._of_client()) is not None:
+            return filled.part(start)
+        if self._delivery.upload is not None:
+            return piece(self._body, start, end)
+        return _held_back(self._body, self._leave)
+
+    async def request(self, key: str, act: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        filled = self._of_client()
+        if self._delivery.upload is not None:
+            await self._leave()
+        try:
+            made = await act()
+        except ForebayError as error:
+            if filled is not None:
+                filled.unheard |= not says_no(error)
+            raise
+        if filled is not None:
+            filled.used = True
+        return made
+
+    def _of_client(self) -> Filled | None:
+        """The client's upload, if that is what is delivered now."""
+        upload, filled = self._delivery.upload, self._filled
+        return filled if upload is not None and filled is not None and upload.upload_id == filled.upload_id else None
+
+    async def keep(self, upload: Upload | None) -> None:
+        begun, bucket = self._through.begun, self._served.bucket.name
+        if upload is None:
+            await begun.ended(self._note)
+        elif upload.upload_id == BEGINNING:
+            self._note = await begun.begins(bucket, self._key)
+        else:
+            await begun.began(self._note, bucket, self._key, upload.upload_id)
+
+    async def leave(self, key: str) -> None:
+        await self._through.begun.leave(self._served, key)
+
+    async def tidy(self, work: Coroutine[Any, Any, None]) -> None:
+        self._through.end_later(work)
 
 
 def _held_back(body: Body, leave: Leave) -> Body:

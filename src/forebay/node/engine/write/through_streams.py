@@ -16,6 +16,7 @@ leaves for the backend under the key's lock, after the conditions held.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 
 from forebay.backends.seam import Body
@@ -24,7 +25,7 @@ from forebay.core.errors import Closed, ForebayError, Precondition
 from forebay.core.messages.calls import PutCall, PutOpenCall, PutOpened, Written
 from forebay.core.types import ObjectInfo, check_key
 from forebay.node.engine.buckets import Buckets, Served
-from forebay.node.engine.write.writes import Writes, check_writable, etag_of
+from forebay.node.engine.write.writes import Writes, check_writable
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.writer.writer import Store
 
@@ -139,27 +140,8 @@ class Streams:
                 if arriving is not None and not _fits(arriving, call, served):
                     self._give_up(arriving)
                     arriving = None
-                started = arriving
-
-                async def send(expect: str | None) -> ObjectInfo:
-                    assert started is not None
-                    return await self._complete(started, expect)
-
-                return await self._writes.put_file(
-                    served,
-                    call.key,
-                    call.path,
-                    call.size_bytes,
-                    call.sums,
-                    call.headers,
-                    etag=etag_of(call),
-                    md5=call.md5,
-                    tags=call.tags,
-                    if_match=call.if_match,
-                    if_none_match=call.if_none_match,
-                    body=call.body,
-                    send=send if started is not None else None,
-                )
+                send = functools.partial(self._complete, arriving) if arriving is not None else None
+                return await self._writes.put_called(served, call, send)
         finally:
             if arriving is not None and not arriving.task.done():
                 self._give_up(arriving)

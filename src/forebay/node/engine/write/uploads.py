@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import itertools
 import logging
 import os
 from bisect import bisect_left, insort
@@ -64,6 +65,7 @@ from forebay.core.types import Headers, ObjectInfo, check_key
 from forebay.meta.seam import MetaStore
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.write import parts as files
+from forebay.node.engine.write.through_bodies import Filled
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
@@ -568,48 +570,39 @@ class UploadBook:
     ) -> ObjectInfo:
         """Make the object at the backend: from the parts that it has, or else from the joined file `target`, if there
         is one."""
-        kept, backend = upload.kept, served.backend
-        size_bytes = sum(part.size_bytes for part in chosen)
-        if kept.backend_id and all(part.size_bytes >= backend.part_bytes_min for part in chosen[:-1]):
-            try:
-                tokens = await self._tokens(served, upload, chosen)
-                info = await backend.complete_upload(kept.key, kept.backend_id, tokens, expect=expect)
-                upload.passed = True
-                return info
-            except NotFound as error:
-                if error.code != "NoSuchUpload":
-                    raise
-            except ForebayError as error:
-                upload.unheard |= not lost_answers.says_no(error)
-                raise
-            parts = [(part.number, part.md5) for part in chosen]
-            if (
-                seen := await lost_answers.completed(backend, kept.key, parts)
-            ) is not None:  # completed by an earlier process
-                return seen
-        if not target:
-            raise disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
-        body = Body(size_bytes, path=target)
-        put: ObjectInfo = await self._writes.through.put(
-            served, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags
-        )
-        return put
+        kept, through = upload.kept, self._writes.through
+        filled = self._filled(served, upload, chosen)
+        no_room = disk_trouble(OSError(errno.ENOSPC, "no room"), "joining the parts, which the backend has not,")
+        if not target and filled is None:
+            raise no_room
+        body = Body(sum(part.size_bytes for part in chosen), path=target)
+        try:
+            made: ObjectInfo = await through.put(
+                served, kept.key, body, headers=kept.headers, expect=expect, tags=kept.tags, filled=filled
+            )
+        except ForebayError as error:
+            if filled is not None:
+                upload.unheard |= filled.unheard
+                if filled.vanished and not target:
+                    raise no_room from error
+            raise
+        upload.passed = filled is not None and filled.used
+        return made
 
-    async def _tokens(self, served: Served, upload: Upload, chosen: list[Part]) -> list[tuple[int, str]]:
-        """The backend's tokens of the parts. After a restart the backend is asked; a part that it lacks is sent."""
-        kept, backend = upload.kept, served.backend
-        if any(part.number not in upload.tokens for part in chosen):
-            seen = {each.number: each for each in await backend.list_parts(kept.key, kept.backend_id)}
-            for part in chosen:
-                there = seen.get(part.number)
-                if part.number in upload.tokens:
-                    continue
-                if there is not None and there.size_bytes == part.size_bytes and _is_part(there.token, part):
-                    upload.tokens[part.number] = there.token
-                else:
-                    path = os.path.join(self.directory(kept), rules.name_of(part))
-                    upload.tokens[part.number] = await self._send(upload, served, part, path)
-        return [(part.number, upload.tokens[part.number]) for part in chosen]
+    def _filled(self, served: Served, upload: Upload, chosen: list[Part]) -> Filled | None:
+        """The backend's upload, if it can be completed from the chosen parts."""
+        kept, ends = upload.kept, list(itertools.accumulate(part.size_bytes for part in chosen))
+        least = served.backend.part_bytes_min
+        if not kept.backend_id or any(part.size_bytes < least for part in chosen[:-1]):
+            return None
+        at = {end - part.size_bytes: part for part, end in zip(chosen, ends, strict=True)}
+
+        def bytes_of(start: int) -> Body:
+            part = at[start]
+            return Body(part.size_bytes, path=os.path.join(self.directory(kept), rules.name_of(part)), md5=part.md5)
+
+        parts = tuple((part.number, start, start + part.size_bytes, part.md5) for start, part in at.items())
+        return Filled(kept.backend_id, parts, upload.tokens, bytes_of)
 
     async def _clear(self, upload: Upload, done: UploadRecord) -> None:
         """After the answer: record the outcome, then remove the parts, and the backend's upload if it was not used."""
@@ -740,11 +733,6 @@ class UploadBook:
     async def _work(self, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """`call` in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, functools.partial(call, *arguments))
-
-
-def _is_part(token: str, part: Part) -> bool:
-    """Whether the backend's part is this one. Only an MD5 can tell; otherwise the part is sent again."""
-    return token.strip('"') == part.md5
 
 
 def _state(part: Part) -> PartState:

@@ -72,6 +72,7 @@ from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.writes")
 ResultT = TypeVar("ResultT")
+Send = Callable[[str | None], Coroutine[Any, Any, ObjectInfo]]  # makes the object at the backend, on this condition
 
 QUIET_WAIT_S = 10.0  # how long a change of a bucket waits for its writes to end
 _DIRTY, _LOCAL = int(State.DIRTY), int(State.LOCAL)
@@ -238,20 +239,7 @@ class Writes:
         try:
             check_key(call.key)
             async with self.entered(call.bucket) as served:
-                return await self.put_file(
-                    served,
-                    call.key,
-                    call.path,
-                    call.size_bytes,
-                    call.sums,
-                    call.headers,
-                    etag=etag_of(call),
-                    md5=call.md5,
-                    tags=call.tags,
-                    if_match=call.if_match,
-                    if_none_match=call.if_none_match,
-                    body=call.body,
-                )
+                return await self.put_called(served, call)
         finally:
             if call.path:
                 remove_temp(call.path)
@@ -275,7 +263,7 @@ class Writes:
             if served.bucket.write == "back" and not self._owes.admits(served.bucket, call.size_bytes):
                 self.locks.give(name)
                 return False
-            what = _What(call.key, "", len(body), (), call.headers, etag_of(call), call.md5, call.tags, body)
+            what = _What(call.key, "", len(body), (), call.headers, _etag_of(call), call.md5, call.tags, body)
             self._store.check_present(bucket, call.key)
             if not self._remembers(bucket, call.key):
                 self.locks.give(name)
@@ -299,6 +287,24 @@ class Writes:
         self._leave(name[0])
         done(outcome if isinstance(outcome, ForebayError) else _written(outcome))
 
+    async def put_called(self, served: Served, call: PutCall, send: Send | None = None) -> Written:
+        """`put_file` as `call` says."""
+        return await self.put_file(
+            served,
+            call.key,
+            call.path,
+            call.size_bytes,
+            call.sums,
+            call.headers,
+            etag=_etag_of(call),
+            md5=call.md5,
+            tags=call.tags,
+            if_match=call.if_match,
+            if_none_match=call.if_none_match,
+            body=call.body,
+            send=send,
+        )
+
     async def put_file(
         self,
         served: Served,
@@ -314,7 +320,7 @@ class Writes:
         if_match: str | None = None,
         if_none_match: str | None = None,
         body: bytes | None = None,
-        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None = None,
+        send: Send | None = None,
     ) -> Written:
         """Make the temp file `path` (or `body`) the object, inside `entered` and `finish`. `etag` is for an owned
         object. `send(expect)` puts it to the backend if that is more than sending the bytes."""
@@ -484,7 +490,7 @@ class Writes:
         what: _What,
         if_match: str | None,
         if_none_match: str | None,
-        send: Callable[[str | None], Coroutine[Any, Any, ObjectInfo]] | None,
+        send: Send | None,
     ) -> Written:
         bucket, key = served.bucket, what.key
         expect: str | None = None
@@ -667,7 +673,7 @@ def _written(record: Record | None) -> Written:
     return Written(record.etag, record.version, record.size_bytes, record.modified_s)
 
 
-def etag_of(call: PutCall) -> str:
+def _etag_of(call: PutCall) -> str:
     """The ETag of an owned object. No client takes a hash with `-` in it for an MD5."""
     if call.md5:
         return call.md5
