@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from forebay.core.access import Identities, decode_identities
+from forebay.core.access import Identities, Identity, decode_identities
 from forebay.core.errors import Exists, Invalid
-from forebay.core.keyfile import parse_identities
+from forebay.core.keyfile import identities_of, parse
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.sealed_secrets import Opener, make_key, read_key, seal
 from forebay.ports import clock
 from tests.cli.conftest import Program
+
+
+def identities_in(path: Path) -> list[Identity]:
+    """The identities of a file whose secrets are not sealed."""
+    return identities_of(parse(path.read_bytes()), lambda sealed, key_id: pytest.fail("nothing is sealed"))
 
 
 def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> None:
@@ -26,7 +31,7 @@ def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> 
     made = json.loads(alone("key", "create", "trainer", "--allow", "read:corpus,write:ckpt-*", "--json").stdout)
     assert made["file"] == str(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (identity,) = parse_identities(path.read_bytes())
+    (identity,) = identities_in(path)
     assert (identity.access_key_id, identity.secret_access_key) == (made["access_key_id"], made["secret_access_key"])
     assert identity.token_sha256 == hashlib.sha256(made["token"].encode()).hexdigest()
     assert made["token"] not in path.read_text(), "the token itself is not kept"
@@ -41,10 +46,10 @@ def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> 
     ]
     assert "secret" not in alone("key", "ls", "--json").stdout
     assert [row["name"] for row in json.loads(alone("key", "ls", "--json").stdout)] == ["trainer", "admin"]
-    assert len(Identities(parse_identities(path.read_bytes())).by_key_id) == 2
+    assert len(Identities(identities_in(path)).by_key_id) == 2
     assert alone("key", "rm", "trainer").stdout == "the key of trainer is gone\n"
     assert json.loads(alone("key", "rm", "admin", "--json").stdout) == {"name": "admin", "removed": True}
-    assert parse_identities(path.read_bytes()) == []
+    assert identities_in(path) == []
 
 
 def test_wrong_keys_are_refused(alone: Program, tmp_path: Path) -> None:
@@ -71,7 +76,7 @@ def test_a_key_is_replaced_and_the_old_one_works_on_for_a_while(alone: Program, 
     now_s = clock.wall_s()
     assert second["access_key_id"] != first["access_key_id"]
     assert now_s + 3500 < second["old_until_s"] <= now_s + 3600
-    table = Identities(parse_identities(path.read_bytes()))
+    table = Identities(identities_in(path))
     assert table.secrets == {made["access_key_id"]: made["secret_access_key"] for made in (first, second)}
     assert table.of_token(first["token"].encode(), now_s) is not None
     assert table.of_token(first["token"].encode(), now_s + 3700) is None
@@ -80,7 +85,7 @@ def test_a_key_is_replaced_and_the_old_one_works_on_for_a_while(alone: Program, 
     assert [old["access_key_id"] for old in shown["retiring"]] == [first["access_key_id"]]
     third = _made(alone, "rotate", "trainer", "--grace", "0s")
     assert "old_until_s" not in third
-    assert list(Identities(parse_identities(path.read_bytes())).secrets) == [third["access_key_id"]]
+    assert list(Identities(identities_in(path)).secrets) == [third["access_key_id"]]
     assert "is not a time" in alone("key", "rotate", "trainer", "--grace", "soon", code=2).stderr
     assert "has no key" in alone("key", "rotate", "nobody", code=3).stderr
 
@@ -93,11 +98,11 @@ def test_what_a_key_may_is_changed_while_it_stays(alone: Program, tmp_path: Path
     assert _made(alone, "revoke", "trainer", "read:corpus")["allow"] == "write:ckpt-*"
     assert "has no grant read:corpus" in alone("key", "revoke", "trainer", "read:corpus", code=3).stderr
     assert "is disabled" in alone("key", "disable", "trainer").stdout
-    assert Identities(parse_identities(path.read_bytes())).secrets == {}
+    assert Identities(identities_in(path)).secrets == {}
     assert alone("key", "ls").stdout.splitlines()[1].split()[3] == "disabled"
     assert _made(alone, "enable", "trainer")["disabled"] is False
     assert "may do nothing" in alone("key", "revoke", "trainer", "write:ckpt-*").stdout
-    (identity,) = parse_identities(path.read_bytes())
+    (identity,) = identities_in(path)
     assert (identity.secret_access_key, identity.grants) == (made["secret_access_key"], ())
 
 

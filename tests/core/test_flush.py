@@ -148,7 +148,7 @@ def test_an_ill_backend_is_asked_by_one_flush_at_a_time_and_all_go_when_it_is_we
     for number in range(40):
         queue.step(0.0, Wrote(f"k{number:02}", number + 1, 1, float(number)))
     while queue.flying:  # those under way when it fell ill fail too
-        key = next(filter(queue.is_flying, queue.keys()))
+        key = min(queue._flying)
         queue.step(0.0, Failed(key, draw=0.5))
     assert queue.is_sick
     now, probes = 0.0, []
@@ -336,7 +336,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         if each is not None and seq >= each.seq:
             del self.keys[key]
         elif each is not None:
-            since = each.since = 2000 + self.seq / 1000
+            since = each.since = 2000 + self.asks / 1000  # all different: `asks` grows below
             each.failures, each.until, each.earliest = 0, 0.0, 0.0
             if seq >= each.asked:
                 each.asked = 0

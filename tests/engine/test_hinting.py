@@ -169,10 +169,10 @@ def test_jobs_end_by_themselves_and_their_units_are_like_any_other(rigged, monke
         await job.tell(0, [(n, 0, 1) for n in range(4)])
         await settled(rig)
         [machine] = rig.engine.room._machines.values()
-        assert machine.hinted_units == 4
+        assert len(machine.units()) == 4
         rig.clock.ahead_s += limits.HINT_TTL_S + 1
         await until(lambda: not rig.engine.hints.jobs)
-        assert machine.hinted_units == 0
+        assert len(machine.units()) == 0
         check(rig)
         with pytest.raises(NotFound, match="tell its future"):
             await job.at(2)
@@ -195,17 +195,17 @@ def test_what_was_here_before_the_job_is_not_fetched_again_and_two_jobs_share(ri
         assert rig.remote.count("fetch") == 10
         check(rig)
         [machine] = rig.engine.room._machines.values()
-        assert machine.hinted_units == 10
+        assert len(machine.units()) == 10
         await rig.front.call("hints_close", HintsNamed("job"))
-        assert machine.hinted_units == 10
+        assert len(machine.units()) == 10
         await rig.front.job("evict", calls.JobCall("remote", "k3"))
         await rig.front.job("pin", calls.JobCall("remote", "k4"))
-        assert machine.hinted_units == 8
+        assert len(machine.units()) == 8
         await rig.front.job("unpin", calls.JobCall("remote", "k4"))
-        assert machine.hinted_units == 9
+        assert len(machine.units()) == 9
         check(rig)
         await rig.front.call("hints_close", HintsNamed("two"))
-        assert machine.hinted_units == 0
+        assert len(machine.units()) == 0
 
     rigged(story, capacity_bytes=256 * MIB)
 

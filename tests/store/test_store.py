@@ -324,7 +324,6 @@ def test_files_of_a_reader_stay_few_and_close_when_dropped(bench: Bench) -> None
     assert leased is again
     assert leased is not None
     reader.dropped(ids)
-    assert leased.doomed
     assert reader.files_open == 0
     leased.release()
     assert os.pread(leased.fd, 10, 0), "one user is left"

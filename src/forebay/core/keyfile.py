@@ -118,15 +118,3 @@ def _secret(name: str, proof: Proof, unseal: Unseal) -> str:
     if not proof.access_key_id and not proof.token_hash:
         raise Invalid(f"identity {name!r} cannot prove itself: give it a key pair or a token")
     return unseal(proof.secret_sealed, proof.access_key_id) if proof.secret_sealed else proof.secret_access_key
-
-
-def parse_identities(text: bytes, unseal: Unseal | None = None) -> list[Identity]:
-    """The identities of the file `text`; `Invalid` says what is wrong in it, or that it is sealed and `unseal` None."""
-    return identities_of(parse(text), unseal or _locked)
-
-
-def _locked(sealed: str, key_id: str) -> str:
-    raise Invalid(
-        "the identities file is sealed: give its key with --identity-key FILE, or as the systemd credential "
-        "forebay-identity-key"
-    )

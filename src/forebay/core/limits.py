@@ -18,7 +18,6 @@ INLINE_BYTES_MAX = 16 * KIB  # at most this lives in the index record: below it 
 OBJECT_BYTES_MAX = 50 * 1024 * GIB  # S3's limit on one object since 2025: 50 TB; a bitmap of 1.6 MB at 4 MiB blocks
 KEY_BYTES_MAX = 1024  # S3's limit on a key, in UTF-8 bytes
 INDEX_KEY_BYTES_MAX = 511  # LMDB's compiled limit on a key
-BUCKET_NAME_BYTES_MIN = 3  # S3's rule for bucket names
 BUCKET_NAME_BYTES_MAX = 63  # S3's rule; also keeps virtual-host names inside one DNS label
 VOLUMES_MAX = 64  # disks in one node: the largest chassis sold hold about 60 NVMe drives
 INDEX_MAP_BYTES = 64 * GIB  # address space of one index, not disk space; grows by itself when full

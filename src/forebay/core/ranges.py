@@ -1,25 +1,21 @@
-"""Which blocks of an object to fetch, as few and as long ranges as may be.
+"""Which blocks of an object are present, which are missing, and how far to read ahead.
 
-Theory. Presence is a bitmap, one bit per block, least significant first, as in `core/record.py`. A reader needs the
-half-open block range [first, end); what is neither present nor already in flight is grouped into *runs*: contiguous
-blocks fetched by one ranged request. A run is as long as allowed (fewer requests), and stops at a block somebody else
-is fetching, so that a block is fetched once. Bitmaps are worked on as integers: a gap of a thousand present blocks
-costs one shift, not a thousand tests.
+Theory. A bitmap has one bit for each block, least significant first, as in `core/record.py`. The functions treat it as
+one integer, so a stretch of a thousand present blocks costs one shift and not a thousand tests.
 
-Read-ahead is for a reader that comes back for the next range again and again. It starts at zero, because most range
-readers (indexes, footers, samples by offset) never continue; the first continuation earns one block, each further one
-doubles it, but only when the reader has used half of what was fetched for it; a seek takes everything back.
+Read-ahead serves a reader that asks for the next range again and again. Most range readers (indexes, footers, samples
+by offset) never do, so the window starts at zero. The first sequential request earns one block. Each further one
+doubles the window, once the reader has used half of what was fetched for it. A seek sets it back to zero.
 
-Rejected: fetching across small present gaps (saves a round trip, but fetches a block twice, which we promise not to);
-read-ahead by time (a fast link and a slow reader would fill the disk with what is never read).
+Rejected: read-ahead by time (a fast link and a slow reader would fill the disk with data that is never read).
 
-Invariants. (1) Runs are sorted, disjoint, non-empty, at most `run_blocks_max` long, and their union is exactly
-needed - present - in flight. (2) A window is 0 or between one block and `window_bytes_max`.
+Invariants. (1) Runs of missing blocks are sorted, disjoint, non-empty and maximal. (2) A window is 0 or between one
+block and `window_bytes_max`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from forebay.core import limits
@@ -51,11 +47,6 @@ def bitmap_full(blocks: int) -> bytes:
     return ((1 << blocks) - 1).to_bytes(-(-blocks // 8), "little")
 
 
-def bitmap_test(present: Bitmap, block: int) -> bool:
-    """Whether `block` is set; beyond the bitmap's end nothing is."""
-    return block >> 3 < len(present) and bool(present[block >> 3] >> (block & 7) & 1)
-
-
 def bitmap_with(present: Bitmap, blocks: Iterable[int]) -> bytes:
     """`present` with `blocks` set, grown as needed."""
     bits = bytearray(present)
@@ -66,25 +57,6 @@ def bitmap_with(present: Bitmap, blocks: Iterable[int]) -> bytes:
     return bytes(bits)
 
 
-def bitmap_without(present: Bitmap, blocks: Iterable[int]) -> bytes:
-    """`present` with `blocks` cleared; trailing zero bytes are dropped, so an empty bitmap is `b""`."""
-    bits = bytearray(present)
-    for block in blocks:
-        if block >> 3 < len(bits):
-            bits[block >> 3] &= ~(1 << (block & 7)) & 0xFF
-    return bytes(bits.rstrip(b"\0"))
-
-
-def bitmap_count(present: Bitmap) -> int:
-    """How many bits are set."""
-    return int.from_bytes(present, "little").bit_count()
-
-
-def bitmap_is_full(present: Bitmap, blocks: int) -> bool:
-    """Whether the first `blocks` bits are all set."""
-    return int.from_bytes(present, "little") & (1 << blocks) - 1 == (1 << blocks) - 1
-
-
 def iterate_present(present: Bitmap) -> Iterator[int]:
     """Every set block, ascending."""
     for at, byte in enumerate(present):
@@ -92,12 +64,6 @@ def iterate_present(present: Bitmap) -> Iterator[int]:
             low = byte & -byte
             yield at * 8 + low.bit_length() - 1
             byte ^= low
-
-
-def iterate_absent(present: Bitmap, first: int, end: int) -> Iterator[int]:
-    """Every block of [first, end) that is not set, ascending."""
-    for run in absent_runs(present, first, end):
-        yield from range(run.first, run.end)
 
 
 def absent_runs(present: Bitmap, first: int, end: int) -> Iterator[Run]:
@@ -123,30 +89,7 @@ def next_absent(present: Bitmap, first: int, end: int) -> int:
     return next((run.first for run in absent_runs(present, first, end)), end)
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
-def plan_runs(
-    first: int,
-    end: int,
-    present: Bitmap,
-    in_flight: Container[int] = frozenset(),
-    run_blocks_max: int = 4,
-) -> list[Run]:
-    """Runs to fetch so that with what is present and in flight all of [first, end) will be there.
-
-    One run is one ranged request. `in_flight` answers whether a block is being fetched already.
-    """
-    assert run_blocks_max >= 1
-    runs: list[Run] = []
-    for gap in absent_runs(present, first, end):
-        start = gap.first
-        for block in range(gap.first, gap.end + 1):
-            cut = block == gap.end or block in in_flight
-            if block - start == run_blocks_max or (cut and block > start):
-                runs.append(Run(start, block))
-                start = block
-            if cut:
-                start = block + 1
-    return runs
+# --- read-ahead ------------------------------------------------------------------------------------------------------
 
 
 class ReadAhead:

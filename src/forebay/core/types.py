@@ -117,8 +117,7 @@ class ListPage(msgspec.Struct, array_like=True, frozen=True):
     next_after: str = ""
 
 
-Freshness = Annotated[float, msgspec.Meta(ge=0)]  # seconds; FRESH_IMMUTABLE = never ask again, 0 = ask on every open
-FRESH_IMMUTABLE = 1e18
+FRESH_IMMUTABLE = 1e18  # a bucket's freshness in seconds: never ask again
 FRESH_DEFAULT_S = 60.0
 
 

@@ -72,11 +72,6 @@ class ReadFile(io.BufferedReader):
     def info(self) -> dict[str, Any]:
         return self.details
 
-    @property
-    def full_name(self) -> str:
-        name: str = self.fs.unstrip_protocol(self.path)
-        return name
-
     def __repr__(self) -> str:
         return f"<ReadFile {self.path} of {self.size} bytes>"
 

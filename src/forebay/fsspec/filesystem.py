@@ -106,7 +106,6 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
     """
 
     protocol = ("forebay",)
-    root_marker = ""
 
     def __init__(
         self,
@@ -210,13 +209,6 @@ class ForebayFileSystem(AsyncFileSystem, metaclass=_OnePerNode):  # type: ignore
                 if page.entries or page.prefixes:
                     return directory(path)
                 raise NotFound(error.message, code=error.code) from None
-
-    async def _exists(self, path: str, **options: Any) -> bool:
-        try:
-            await self._info(path, **options)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
 
     async def _type(self, path: str) -> str:
         """`file`, `directory` or nothing; any error but that it is not there is raised."""

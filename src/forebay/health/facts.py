@@ -27,7 +27,7 @@ from forebay.client.sync import Client, connect
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.types import Bucket
 from forebay.health.findings import BucketFacts, ClockFacts, DiskFacts, Facts, LimitFacts, NodeFacts, VersionFacts
-from forebay.ports import clock, machine
+from forebay.ports import clock
 
 PATIENCE_S = 5.0  # for each thing that is asked over the network
 SYNCS = 8
@@ -84,7 +84,6 @@ def look_at_node(at: Path, client: Client) -> NodeFacts:
         url=client.url,
         locked=local_node.is_locked(at),
         said_pid=said.pid,
-        said_alive=bool(said.pid) and machine.alive(said.pid),
         said_endpoint=said.endpoint,
         answers=state is not None,
         ready=ready,

@@ -75,7 +75,6 @@ class NodeFacts(msgspec.Struct, frozen=True):
     url: str
     locked: bool = False
     said_pid: int = 0
-    said_alive: bool = False
     said_endpoint: str = ""
     answers: bool = False
     ready: bool = False

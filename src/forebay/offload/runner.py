@@ -42,7 +42,6 @@ class StepFacts:
     written_bytes: int = 0
     read_bytes: int = 0
     unplanned: int = 0
-    postponed: int = 0
     most_bytes: int = 0  # as the trace has it, with what was away taken off
     lost: bool = False
     over_bytes: int = 0  # above the budget, where that could not be helped
@@ -197,7 +196,6 @@ class Runner:
                 continue
             if max(stop.need_bytes, stop.here_bytes) - self._books.away_bytes + movable.size_bytes > self._budget:
                 self._later.append((name, needed))
-                self.facts.postponed += 1
             else:
                 movable.come(needed)
 

@@ -254,20 +254,20 @@ def test_misuse_is_refused(tier: Storage) -> None:
 def test_host_buffers_are_reused_for_what_nearly_fits_and_never_exceed_the_room() -> None:
     with HostTier(100 * 4 * KIB) as tier:
         first = tier.reserve(80 * 4 * KIB)
-        assert (tier.used_bytes, tier.idle_bytes) == (80 * 4 * KIB, 0)  # not 128: no power of two
+        assert (tier.used_bytes, tier._idle_bytes) == (80 * 4 * KIB, 0)  # not 128: no power of two
         at = tier.memory(first).data_ptr()
         tier.release(first)
         near = tier.reserve(75 * 4 * KIB)
         assert tier.memory(near).data_ptr() == at
         tier.release(near)
         small = tier.reserve(10 * 4 * KIB)  # too small for that buffer, which stays
-        assert (tier.used_bytes, tier.idle_bytes) == (10 * 4 * KIB, 80 * 4 * KIB)
+        assert (tier.used_bytes, tier._idle_bytes) == (10 * 4 * KIB, 80 * 4 * KIB)
         big = tier.reserve(90 * 4 * KIB)  # and now must go
-        assert (tier.used_bytes, tier.idle_bytes) == (100 * 4 * KIB, 0)
+        assert (tier.used_bytes, tier._idle_bytes) == (100 * 4 * KIB, 0)
         tier.memory(big).fill_(7)  # as an accelerator's copy would
         assert len(tier.memory(big)) == big.size_bytes
         tier.release(small)
-    assert (tier.used_bytes, tier.idle_bytes) == (0, 0)
+    assert (tier.used_bytes, tier._idle_bytes) == (0, 0)
 
 
 def test_host_memory_is_not_pinned_without_an_accelerator() -> None:

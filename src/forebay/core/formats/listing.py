@@ -405,10 +405,6 @@ class Listing:
         at = bisect_left(range(len(self)), wanted, key=self._key)
         return at if at < len(self) and self._key(at) == wanted else None
 
-    def first_at(self, key: str) -> int:
-        """The number of the first object whose key is not below `key`; `len` if there is none."""
-        return bisect_left(range(len(self)), key.encode(), key=self._key)
-
     # --- comparing ---------------------------------------------------------------------------------------------------
     def difference(self, other: Listing) -> Difference:
         """What changed from this one to `other`; `str` says it in words. Times count where there is no etag."""

@@ -250,10 +250,6 @@ class Eviction(Slots):
     def __contains__(self, unit: int) -> bool:
         return unit in self._slots
 
-    def bucket_bytes(self, bucket: str) -> int:
-        """How many bytes this bucket's units take."""
-        return self._bucket_bytes[self._bucket_ids[bucket]] if bucket in self._bucket_ids else 0
-
     @property
     def excess_bytes(self) -> int:
         """How many bytes to ask of `victims` now: 0 below every high mark, else enough to bring all under their low

@@ -191,9 +191,6 @@ class Queue:
         """Whether the backend failed so often that it only gets probes."""
         return self.failures_in_a_row >= SICK_AFTER
 
-    def is_flying(self, key: str) -> bool:
-        return key in self._flying
-
     def oldest_s(self) -> float | None:
         """Since when (Unix time) the oldest key owes, or None."""
         ages = self._ages

@@ -98,10 +98,6 @@ class HintedEviction(Eviction):
         super()._remove(slot)
 
     # --- questions ---------------------------------------------------------------------------------------------------
-    @property
-    def hinted_units(self) -> int:
-        """How many units here have hints."""
-        return len(self._foreseen.units)
 
     def units(self) -> list[int]:
         """All units here that have hints."""

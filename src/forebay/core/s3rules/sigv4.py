@@ -52,7 +52,6 @@ SCOPES_KEPT_MAX: Final = 1024  # distinct (key, day, region, header list); each 
 
 _CLEAN = re.compile(rb"[A-Za-z0-9/_.~-]*").fullmatch
 _CLEAN_WORD = re.compile(rb"[A-Za-z0-9_.~-]*").fullmatch
-_SIGNATURE = re.compile(rb"[0-9a-f]{64}").fullmatch
 _STAMP = re.compile(rb"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z").fullmatch
 _AUTHORIZATION = re.compile(
     rb"AWS4-HMAC-SHA256[ ]+Credential=([^\s,]+)[ ]*,[ ]*SignedHeaders=([^\s,]+)[ ]*,[ ]*Signature="

@@ -114,11 +114,6 @@ class LeasedFile:
         if self._uses == 0:
             self._reader.put_back(self)
 
-    @property
-    def doomed(self) -> bool:
-        """Whether the last release will close it."""
-        return self._doomed
-
 
 class _View:
     """One volume as a reader sees it."""

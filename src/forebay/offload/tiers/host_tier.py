@@ -56,11 +56,6 @@ class HostTier(Storage):
         return self._used_bytes
 
     @property
-    def idle_bytes(self) -> int:
-        """Memory that no slot has, kept for the next."""
-        return self._idle_bytes
-
-    @property
     def path(self) -> str:
         return "pinned host memory" if self.pinned else "host memory"
 

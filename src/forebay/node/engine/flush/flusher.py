@@ -293,12 +293,6 @@ class Flusher:
         self._drop(of, key, error)
         self._step(bucket, Forgot(key))
 
-    def forget_bucket(self, bucket: str) -> None:
-        """`forget` for all of a bucket."""
-        of = self._of.get(bucket)
-        for key in list(of.keys) if of is not None else ():
-            self.forget(bucket, key)
-
     async def stop_key(self, bucket: str, key: str) -> None:
         """Under the key's lock: return when no flush of the key is on its way to the backend. None starts before the
         next `add` or `forget`, or before the lock is free again (then the write failed and changed nothing)."""

@@ -72,7 +72,6 @@ class Listings:
         self._known: OrderedDict[tuple[str, str], _Listed] = OrderedDict()
         self._under_way: dict[tuple[str, str], _UnderWay] = {}
         self._held: OrderedDict[str, bytes] = OrderedDict()
-        self.listed_objects = 0
 
     # --- asking ------------------------------------------------------------------------------------------------------
     async def ask(self, call: ListingCall) -> ListingState:
@@ -149,7 +148,6 @@ class Listings:
         data = await loop.run_in_executor(self._workers, build, bucket, prefix, pieces)
         listing = Listing(data)
         state = ListingState(bucket, prefix, listing.id, len(listing), len(data), begun.began_s, begun.began_s)
-        self.listed_objects += len(listing)
         took_s = self._clock.monotonic_s() - started_s
         asked = begun.survey.requests
         log.info("%s/%s: %d objects listed in %.1f s by %d requests", bucket, prefix, len(listing), took_s, asked)

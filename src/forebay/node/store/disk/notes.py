@@ -134,7 +134,3 @@ class Owed(msgspec.Struct, frozen=True):
     key: str
     note: Note
     durable: bool
-
-
-encode_note = msgspec.msgpack.Encoder().encode
-decode_note = msgspec.msgpack.Decoder(Note).decode

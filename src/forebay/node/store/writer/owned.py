@@ -246,15 +246,6 @@ def kept(volume: Volume, start: bytes = b"") -> Iterator[NotedRecord]:
             yield NotedRecord(bucket, key, entry, owed.note, record, False)
 
 
-def count_in(volume: Volume, bucket: str) -> int:
-    """How many objects and deletes of a bucket only this volume has."""
-    count = 0
-    prefix = bucket.encode() + b"\0"
-    for each in kept(volume, prefix):
-        count += each.bucket == bucket
-    return count
-
-
 def set_aside(volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
     """An owned object in view is lost: take it out of view with the next flush."""
     entry = keys.index_key(bucket, key)

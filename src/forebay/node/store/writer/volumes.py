@@ -325,15 +325,6 @@ class VolumeSet:
         """The id of the volume that a key belongs to; "" when every volume is out."""
         return self._members.first(bucket, key) if self._by_id else ""
 
-    def owed_in(self, bucket: str) -> int:
-        """How many objects and deletes of a bucket only this node has, local ones included. If any, refuse to drop the
-        bucket."""
-        return sum(owned.count_in(volume, bucket) for volume in self._by_id.values())
-
-    def parts_dir(self, bucket: str, key: str) -> str:
-        """A directory on the key's volume whose content the store leaves alone. `Unavailable` when all are out."""
-        return f"{self.home(bucket, key).path}/parts"
-
     # --- how full ---
 
     def usage(self) -> list[VolumeUsage]:
