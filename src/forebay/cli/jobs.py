@@ -1,7 +1,7 @@
-"""What prefetch, pin, unpin, evict, refresh and flush have in common: a job in the node, and somebody watching it.
+"""`forebay prefetch`, `pin`, `unpin`, `evict`, `refresh`: start a job in the node and watch it.
 
-Theory. The job runs in the node whoever watches, so Ctrl-C ends the watching only, and says so. The exit code tells
-whether all units went well: 0, or 9 when some failed, or 1 when the job as a whole did.
+Theory. The job runs in the node, so Ctrl-C ends only the watching, and says so. The exit code is 0 if all units went
+well, 9 if some failed, and 1 if the job as a whole failed. `forebay flush` uses the same functions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import typer
 
 from forebay.cli import address, show
 from forebay.cli.complete import addresses as complete_addresses
-from forebay.cli.options import open_client
-from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line
+from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.core.errors import Unavailable
 from forebay.core.messages.calls import JobState, JobVerb
@@ -161,3 +161,37 @@ def _complain(state: JobState) -> None:
     for text in state.errors:
         show.note(f"  {one_line(text)}")
     show.note("  run the same command again: what is done is not repeated")
+
+
+# --- the verbs -------------------------------------------------------------------------------------------------------
+def _app(name: JobVerb, first_line: str) -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+    @app.command(
+        name,
+        help=f"{first_line}\n\nRuns as a job in the node: Ctrl-C stops watching, not the job. With --json a list of "
+        "JobState (docs/protocol.md).",
+    )
+    @verb
+    def start(
+        addresses: Addresses,
+        exact: Exact = False,
+        dry_run: DryRun = False,
+        wait: Wait = True,
+        quiet: Quiet = False,
+        url: Url = None,
+        as_json: AsJson = False,
+        debug: Debug = False,
+    ) -> int:
+        return run(name, addresses, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json)
+
+    return app
+
+
+APPS = {
+    "prefetch": _app("prefetch", "Bring objects into the cache."),
+    "pin": _app("pin", "Fetch objects and never evict them."),
+    "unpin": _app("unpin", "Let pinned objects be evicted again."),
+    "evict": _app("evict", "Drop objects from the cache."),
+    "refresh": _app("refresh", "Ask the backend whether cached objects are still current."),
+}

@@ -1,4 +1,4 @@
-"""`forebay`: the program. Each verb is a file of this room, loaded when it is used.
+"""`forebay`: the program. A verb's file is loaded when the verb is used.
 
 Theory. `forebay --help` and Tab must answer at once and without torch, obstore or a node, so the list of verbs is data
 (name, file, one line of help) and a verb's file is imported only when that verb runs. What several verbs need is
@@ -34,11 +34,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "cp": ("cp", "Copy objects to files, files to objects, or objects to objects."),
     "rm": ("rm", "Delete objects, here and at the backend."),
     "cat": ("cat", "Write an object, or a range of it, to standard output."),
-    "prefetch": ("prefetch", "Bring objects into the cache."),
-    "pin": ("pin", "Fetch objects and never evict them."),
-    "unpin": ("unpin", "Let pinned objects be evicted again."),
-    "evict": ("evict", "Drop objects from the cache."),
-    "refresh": ("refresh", "Ask the backend whether cached objects are still current."),
+    "prefetch": ("jobs", "Bring objects into the cache."),
+    "pin": ("jobs", "Fetch objects and never evict them."),
+    "unpin": ("jobs", "Let pinned objects be evicted again."),
+    "evict": ("jobs", "Drop objects from the cache."),
+    "refresh": ("jobs", "Ask the backend whether cached objects are still current."),
     "flush": ("flush", "Bring to the backends what only the node has."),
     "lost": ("lost", "List and give up lost objects."),
     "volume": ("volume", "Show, add and give up volumes."),
@@ -62,7 +62,7 @@ class _Verbs(dict[str, Any]):
         command = super().__getitem__(name)
         if command is None:
             module = importlib.import_module(f"forebay.cli.{VERBS[name][0]}")
-            command = typer.main.get_command(module.app)
+            command = typer.main.get_command(module.APPS[name] if hasattr(module, "APPS") else module.app)
             command.name = name
             self[name] = command
         return command
