@@ -456,7 +456,7 @@ def rigged(tmp_path: Path) -> Callable[..., None]:
                 await story(made)
                 await made.idle()
                 assert made.engine.cold.pass_bytes == 0
-                assert not made.engine.cold._openings
+                assert not made.engine.cold.openings.under_way
 
         before = len(os.listdir("/proc/self/fd"))
         asyncio.run(main(), debug=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.errors import Exists, ForebayError, NotFound, ObjectLost, Precondition, Unavailable
-from forebay.core.freshness import MISSED
+from forebay.core.machines.opening import MISSED
 from forebay.core.messages import calls
 from forebay.core.types import RangeSpec
 from forebay.node.engine.flush import owed_at_start

@@ -145,7 +145,7 @@ def test_an_opening_at_a_bucket_that_moves_is_not_shared(rigged: Rigged) -> None
 
         old.fetch = held  # type: ignore[method-assign]
         firsts = [rig.front.open("object"), rig.front.open("large")]
-        await until(lambda: len(rig.engine.cold._openings) == 2)
+        await until(lambda: len(rig.engine.cold.openings.under_way) == 2)
         rig.remote = new
         await rig.front.call("bucket_put", Bucket("remote", "memory://another", freshness_s=FRESH_IMMUTABLE))
         seconds = [rig.front.open("object"), rig.front.open("large")]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core.freshness import MISSED
+from forebay.core.machines.opening import MISSED
 from forebay.core.record import State
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.errors import Invalid
-from forebay.core.freshness import MISSED
+from forebay.core.machines.opening import MISSED
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.writer import Store
 from tests.store import store_objects as objects

@@ -47,8 +47,8 @@ OWNED: Final = int(State.OWNED)
 
 class Record(msgspec.Struct, array_like=True, gc=False):
     """See the module's header. `checked_s` is when the backend last confirmed the version (Unix time; 0 and `MISSED` of
-    `core/freshness.py`: it did not); `used_minute` is the last use in minutes since the epoch, coarse because exact
-    order costs a write per read. `key` is set only where the index key cannot hold it whole."""
+    `core/machines/opening.py`: it did not); `used_minute` is the last use in minutes since the epoch, coarse because
+    exact order costs a write per read. `key` is set only where the index key cannot hold it whole."""
 
     object_id: int
     size_bytes: int

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forebay.core import freshness
 from forebay.core.errors import Closed, ErrorOnWire, ForebayError, NotFound, Precondition, from_wire
 from forebay.core.machines import commit, eviction, flight_events, recover, retry
 from forebay.core.machines import flight as flights
@@ -151,8 +150,10 @@ class SimNode:
             self._resolve(read, attempt=1, since_us=self.schedule.now_us)
 
     def _is_fresh(self, record: Record) -> bool:
+        from forebay.core.machines import opening  # it reads bounds, which `scale` may have to change first
+
         bound_s = self.freshness_s[record.name[0]]
-        return freshness.is_fresh(record.checked_us / 1e6, bound_s, self.schedule.now_s)
+        return opening.may_serve(0, record.checked_us / 1e6, bound_s, self.schedule.now_s)
 
     def _resolve(self, read: Read, attempt: int, since_us: int) -> None:
         """Ask the backend what the object is now."""

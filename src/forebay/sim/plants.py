@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.core import freshness, placement
+from forebay.core import placement
 from forebay.core.machines import commit, eviction, flight, flush, recover, retry, sent_bodies
 
 _Patch = tuple[Any, str, Any]
@@ -90,8 +90,14 @@ def _placement() -> list[_Patch]:
 
 def _freshness() -> list[_Patch]:
     """Seconds are taken for minutes."""
-    real = freshness.is_fresh
-    return [(freshness, "is_fresh", lambda checked_s, bound_s, now_s: real(checked_s, bound_s * 60, now_s))]
+    from forebay.core.machines import opening  # it reads bounds, which `scale` may have to change first
+
+    real = opening.may_serve
+
+    def serve(state: int, checked_s: float, freshness_s: float, now_s: float) -> bool:
+        return real(state, checked_s, freshness_s * 60, now_s)
+
+    return [(opening, "may_serve", serve)]
 
 
 def _write() -> list[_Patch]:

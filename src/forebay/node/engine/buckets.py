@@ -26,6 +26,7 @@ import msgspec
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
+from forebay.core.machines.opening import Silence
 from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
 from forebay.meta.seam import Entry, MetaStore
 from forebay.ports.clock import Clock
@@ -55,9 +56,8 @@ class Served:
         self.backend: Backend = _Watched(backend, self)
         self.implicit = implicit
         self.error = ""
-        self.down_until_s = 0.0  # monotonic: until then the backend is not asked if a cached answer will do
         self.answers = 0  # answers of the backend, refusals included
-        self.answers_before_down = 0  # `answers` when the question began that found the backend away
+        self.silence = Silence()  # when it last did not answer
 
     def same_place(self, other: Served) -> bool:
         """Whether both read the same objects, whatever else differs."""

@@ -21,13 +21,13 @@ from forebay.backends.locate import same_place
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Exists, Invalid
-from forebay.core.freshness import fresh_until_s
+from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
 from forebay.core.s3rules.cors import check_rules
-from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_bucket_name, check_key
+from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.core.volumes import LostObject
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
@@ -289,8 +289,7 @@ class Verbs:
         here = engine.store.lookup(call.bucket, call.key)
         if here is not None and here.version != record.version:
             here = None
-        checked_s = here.checked_s if here is not None else record.checked_s
-        owned = here is not None and bool(here.state & State.OWNED)
+        state, checked_s = (here.state, here.checked_s) if here is not None else (0, record.checked_s)
         return calls.ObjectState(
             bucket=call.bucket,
             key=call.key,
@@ -301,7 +300,7 @@ class Verbs:
             cached_bytes=cached_bytes(here) if here else 0,
             pinned=bool(here and here.state & State.PINNED),
             dirty=bool(here and here.state & State.DIRTY),
-            fresh_until_s=FRESH_IMMUTABLE if owned else fresh_until_s(checked_s, served.bucket.freshness_s),
+            fresh_until_s=fresh_until_s(state, checked_s, served.bucket.freshness_s),
             headers=dict(headers_of(record)),
             volume=engine.store.volume_of(call.bucket, call.key) if here else "",
             blocks=blocks_in(record.size_bytes),

@@ -35,7 +35,7 @@ from pathlib import Path
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Corrupt, ForebayError, Invalid
-from forebay.core.freshness import fresh_until_s
+from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import doorwire
 from forebay.core.messages.doorwire import (
     DOOR_VERSION,
@@ -54,8 +54,8 @@ from forebay.core.messages.doorwire import (
     DoorWelcome,
 )
 from forebay.core.messages.wire import Welcome
-from forebay.core.record import Record, State, blocks_in
-from forebay.core.types import FRESH_IMMUTABLE, Bucket, check_key
+from forebay.core.record import Record, blocks_in
+from forebay.core.types import Bucket, check_key
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.link import Link
 from forebay.node.front.objects.reads import Reads, may_serve
@@ -71,7 +71,6 @@ COMPARED_BYTES_MAX = 64 * limits.MIB  # of an object that a client waits for: so
 TICK_S = 1.0
 READS_MAX, READ_BYTES_MAX = 1 << 32, 1 << 50  # in one report
 _COLD = DoorCold()
-_OWNED = int(State.OWNED)
 
 
 class _Guest:
@@ -451,8 +450,7 @@ class Door:
         blocks = guest.given[record.object_id] = blocks_in(record.size_bytes, record.block_bytes)
         if blocks == 1:  # who asks for it reads it; of larger ones the client reports which blocks
             self.link.touch(record.object_id, 0, 1)
-        owned = record.state & _OWNED
-        until_s = FRESH_IMMUTABLE if owned else fresh_until_s(record.checked_s, bucket.freshness_s)
+        until_s = fresh_until_s(record.state, record.checked_s, bucket.freshness_s)
         return DoorFile(record.object_id, record.size_bytes, record.etag, record.version, until_s, record.block_bytes)
 
 

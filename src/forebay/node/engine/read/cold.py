@@ -1,34 +1,15 @@
 """Reads that come to the engine: from a question to a flight, an inline body, or an error.
 
 Theory. A front asks when it has no record, a stale one, or lacks bytes. The engine looks for an answer in this order: a
-flight of the object, the index, the backend. It asks the backend once for all who wait (an *opening*).
-
-Freshness. Every reader *needs* a confirmation from no earlier than some moment: its arrival (`always`, `revalidate`),
-its arrival less the bucket's freshness, or any time (`immutable`). A later part of one response, which names its
-version, needs none. A backend's answer counts from the moment it was *asked*; while a write of the key is under way it
-counts only in memory (`read/confirmations.py`). So a reader may join an opening only if the opening began late enough.
-Otherwise it waits for that opening and shares the next one with all that came meanwhile: at most two questions, however
-many ask at once.
-
-The first request for an unknown object asks for its first FIRST_BYTES, or for the blocks that the asked range touches.
-So it brings metadata and data at once, and its body becomes the flight's first run. A suffix range asks for one block
-more than the suffix, which covers the blocks it touches wherever they begin.
-
-When the backend does not answer and a confirmed version is here, `always` and `revalidate` fail. A bucket with a
-freshness time serves the version it has, because that time already prefers an old answer to none. This is counted
-(`forebay_revalidations_total{result="unreachable"}`), and the backend is asked again after DOWN_FOR_S. If a write of
-ours may have replaced the version since its confirmation, it is served only while the backend answers nobody: any first
-answer, say a listing, may show the new version, and later readers must not get the old one.
+flight of the object, the index, the backend (`read/openings.py`). `core/machines/opening.py` decides whether what is
+here will do.
 
 An object or delete that the node owes to the backend (`State.OWNED`, or an unflushed delete) is the truth, and is
 served without asking. A write *overtakes* the flights and openings of its key: readers already waiting get the earlier
 version, but nobody else joins, and nothing of theirs is kept.
 
-Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way (a
-reader would get an answer from before its question).
-
-Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) At most one opening per key. (3)
-`flights` holds only flights that can be joined. (4) Nothing that was asked before a write is stored after it.
+Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) `flights` holds only flights that
+can be joined.
 """
 
 from __future__ import annotations
@@ -41,55 +22,67 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any
 
+from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core import limits
-from forebay.core.errors import Bug, Busy, Closed, ForebayError, Invalid, NotFound, Precondition, Unavailable
-from forebay.core.freshness import CLOCK_SLACK_S, MISSED
-from forebay.core.machines.shares import Need
+from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, NotFound, Unavailable
+from forebay.core.machines.opening import ANY, DOWN_FOR_S, Absent, Held, Terms, Verdict, judge, terms_of
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State
-from forebay.core.types import FRESH_IMMUTABLE, ObjectInfo, RangeSpec
+from forebay.core.types import ListPage, ObjectInfo, RangeSpec
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.bad_blocks import Suspicions
-from forebay.node.engine.read.confirmations import Confirmations
 from forebay.node.engine.read.flights import Flight
 from forebay.node.engine.read.one_read import REOPENS_MAX, Ask, Evictor, Out, Read
-from forebay.node.engine.read.openings import (
-    Answer,
-    Nowhere,
-    Opening,
-    Passing,
-    changed_meanwhile,
-    first_request,
-    whole_blocks,
-)
+from forebay.node.engine.read.openings import Openings, changed_meanwhile, held_of
 from forebay.node.engine.read.permits import Permits
 from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
-from forebay.node.store.disk.usage import taken_bytes
-from forebay.node.store.records import (
-    cached_bytes,
-    info_of,
-    is_pinned,
-    is_version,
-    make_record,
-    own_version,
-    present_blocks,
-)
+from forebay.node.store.records import cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.node.store.writer.landing import Landing
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.cold")
 
-CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
-DOWN_FOR_S = 5.0  # after a failed confirmation: nobody else waits for one this long
 SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
 READ_AHEADS_MAX = 1024
 STREAMS_MAX = 4  # sequential readers tracked per object
 _BLOCK = limits.BLOCK_BYTES
-_ANY = float("-inf")  # no confirmation is needed
-_ONCE = 0.0  # one is needed, however old
+
+
+class Nowhere(Refusing):
+    """Stands for the backend of an owned object: there is nowhere to fetch bytes from that a disk lost."""
+
+    scheme = "local"
+    read_only = True
+
+    def __init__(self, bucket: str, still_owned: Callable[[], bool]) -> None:
+        """`still_owned()`: whether the key still has this object and owes it. A replaced object has lost nothing."""
+        self._bucket, self._still_owned = bucket, still_owned
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
+        if not self._still_owned():
+            raise changed_meanwhile(self._bucket, key)
+        raise Corrupt(
+            f"{key} was written here, its backend does not have it, and its bytes on this node's disk are damaged: "
+            "write it again"
+        )
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self.fetch(key)  # type: ignore[no-any-return]
+
+    async def check(self, key: str, version: str) -> ObjectInfo | None:
+        return await self.fetch(key)  # type: ignore[no-any-return]
+
+    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        return ListPage([], [])
+
+    async def probe(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
 
 
 class ColdReads:
@@ -121,7 +114,8 @@ class ColdReads:
         self.suspicions = Suspicions(self, flush_soon)
         self.compared = self.suspicions.compared
         self.reads = 0
-        self.confirmations = Confirmations(store, flush_soon)
+        self.openings = Openings(self, buckets, tally, flush_soon)
+        self.confirmations = self.openings.confirmations
         self._buckets = buckets
         self._tally = tally
         self._flush_soon = flush_soon
@@ -131,7 +125,6 @@ class ColdReads:
         self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
             None
         )  # restores the key to view if it was owed before the start
-        self._openings: dict[tuple[str, str], Opening] = {}
         self._ahead: OrderedDict[tuple[str, str], list[ReadAhead]] = OrderedDict()
         self.all_permits: dict[str, Permits] = {}
         self._slow: dict[str, float] = {}  # volume path -> monotonic time until which it gets no bytes
@@ -174,20 +167,20 @@ class ColdReads:
 
     async def _serve_body(self, read: Read, served: Served) -> None:
         ask, name = read.ask, (read.ask.bucket, read.ask.key)
-        need_s, tolerant = _need(ask, served, self.clock.wall_s()), _tolerant(ask, served)
+        terms = _terms(ask, served, self.clock.wall_s())
         while not read.closed:
             await self.suspicions.settled(name)
-            found = self._found(name, served, need_s, ask.version)
+            found = self._found(name, terms)
             if found is not None:
                 await self._give_found(read, served, found)
                 return
-            answer = await self._opening(read, served, need_s)
+            answer = await self.openings.share(ask, served, terms)
             if answer is None:
                 continue  # it began before we came: ask again
             if answer.stale:
-                if not tolerant:
+                if not terms.tolerant:
                     raise _unreachable(ask.bucket)
-                need_s = _ANY
+                terms = terms._replace(since_s=ANY)
             elif answer.beyond is not None:
                 _resolve(ask.range, answer.beyond.size_bytes)  # raises if our range lies outside too; else ask again
                 if read.tries >= REOPENS_MAX:
@@ -204,7 +197,7 @@ class ColdReads:
                 self._give(read, answer.flight)
                 return
             else:
-                need_s = min(need_s, answer.asked_s)  # if the clock went back meanwhile, what was asked still counts
+                terms = terms.confirmed(answer.asked_s)
 
     async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
         if read.closed:
@@ -216,30 +209,30 @@ class ColdReads:
         else:
             await self._give_record(read, served, found)
 
-    def _found(self, name: tuple[str, str], served: Served, need_s: float, version: str) -> Flight | Record | None:
-        """The local version, if it is owned, was confirmed late enough, or is the version asked for; else None.
-        `NotFound` if it was deleted here. `VolumeMissing` or `ObjectLost` if a newer version cannot be read."""
+    def _found(self, name: tuple[str, str], terms: Terms) -> Flight | Record | None:
+        """What is here, if the reader may have it; None if the backend must be asked. `NotFound` if it was deleted
+        here, `Precondition` if it is not the version that the reader names. `VolumeMissing` or `ObjectLost` if a newer
+        version cannot be read."""
         self.store.check_present(*name)
-        found, record = self._here(name)
+        found, record = self.here(name)
+        held: Held | Absent
         if found is None:
-            if self._deleted(*name):
-                raise changed_meanwhile(*name) if version else _no_key(*name)
-            self.store.check_lost(*name)
-            return None
-        if version and _is_of(found, version):
-            return found
-        if record is not None and record.state & State.OWNED:
-            if version:
+            held = Absent.DELETED if self._deleted(*name) else Absent.UNKNOWN
+        else:
+            held = held_of(found, is_owned=record is not None and record.state & State.OWNED != 0)
+            held = held._replace(checked_s=self.confirmations.windows.checked_s(name, held.version, held.checked_s))
+        match judge(held, terms, self.clock.wall_s()):
+            case Verdict.SERVE:
+                return found
+            case Verdict.CHANGED:
                 raise changed_meanwhile(*name)
-            return found
-        checked_s = self.confirmations.checked_s(*name, _version_of(found), found.checked_s)
-        if not _suffices(served, checked_s, need_s, self.clock.wall_s()):
-            return None
-        if version:
-            raise changed_meanwhile(*name)
-        return found
+            case Verdict.NO_KEY:
+                raise _no_key(*name)
+        if found is None:
+            self.store.check_lost(*name)
+        return None
 
-    def _here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
+    def here(self, name: tuple[str, str]) -> tuple[Flight | Record | None, Record | None]:
         """The flight of this object, or else its record; and the record.
 
         Skips a flight whose bytes are no longer kept, or that has the object's version from before its flush.
@@ -273,7 +266,7 @@ class ColdReads:
     def _give(self, read: Read, flight: Flight) -> None:
         if read.closed:
             return
-        if read.ask.version and not _is_of(flight, read.ask.version):
+        if read.ask.version and not held_of(flight).is_called(read.ask.version):
             raise changed_meanwhile(read.ask.bucket, read.ask.key)
         start, end = _resolve(read.ask.range, flight.info.size_bytes)
         self.evictor.touched(flight.object_id, start // _BLOCK, -(-end // _BLOCK))
@@ -285,11 +278,11 @@ class ColdReads:
             self.store.check_lost(*read.ask[:2])
         _resolve(read.ask.range, record.size_bytes)
         info = info_of(record, read.ask.key)
-        landing = self._landing(served, info, record.checked_s)
+        landing = self.landing(served, info, record.checked_s)
         if landing is None:
             await self._pass(read, served, info, record.checked_s, record=record)
         else:
-            self._give(read, self._take_off(served, info, landing, record.checked_s, landing.record))
+            self._give(read, self.take_off(served, info, landing, record.checked_s, landing.record))
 
     def _ahead_to(self, ask: Ask, start: int, end: int) -> int:
         """How far to fetch ahead for a reader that asks for one range after another; 0 for readers of whole objects.
@@ -320,130 +313,31 @@ class ColdReads:
         """The object's metadata, as fresh as its bucket requires. For an unknown object nothing is fetched or kept."""
         name = (ask.bucket, ask.key)
         asked_s = self.clock.wall_s()
-        found = self._found(name, served, _need(ask, served, asked_s), ask.version)
+        terms = _terms(ask, served, asked_s)
+        found = self._found(name, terms)
         if found is None:
-            found, _ = self._here(name)
+            found, _ = self.here(name)
             if found is None:
                 return make_record(await served.backend.head(ask.key), asked_s)
-            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
-            if isinstance(changed, ObjectInfo):
-                self.replaced(name, _version_of(found))
-                if ask.version not in ("", changed.version):
-                    raise changed_meanwhile(*name)
-                return make_record(changed, asked_s)
+            _, info = await self.openings.check(served, ask.key, found, terms, asked_s)
+            if info is not None:
+                return make_record(info, asked_s)
         return self.record_of(found) if isinstance(found, Flight) else found
-
-    # --- openings ----------------------------------------------------------------------------------------------------
-    async def _opening(self, read: Read, served: Served, need_s: float) -> Answer | None:
-        """Share the opening of this key. None if the one under way began too early to count, or was not for us."""
-        name = (read.ask.bucket, read.ask.key)
-        opening = self._openings.get(name)
-        if opening is not None and opening.done.done():
-            opening = None  # it is forgotten only after this round; waiting for it again would never let the round end
-        if opening is not None and not opening.served.same_place(served):
-            self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
-            opening = None
-        if opening is None:
-            opening = Opening(self.clock.wall_s(), served)
-            opening.done = asyncio.create_task(self._ask_backend(read.ask, opening))
-            self._openings[name] = opening
-            opening.done.add_done_callback(lambda done: self._opened(name, done))
-            return await asyncio.shield(opening.done)
-        answers = opening.served.answers
-        try:
-            answer = await asyncio.shield(opening.done)
-        except (Invalid, Precondition):
-            return None  # somebody else's range lies outside the object, or somebody else's version is gone
-        except ForebayError:
-            if opening.asked_s < need_s:
-                return None
-            raise
-        if answer.stale and opening.answers < answers:
-            return None  # the backend answered others after this began, and before we came
-        return answer if opening.asked_s >= need_s else None
-
-    def _leave_to_its_own(self, opening: Opening) -> None:
-        self._background.add(opening.done)
-        opening.done.add_done_callback(self._background.discard)
 
     def written(self, bucket: str, key: str) -> None:
         """The key was written or deleted here, and the store knows it: flights and openings of the key are outdated."""
         self._wrote(bucket, key)
         self.flights.pop((bucket, key), None)
-        opening = self._openings.pop((bucket, key), None)
-        if opening is not None:
-            opening.overtaken = True
-            self._leave_to_its_own(opening)
+        self.openings.overtake((bucket, key))
 
     def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
         """The backend listed these keys. Whoever read the page must find no older version here, even of keys whose
-        writes are under way (`read/confirmations.py`)."""
-        for key in self.confirmations.outdated(bucket, prefix, after, upto):
+        writes are under way."""
+        for key in self.confirmations.windows.listed(bucket, prefix, after, upto):
             flight = self.flights.get((bucket, key))
             if flight is not None:
                 flight.checked_s = min(flight.checked_s, 0.0)
-            opening = self._openings.pop((bucket, key), None)
-            if opening is not None:
-                opening.overtaken = True
-                self._leave_to_its_own(opening)
-
-    def _opened(self, name: tuple[str, str], done: asyncio.Task[Answer]) -> None:
-        opening = self._openings.get(name)
-        if opening is not None and opening.done is done:
-            del self._openings[name]
-        if not done.cancelled():
-            done.exception()  # the waiter has the exception
-
-    async def _ask_backend(self, ask: Ask, opening: Opening) -> Answer:
-        name, served, asked_s = (ask.bucket, ask.key), opening.served, opening.asked_s
-        found, record = self._here(name)
-        if record is not None and record.state & State.OWNED:
-            return Answer(asked_s)  # written since we were asked
-        if found is not None:
-            changed = await self._check(served, ask.key, found, _tolerant(ask, served, found), asked_s)
-            if changed is None:
-                return Answer(asked_s)
-            if not isinstance(changed, ObjectInfo):
-                return Answer(asked_s, stale=True)
-            self.replaced(name, _version_of(found))
-            if ask.version not in ("", changed.version):
-                raise changed_meanwhile(*name)
-        return await self._first_fetch(ask, opening)
-
-    async def _check(
-        self, served: Served, key: str, found: Flight | Record, tolerant: bool, asked_s: float
-    ) -> ObjectInfo | str | None:
-        """Ask the backend whether the version is current. None: confirmed. Else the new metadata, or "" if the backend
-        does not answer and that is tolerated."""
-        name, version, answers = (served.bucket.name, key), _version_of(found), served.answers
-        settled = found.checked_s > 0 or answers == served.answers_before_down
-        if tolerant and settled and self.clock.monotonic_s() < served.down_until_s:
-            self._tally.revalidations["unreachable"] += 1
-            return ""
-        try:
-            with self.confirmations.question(*name) as question:
-                async with asyncio.timeout(CHECK_TIMEOUT_S if tolerant else None):
-                    changed = await served.backend.check(key, version)
-        except NotFound:
-            self._tally.revalidations["gone"] += 1
-            self.replaced(name, version)
-            raise
-        except (Unavailable, Busy, TimeoutError) as error:
-            self._tally.revalidations["unreachable"] += 1
-            if not tolerant:
-                raise
-            now_s = self.clock.monotonic_s()
-            if served.down_until_s <= now_s:
-                log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
-            served.down_until_s, served.answers_before_down = now_s + DOWN_FOR_S, answers
-            return ""
-        self._tally.revalidations["unchanged" if changed is None else "changed"] += 1
-        if changed is None and not question.overtaken:
-            self.confirmations.confirm(*name, version, asked_s)
-            flight = self.flights.get(name)
-            if flight is not None and flight.info.version == version:
-                flight.checked_s = asked_s
-        return changed
+            self.openings.overtake((bucket, key))
 
     def replaced(self, name: tuple[str, str], version: str) -> None:
         """The backend has another version, or none: stop serving this one."""
@@ -466,63 +360,6 @@ class ColdReads:
         self._flush_soon()
         return cached_bytes(record)
 
-    async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
-        """The request that finds out what the object is and brings its first bytes."""
-        served, asked_s = opening.served, opening.asked_s
-        async with self.permits(served.bucket.name).claim(opening, Need.FIRST):
-            try:
-                fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
-            except Invalid as error:
-                if error.code != "InvalidRange":
-                    raise
-                return await self._beyond(ask, opening)
-        try:
-            info = fetch.info
-            if info.size_bytes <= limits.INLINE_BYTES_MAX:
-                return Answer(asked_s, inline=await self._read_inline(opening, fetch))
-            run = whole_blocks(fetch)
-            landing = None if opening.overtaken else self._landing(served, info, asked_s)
-            if landing is None:
-                passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
-                self.spawn(passing.expire())
-                return Answer(asked_s, passing=passing)
-            return Answer(asked_s, flight=self._take_off(served, info, landing, asked_s, None, (fetch, run)))
-        except BaseException:
-            await fetch.aclose()
-            raise
-
-    async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
-        """The range lies outside the object. Either the object is empty, or the reader must learn its size."""
-        info = await opening.served.backend.head(ask.key)
-        if info.size_bytes == 0:
-            return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
-        return Answer(opening.asked_s, beyond=info)
-
-    async def _read_inline(self, opening: Opening, fetch: Fetch) -> Record:
-        info, body = fetch.info, bytearray()
-        async for chunk in fetch:
-            body += chunk
-        await fetch.aclose()
-        if fetch.start != 0 or len(body) != info.size_bytes:
-            raise Unavailable(f"the backend sent {len(body)} bytes of {info.size_bytes} of {info.key}: try again")
-        return self._keep_inline(opening, info, bytes(body))
-
-    def _keep_inline(self, opening: Opening, info: ObjectInfo, body: bytes) -> Record:
-        bucket, asked_s = opening.served.bucket, opening.asked_s
-        pinned = is_pinned(bucket, info.key)
-        if opening.overtaken or not self._buckets.stands(opening.served):
-            return make_record(info, asked_s, inline=body)
-        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, asked_s)
-        try:
-            record = self.store.put_inline(bucket.name, info, body, checked_s=checked_s, pinned=pinned)
-        except Unavailable:
-            self._tally.passed_bytes += len(body)
-            return make_record(info, asked_s, inline=body)
-        volume_id = self.store.volume_of(bucket.name, info.key)
-        self.evictor.landed(volume_id, (record.object_id, 0), taken_bytes(record), bucket.name, info.key, pinned)
-        self._flush_soon()
-        return record
-
     def leave(self, bucket: str) -> None:
         """The bucket now points elsewhere or is gone: keep nothing of its reads under way, and let nobody join them."""
         for name in [name for name in self.flights if name[0] == bucket]:
@@ -534,7 +371,7 @@ class ColdReads:
         """The bucket's permits. They bound its requests, so that a backend that hangs does not hold up the others."""
         return self.all_permits.setdefault(bucket, Permits())
 
-    def _landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
+    def landing(self, served: Served, info: ObjectInfo, checked_s: float) -> Landing | None:
         """A data file for this version. None if no disk takes it now, or if the bucket has moved."""
         bucket = served.bucket
         if not self._buckets.stands(served):
@@ -552,7 +389,7 @@ class ColdReads:
             return None
         return landing
 
-    def _take_off(
+    def take_off(
         self,
         served: Served,
         info: ObjectInfo,
@@ -732,51 +569,18 @@ class ColdReads:
 
     async def aclose(self) -> None:
         """End every flight and opening. Readers are told `Closed`."""
-        for opening in list(self._openings.values()):
-            opening.done.cancel()
+        opening = self.openings.cancel()
         for flight in list(self.all_flights):
             flight.shut(Closed("the node is stopping: connect again in a moment"))
         for task in list(self._background):
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*opening, *self._background, return_exceptions=True)
 
 
 # --- small rules -----------------------------------------------------------------------------------------------------
-def _need(ask: Ask, served: Served, arrived_s: float) -> float:
-    """The version must have been confirmed at this moment or later."""
-    freshness_s = served.bucket.freshness_s
-    if ask.revalidate or freshness_s <= 0:
-        return arrived_s
-    return _ONCE if freshness_s >= FRESH_IMMUTABLE else arrived_s - freshness_s
-
-
-def _suffices(served: Served, checked_s: float, need_s: float, now_s: float) -> bool:
-    """Whether a confirmation at `checked_s` (0: none) satisfies a reader's need."""
-    if need_s == _ANY:
-        return not _may_be_replaced(served, checked_s)
-    return checked_s > 0 and (need_s == _ONCE or need_s <= checked_s <= now_s + CLOCK_SLACK_S)
-
-
-def _tolerant(ask: Ask, served: Served, found: Flight | Record | None = None) -> bool:
-    """Whether a stale version (this one, if `found` is given) is better than an error."""
-    replaced = found is not None and _may_be_replaced(served, found.checked_s)
-    return not ask.revalidate and served.bucket.freshness_s > 0 and not replaced
-
-
-def _may_be_replaced(served: Served, checked_s: float) -> bool:
-    """Whether an acknowledged write may have replaced this version. No bucket that only reads has any."""
-    return checked_s == MISSED and not served.backend.read_only
-
-
-def _version_of(found: Flight | Record) -> str:
-    return found.info.version if isinstance(found, Flight) else found.version
-
-
-def _is_of(found: Flight | Record, version: str) -> bool:
-    """Whether `found` has the bytes of that version."""
-    if isinstance(found, Flight):
-        return version in (found.info.version, own_version(found.object_id))
-    return is_version(found, version)
+def _terms(ask: Ask, served: Served, arrived_s: float) -> Terms:
+    freshness_s, is_written = served.bucket.freshness_s, not served.backend.read_only
+    return terms_of(freshness_s, arrived_s, version=ask.version, revalidate=ask.revalidate, is_written=is_written)
 
 
 def _resolve(asked: RangeSpec | None, size_bytes: int) -> tuple[int, int]:

@@ -1,30 +1,73 @@
 """Openings: one question to a backend about one object, shared by all who wait for its answer.
 
-Theory. `ColdReads` asks and keeps the openings. This module has an opening's first request, and the values that pass
-between the asker and those who wait.
+Theory. `core/machines/opening.py` decides what an answer changes, and who may share it. Here the question is asked, and
+what was decided is carried out.
 
-Invariant. The body in a `Passing` is read by one reader or closed.
+A question about a version that is here is a check. A question about an unknown object asks for its first FIRST_BYTES,
+or for the blocks that the asked range touches. So it brings metadata and data at once, and its body becomes the
+flight's first run. A suffix range asks for one block more than the suffix, which covers the blocks it touches wherever
+they begin.
+
+A reader may share the question under way if that was asked late enough. Otherwise it waits for it and shares the next
+one with all that came meanwhile: at most two questions, however many ask at once. A write *overtakes* the opening of
+its key: readers already waiting get the earlier version, but nobody else joins, and nothing of it is kept.
+
+`Confirmations` records what a backend confirmed, unless a write of the key is under way (the machine's *windows*). The
+index is not synced for this: what the kernel has survives every process, and after a stop of the machine nothing counts
+as confirmed anyway. A key without a cached version costs no commit.
+
+Rejected: a HEAD before the first GET (a round trip that a direct read does not make); joining any opening under way (a
+reader would get an answer from before its question).
+
+Invariants. (1) At most one opening per key. (2) The body in a `Passing` is read by one reader or closed. (3) Nothing
+that was asked before a write is stored after it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Fetch
 from forebay.core import limits
-from forebay.core.errors import Corrupt, Precondition, Unavailable
+from forebay.core.errors import Busy, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.machines.opening import (
+    CHECK_TIMEOUT_S,
+    DOWN_FOR_S,
+    Held,
+    Said,
+    Silence,
+    Terms,
+    Then,
+    Windows,
+    may_share,
+    spares,
+    take,
+    tolerates,
+)
+from forebay.core.machines.shares import Need
 from forebay.core.ranges import Run
-from forebay.core.record import Record
-from forebay.core.types import ListPage, ObjectInfo, RangeSpec
-from forebay.node.engine.buckets import Served
+from forebay.core.record import Record, State
+from forebay.core.types import ObjectInfo, RangeSpec
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.flights import Flight
+from forebay.node.engine.read.one_read import Ask
+from forebay.node.store.disk.usage import taken_bytes
+from forebay.node.store.records import is_pinned, make_record, own_version
+from forebay.node.store.writer.writer import Store
+
+if TYPE_CHECKING:
+    from forebay.node.engine.read.cold import ColdReads
+
+log = logging.getLogger("forebay.openings")
 
 FIRST_BYTES = 16 * limits.MIB  # an object of that size is one request, as a direct read would be
 _BLOCK = limits.BLOCK_BYTES
 PASSING_KEPT_S = 1.0  # how long an open body waits for the reader that asked for it
+_COUNTED = {Said.SAME: "unchanged", Said.OTHER: "changed", Said.GONE: "gone", Said.NOTHING: "unreachable"}
 
 
 class Passing:
@@ -69,38 +112,231 @@ class Opening:
         self.overtaken = False
 
 
-class Nowhere(Refusing):
-    """Stands for the backend of an owned object: there is nowhere to fetch bytes from that a disk lost."""
+class Openings:
+    """See the module's header."""
 
-    scheme = "local"
-    read_only = True
+    def __init__(self, cold: ColdReads, buckets: Buckets, tally: Tally, flush_soon: Callable[[], None]) -> None:
+        self.under_way: dict[tuple[str, str], Opening] = {}
+        self.confirmations = Confirmations(cold.store, flush_soon)
+        self._cold, self._buckets, self._tally, self._flush_soon = cold, buckets, tally, flush_soon
+        self._clock = cold.clock
+        self._left: set[asyncio.Task[Answer]] = set()  # of those that nobody can join any more
 
-    def __init__(self, bucket: str, still_owned: Callable[[], bool]) -> None:
-        """`still_owned()`: whether the key still has this object and owes it. A replaced object has lost nothing."""
-        self._bucket, self._still_owned = bucket, still_owned
+    async def share(self, ask: Ask, served: Served, terms: Terms) -> Answer | None:
+        """The answer of this key's opening. None if the one under way began too early to count, or was not for us."""
+        name = (ask.bucket, ask.key)
+        opening = self.under_way.get(name)
+        if opening is not None and opening.done.done():
+            opening = None  # it is forgotten only after this round; waiting for it again would never let the round end
+        if opening is not None and not opening.served.same_place(served):
+            self._leave_to_its_own(opening)  # the bucket moved: only those who wait for it already get its answer
+            opening = None
+        if opening is None:
+            opening = Opening(self._clock.wall_s(), served)
+            opening.done = asyncio.create_task(self._ask_backend(ask, opening, terms))
+            self.under_way[name] = opening
+            opening.done.add_done_callback(lambda done: self._opened(name, done))
+            return await asyncio.shield(opening.done)
+        answers = opening.served.answers
+        try:
+            answer = await asyncio.shield(opening.done)
+        except (Invalid, Precondition):
+            return None  # somebody else's range lies outside the object, or somebody else's version is gone
+        except ForebayError:
+            if may_share(terms, opening.asked_s):
+                raise
+            return None
+        shared = may_share(terms, opening.asked_s, stale=answer.stale, answers=answers, answers_before=opening.answers)
+        return answer if shared else None
 
-    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
-        if not self._still_owned():
-            raise changed_meanwhile(self._bucket, key)
-        raise Corrupt(
-            f"{key} was written here, its backend does not have it, and its bytes on this node's disk are damaged: "
-            "write it again"
-        )
+    def _leave_to_its_own(self, opening: Opening) -> None:
+        self._left.add(opening.done)
+        opening.done.add_done_callback(self._left.discard)
 
-    async def head(self, key: str) -> ObjectInfo:
-        return await self.fetch(key)  # type: ignore[no-any-return]
+    def overtake(self, name: tuple[str, str]) -> None:
+        """The key has another version by now: nobody joins its opening, and nothing of that is kept."""
+        opening = self.under_way.pop(name, None)
+        if opening is not None:
+            opening.overtaken = True
+            self._leave_to_its_own(opening)
 
-    async def check(self, key: str, version: str) -> ObjectInfo | None:
-        return await self.fetch(key)  # type: ignore[no-any-return]
+    def _opened(self, name: tuple[str, str], done: asyncio.Task[Answer]) -> None:
+        opening = self.under_way.get(name)
+        if opening is not None and opening.done is done:
+            del self.under_way[name]
+        if not done.cancelled():
+            done.exception()  # the waiter has the exception
 
-    async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
-        return ListPage([], [])
+    def cancel(self) -> list[asyncio.Task[Answer]]:
+        """Ask no more. The tasks returned end soon."""
+        tasks = [*self._left, *(opening.done for opening in self.under_way.values())]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
-    async def probe(self) -> None:
-        pass
+    # --- a version that is here --------------------------------------------------------------------------------------
+    async def _ask_backend(self, ask: Ask, opening: Opening, terms: Terms) -> Answer:
+        found, record = self._cold.here((ask.bucket, ask.key))
+        if record is not None and record.state & State.OWNED:
+            return Answer(opening.asked_s)  # written since we were asked
+        if found is not None:
+            then, _ = await self.check(opening.served, ask.key, found, terms, opening.asked_s)
+            if then is not Then.FETCH:
+                return Answer(opening.asked_s, stale=then is Then.STALE)
+        return await self._first_fetch(ask, opening)
 
-    async def aclose(self) -> None:
-        pass
+    async def check(
+        self, served: Served, key: str, found: Flight | Record, terms: Terms, asked_s: float
+    ) -> tuple[Then, ObjectInfo | None]:
+        """Ask the backend whether the version is current, and do what its answer changes here. Returns how it goes on,
+        and the new metadata for FETCH. The backend's error for FAIL, `Precondition` for CHANGED."""
+        name, held, answers = (served.bucket.name, key), held_of(found), served.answers
+        if spares(held, terms, served.silence, answers, self._clock.monotonic_s()):
+            self._tally.revalidations["unreachable"] += 1
+            return Then.STALE, None
+        windows = self.confirmations.windows
+        info: ObjectInfo | None = None
+        error: Exception | None = None
+        question = windows.ask(name)
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S if tolerates(held, terms) else None):
+                info = await served.backend.check(key, held.version)
+            said = Said.SAME if info is None else Said.OTHER
+        except NotFound as caught:
+            said, error = Said.GONE, caught
+        except (Unavailable, Busy, TimeoutError) as caught:
+            said, error = Said.NOTHING, caught
+        finally:
+            windows.answered(name, question)
+        self._tally.revalidations[_COUNTED[said]] += 1
+        version = info.version if info is not None else ""
+        taken = take(said, held, terms, version=version, overtaken=question.overtaken)
+        if taken.drop:
+            self._cold.replaced(name, held.version)
+        if taken.confirm:
+            self._confirm(name, held.version, asked_s)
+        if taken.hush:
+            self._hush(served, answers, error)
+        if taken.then is Then.CHANGED:
+            raise changed_meanwhile(*name)
+        if taken.then is Then.FAIL:
+            assert error is not None
+            raise error
+        return taken.then, info
+
+    def _confirm(self, name: tuple[str, str], version: str, asked_s: float) -> None:
+        self.confirmations.confirm(*name, version, asked_s)
+        flight = self._cold.flights.get(name)
+        if flight is not None and flight.info.version == version:
+            flight.checked_s = asked_s
+
+    def _hush(self, served: Served, answers: int, error: BaseException | None) -> None:
+        now_s = self._clock.monotonic_s()
+        if served.silence.until_s <= now_s:
+            log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
+        served.silence = Silence(now_s + DOWN_FOR_S, answers)
+
+    # --- an unknown object -------------------------------------------------------------------------------------------
+    async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
+        """The request that finds out what the object is and brings its first bytes."""
+        served, asked_s = opening.served, opening.asked_s
+        async with self._cold.permits(served.bucket.name).claim(opening, Need.FIRST):
+            try:
+                fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
+            except Invalid as error:
+                if error.code != "InvalidRange":
+                    raise
+                return await self._beyond(ask, opening)
+        try:
+            info = fetch.info
+            if info.size_bytes <= limits.INLINE_BYTES_MAX:
+                return Answer(asked_s, inline=await self._read_inline(opening, fetch))
+            run = whole_blocks(fetch)
+            landing = None if opening.overtaken else self._cold.landing(served, info, asked_s)
+            if landing is None:
+                passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
+                self._cold.spawn(passing.expire())
+                return Answer(asked_s, passing=passing)
+            return Answer(asked_s, flight=self._cold.take_off(served, info, landing, asked_s, None, (fetch, run)))
+        except BaseException:
+            await fetch.aclose()
+            raise
+
+    async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
+        """The range lies outside the object. Either the object is empty, or the reader must learn its size."""
+        info = await opening.served.backend.head(ask.key)
+        if info.size_bytes == 0:
+            return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
+        return Answer(opening.asked_s, beyond=info)
+
+    async def _read_inline(self, opening: Opening, fetch: Fetch) -> Record:
+        info, body = fetch.info, bytearray()
+        async for chunk in fetch:
+            body += chunk
+        await fetch.aclose()
+        if fetch.start != 0 or len(body) != info.size_bytes:
+            raise Unavailable(f"the backend sent {len(body)} bytes of {info.size_bytes} of {info.key}: try again")
+        return self._keep_inline(opening, info, bytes(body))
+
+    def _keep_inline(self, opening: Opening, info: ObjectInfo, body: bytes) -> Record:
+        bucket, asked_s = opening.served.bucket, opening.asked_s
+        pinned = is_pinned(bucket, info.key)
+        if opening.overtaken or not self._buckets.stands(opening.served):
+            return make_record(info, asked_s, inline=body)
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, asked_s)
+        try:
+            record = self._cold.store.put_inline(bucket.name, info, body, checked_s=checked_s, pinned=pinned)
+        except Unavailable:
+            self._tally.passed_bytes += len(body)
+            return make_record(info, asked_s, inline=body)
+        volume_id = self._cold.store.volume_of(bucket.name, info.key)
+        self._cold.evictor.landed(volume_id, (record.object_id, 0), taken_bytes(record), bucket.name, info.key, pinned)
+        self._flush_soon()
+        return record
+
+
+class Confirmations:
+    """When the backend last confirmed what is here: the index and the machine's windows together. `flush_soon` is
+    called after changes to the store."""
+
+    def __init__(self, store: Store, flush_soon: Callable[[], None]) -> None:
+        self.windows = Windows()
+        self._store, self._flush_soon = store, flush_soon
+
+    # --- by writes ---
+    def open_window(self, bucket: str, key: str) -> bool:
+        """A write is about to ask the backend. Returns True if the index must be flushed first."""
+        record = self._store.lookup(bucket, key)
+        self.windows.open((bucket, key), *(("", 0.0) if record is None else (record.version, record.checked_s)))
+        return self._store.unconfirm(bucket, key)
+
+    def restore(self, bucket: str, key: str) -> None:
+        """The backend refused the write: restore the confirmation that was held."""
+        held = self.windows.refused((bucket, key))
+        if held is not None:
+            self._store.confirm([(bucket, key, *held)])
+            self._flush_soon()
+
+    def close_window(self, bucket: str, key: str) -> None:
+        """The write has its outcome."""
+        self.windows.close((bucket, key))
+
+    # --- by reads ---
+    def confirm(self, bucket: str, key: str, version: str, asked_s: float) -> None:
+        """The backend confirmed this version when asked at `asked_s`."""
+        if self.windows.may_record((bucket, key), version, asked_s):
+            self._store.confirm([(bucket, key, version, asked_s)])
+            self._flush_soon()
+
+    def kept_s(self, bucket: str, key: str, version: str, checked_s: float) -> float:
+        """The `checked_s` for a new record of a version that was confirmed at `checked_s`: none inside a window."""
+        return checked_s if self.windows.may_record((bucket, key), version, checked_s) else min(checked_s, 0.0)
+
+
+def held_of(found: Flight | Record, *, is_owned: bool = False) -> Held:
+    """What is here, for the machine."""
+    version = found.info.version if isinstance(found, Flight) else found.version
+    return Held(version, own_version(found.object_id), is_owned, found.checked_s)
 
 
 def first_request(asked: RangeSpec | None) -> RangeSpec:

@@ -25,9 +25,9 @@ from collections import OrderedDict
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError
-from forebay.core.freshness import is_fresh
+from forebay.core.machines.opening import may_serve
 from forebay.core.messages.calls import Nothing, ObjectNamed
-from forebay.core.record import Record, State
+from forebay.core.record import Record
 from forebay.core.types import Bucket, check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
@@ -83,9 +83,8 @@ class Prestaging:
         return Nothing()
 
     def _is_here(self, record: Record, bucket: Bucket) -> bool:
-        if not record.complete or record.state & State.UNVERIFIED:
-            return False
-        return bool(record.state & State.OWNED) or is_fresh(record.checked_s, bucket.freshness_s, self._clock.wall_s())
+        now_s = self._clock.wall_s()
+        return record.complete and may_serve(record.state, record.checked_s, bucket.freshness_s, now_s)
 
     def _knows(self, bucket: str, key: str) -> bool:
         return (bucket, key) in self._flying or key in self._lines.get(bucket, ())

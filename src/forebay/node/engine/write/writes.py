@@ -5,7 +5,7 @@ what the bucket's mode says, and make the outcome visible to every front before 
 
     through        the backend first (`node/engine/write/through_bodies.py`), then a clean record: whole, verified,
                    confirmed now; the earlier version is unconfirmed from before the backend is asked
-                   (`node/engine/read/confirmations.py`)
+                   (`core/machines/opening.py`)
     back, local    a dirty or local record (or a tombstone), durable as the bucket says, in a group commit
 
 A write through that finds no room on a volume still succeeds: the backend has it, and the node forgets what it had. If
@@ -551,7 +551,7 @@ class Writes:
         """Under the key's lock: spans both the request that changes the key at the backend, and its outcome here.
 
         No flush of the key follows the request. Meanwhile the cached version counts as unconfirmed, also for an engine
-        that starts after this one was killed: that is committed before this begins (`read/confirmations.py`).
+        that starts after this one was killed: that is committed before this begins (`core/machines/opening.py`).
         """
         self._store.check_present(bucket.name, key)
         if self._owes.find(bucket.name, key) is not None:

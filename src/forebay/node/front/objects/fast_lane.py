@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from forebay.core import limits
-from forebay.core.freshness import is_fresh
+from forebay.core.machines.opening import may_serve
 from forebay.core.metrics import BUCKETS
-from forebay.core.record import Record, State
+from forebay.core.record import Record
 from forebay.core.types import Bucket
 from forebay.node.front.http import parser
 from forebay.node.front.http.parser import Fields
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 TARGET_BYTES = bytes(byte for byte in parser.TARGET_BYTES if byte not in b"%?")  # nothing to decode, no query
 TARGET_LENGTH_MAX = limits.KEY_BYTES_MAX  # of a bucket and a key: longer ones are for the chain to judge
 TOUCHES_MAX = limits.TOUCHES_MAX
-_UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 # Fields that change nothing about an anonymous read; any other keeps the request in the chain.
 _HARMLESS = frozenset(
     (
@@ -110,9 +109,8 @@ class Lane:
         record = self._lookup(bucket.name, key) if key else None
         if (
             record is None
-            or record.state & _UNVERIFIED
             or record.head.startswith(b"x-")  # with what only some are told
-            or not (record.state & _OWNED or is_fresh(record.checked_s, bucket.freshness_s, self._wall_s()))
+            or not may_serve(record.state, record.checked_s, bucket.freshness_s, self._wall_s())
         ):
             return False
         inline = record.inline

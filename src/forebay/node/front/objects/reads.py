@@ -24,10 +24,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forebay.core.errors import ForebayError, Precondition, Unavailable
-from forebay.core.freshness import is_fresh
+from forebay.core.machines import opening
 from forebay.core.messages.calls import ObjectNamed
 from forebay.core.messages.wire import Opened, Welcome
-from forebay.core.record import Record, State, blocks_in, split_head
+from forebay.core.record import Record, blocks_in, split_head
 from forebay.core.types import Bucket, RangeSpec, check_bucket_name
 from forebay.node.front.http.counts import FrontCounts
 from forebay.node.front.http.requests import Exchange, status_of
@@ -39,7 +39,6 @@ from forebay.ports import clock as clocks
 
 PREAD_BYTES_MAX = 16 * 1024  # up to here copying the body beside its head is cheaper than a second system call
 WINDOW_BLOCKS = 2  # of a large first use: compared before it is sent, and while what is before it is sent
-_UNVERIFIED, _OWNED = int(State.UNVERIFIED), int(State.OWNED)
 
 
 class Answer(NamedTuple):
@@ -91,8 +90,7 @@ def answer_plainly(record: Record, range: RangeSpec | None = None, extra: bytes 
 def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
     """Whether the object may be served from here without asking the engine: it is verified, and either owned or
     fresh."""
-    state = record.state
-    return not state & _UNVERIFIED and (state & _OWNED != 0 or is_fresh(record.checked_s, bucket.freshness_s, now_s))
+    return opening.may_serve(record.state, record.checked_s, bucket.freshness_s, now_s)
 
 
 def whole_blocks(record: Record, start: int, end: int) -> tuple[range, int]:

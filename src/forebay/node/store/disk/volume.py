@@ -43,7 +43,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Exists, Invalid, Unavailable
-from forebay.core.freshness import MISSED
+from forebay.core.machines.opening import MISSED
 from forebay.core.machines.stall import Stall
 from forebay.core.record import Record, State, decode_record, encode_record
 from forebay.node.store.disk import files, keys, pages

@@ -21,9 +21,9 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-from forebay.core.freshness import MISSED
 from forebay.core.machines import recover
 from forebay.core.machines.commit import StoredVersion
+from forebay.core.machines.opening import MISSED
 from forebay.core.record import Record, State, blocks_in, build_head, decode_record
 from forebay.node.store.disk import files, keys, ledger, presence
 from forebay.node.store.disk.volume import Volume
