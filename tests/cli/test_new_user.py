@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,26 @@ def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(
     assert "--force" in real("bucket", "rm", "owing", code=6).stderr
     assert real("bucket", "rm", "owing", "--force").stderr == "given up: owing/second (9 B)\n"
     assert "owing" not in real("bucket", "ls").stdout
+
+
+def test_the_trainer_of_the_manual_reads_its_checkpoints(real: Program, tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    (allow,) = re.findall(r"forebay key create trainer --allow '(.*)'", manual)
+    keys = ("--file", str(tmp_path / "keys.json"))
+    admin = json.loads(real("key", "create", "ops", "--allow", "admin:*", *keys, "--json").stdout)["token"]
+    said = real("key", "create", "trainer", "--allow", allow, *keys).stdout
+    assert "unset AWS_SESSION_TOKEN AWS_PROFILE" in said
+    up(real, "--identities", keys[1], "--fronts", "0")
+    assert "no token came: set FOREBAY_TOKEN" in real("ls", code=4).stderr
+    real.env["FOREBAY_TOKEN"] = "another"
+    assert "the token is not one that it knows: set FOREBAY_TOKEN" in real("ls", code=4).stderr
+    real.env["FOREBAY_TOKEN"] = admin
+    real("bucket", "add", "ckpt-run", "local://")
+    real.env["FOREBAY_TOKEN"] = said.partition("FOREBAY_TOKEN=")[2].split()[0]
+    (tmp_path / "step-1").write_bytes(b"weights")
+    real("put", str(tmp_path / "step-1"), "ckpt-run/step-1")
+    real("get", "ckpt-run/step-1", str(tmp_path / "again"))
+    assert (tmp_path / "again").read_bytes() == b"weights"
 
 
 def found(real: Program, code: int) -> list[dict[str, str]]:

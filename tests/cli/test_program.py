@@ -45,6 +45,29 @@ def test_help_lists_every_verb_and_loads_none() -> None:
     assert not [name for name in HEAVY if name in loaded]
 
 
+def test_h_is_help_and_url_may_stand_first(program: Program, node: FakeNode, alone: Program) -> None:
+    for name in VERBS:
+        if name != "ls":  # there it means what it means to ls
+            assert "usage: forebay" in program(name, "-h").stdout.lower(), name
+    assert "Usage: forebay" in program("bucket", "add", "-h").stdout
+    assert "Usage: forebay" in program("-h").stdout
+    assert "corpus" in alone("--url", node.url, "ls").stdout
+    for name, group in app_commands():
+        asks = name.split()[0] not in ("up", "down", "node", "key", "offload", "bench")
+        assert asks == any("--url" in param.opts for param in group.params), name
+
+
+def app_commands() -> list[tuple[str, Any]]:
+    """Every verb that does something: `bucket add` and not `bucket`."""
+    root: Any = typer.main.get_command(app)
+    found = []
+    for name in VERBS:
+        command = root.commands[name]
+        below = getattr(command, "commands", {})
+        found += [(f"{name} {each}", below[each]) for each in below] or [(name, command)]
+    return found
+
+
 def test_the_verbs_help_loads_nothing_heavy() -> None:
     """All in one process: what any of them loads would be seen."""
     verbs = [name for name in VERBS if name != "bench"]  # its help is the benchmark's own

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.cli import status, top
+from forebay.cli import jobs, status, top
 from forebay.cli.view import look
 from forebay.core.errors import Denied
 from forebay.core.messages import calls
@@ -194,6 +194,25 @@ def running(done: int, **more: Any) -> calls.JobState:
     return calls.JobState(
         "", "prefetch", "corpus", "train/", "running", done, 0, 3, done * 1000, 3000, STARTED_S, None, **more
     )
+
+
+def test_to_prefetch_nothing_is_an_error(program: Program, node: FakeNode) -> None:
+    for nothing in ("corpus/trian/", "corpus/trian*", "corpus/trian"):
+        assert "see `forebay ls corpus/" in program("prefetch", nothing, code=3).stderr
+    assert not node.jobs
+
+
+def test_only_bytes_that_moved_have_a_rate() -> None:
+    done = msgspec.structs.replace(running(3), state="done", ended_s=STARTED_S + 2, bytes_done=3000)
+    assert jobs.sentence(done) == "brought in s3://corpus/train/: 3 objects, 2.9 KiB in 2 s, 1.5 KiB/s"
+    evicted = msgspec.structs.replace(done, verb="evict")
+    assert jobs.sentence(evicted) == "evicted s3://corpus/train/: 3 objects, 2.9 KiB in 2 s"
+
+
+def test_a_bucket_that_is_not_there_is_named_with_the_one_that_is_meant(program: Program) -> None:
+    assert program("ls", "corpsu/", code=3).stderr.rstrip().endswith("; did you mean corpus?")
+    assert "mean" not in program("ls", "other-thing/", code=3).stderr
+    assert json.loads(program("stat", "corpsu/a", "--json", code=3).stderr)["error"]["code"] == "NoSuchBucket"
 
 
 def test_a_job_is_watched_until_it_ends(program: Program, node: FakeNode) -> None:

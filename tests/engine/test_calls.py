@@ -164,6 +164,30 @@ def test_prefetch_evict_and_refresh(rigged: Rigged) -> None:
     rigged(story)
 
 
+@pytest.mark.parametrize("verb", ["prefetch", "pin"])
+def test_progress_moves_inside_an_object(rigged: Rigged, verb: str) -> None:
+    async def story(rig: Rig) -> None:
+        size = 9 * MIB
+        rig.remote.place("large", pattern(size))
+        rig.remote.free_bytes = 5 * MIB
+        rig.remote.open.clear()
+        begun = await rig.front.call(verb, calls.JobCall("remote", keys=["large"]))
+
+        async def look() -> calls.JobState:
+            return await rig.front.call("job", calls.JobNamed(begun.job))  # type: ignore[no-any-return]
+
+        while (state := await look()).bytes_done < 4 * MIB:
+            assert state.state == "running"
+            await asyncio.sleep(0.001)
+        assert (state.units_done, state.bytes_total) == (0, size)
+        assert state.bytes_done < size
+        rig.remote.open.set()
+        state = await rig.front.ended(state)
+        assert (state.units_done, state.bytes_done, state.bytes_total) == (1, size, size)
+
+    rigged(story)
+
+
 def test_a_job_is_cancelled_and_another_goes_on_after_a_restart(tmp_path: Path) -> None:
     async def story() -> None:
         async with rig(tmp_path) as made:

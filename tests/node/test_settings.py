@@ -71,6 +71,13 @@ def test_what_is_wrong_is_refused(tmp_path: Path, text: str) -> None:
         load(config)
 
 
+def test_a_setting_that_is_not_known_is_told_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text('dir = "/d"\nflush-timout = 5\n')
+    with pytest.raises(Invalid, match=r"no setting flush_timout; did you mean flush_timeout\?"):
+        load(config)
+
+
 def test_the_endpoint_is_one_that_a_client_can_use() -> None:
     assert Settings("/d", "0.0.0.0:80", identities="/i").endpoint == "http://127.0.0.1:80"
     assert Settings("/d", "[::1]:80").endpoint == "http://[::1]:80"

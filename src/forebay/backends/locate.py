@@ -39,6 +39,7 @@ from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import Invalid
+from forebay.core.spelling import did_you_mean
 from forebay.core.types import LOCAL_URL, LOOP_HEADER, Bucket
 from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
@@ -131,7 +132,8 @@ def _parse(bucket: Bucket) -> tuple[str, str, str]:
     for option in bucket.options:
         if option not in known_options:
             listed = ", ".join(sorted(known_options)) or "(none)"
-            raise Invalid(f"option {option!r} is not known for {scheme}://: known options are {listed}")
+            meant = did_you_mean(option, known_options)
+            raise Invalid(f"option {option!r} is not known for {scheme}://{meant}: known options are {listed}")
     if scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):
             raise Invalid(f"backend URL {bucket.url!r} is not absolute: write it as file:///dir")

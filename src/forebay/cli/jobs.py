@@ -45,6 +45,9 @@ DONE = {
 }
 
 
+MOVING = ("prefetch", "flush")  # their bytes move; those of the others are counted only
+
+
 def plan(client: Client, verb: JobVerb, texts: list[str], *, exact: bool) -> list[tuple[str, str, tuple[str, ...]]]:
     """(bucket, prefix, keys) of each job that the addresses ask for."""
     if not exact:
@@ -62,6 +65,8 @@ def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[
     key, prefix = address.selection(at)
     one: tuple[str, str, tuple[str, ...]] = (at.bucket, "", (key,))
     folder: tuple[str, str, tuple[str, ...]] = (at.bucket, prefix, ())
+    if not key and verb == "prefetch" and not client.list_page(at.bucket, prefix, limit=1).entries:
+        raise address.nothing_there(at)  # a pin may come before what it pins
     if not key:
         return [folder]
     if verb not in ("prefetch", "pin"):
@@ -106,7 +111,8 @@ def watch(client: Client, state: JobState, *, quiet: bool = False) -> JobState:
     """Look at the job until it has ended; its last state. `Interrupted` on Ctrl-C, and the job goes on."""
     pause_s = LOOK_FIRST_S
     try:
-        with Progress(f"{state.verb} {state.bucket}/{one_line(state.prefix)}", quiet=quiet) as progress:
+        what = f"{state.verb} {state.bucket}/{one_line(state.prefix)}"
+        with Progress(what, quiet=quiet, has_rate=state.verb in MOVING) as progress:
             while state.state == "running":
                 progress.at(state.bytes_done, state.bytes_total)
                 time.sleep(pause_s)
@@ -149,7 +155,9 @@ def sentence(state: JobState, *, dry_run: bool = False) -> str:
     if state.state == "cancelled":
         return f"job {state.job} was cancelled: {state.verb} {what}: {counts} done"
     took = (state.ended_s or state.started_s) - state.started_s
-    pace = f" in {show.duration(took)}, {show.rate(state.bytes_done / took)}" if took > 0 else ""
+    pace = f" in {show.duration(took)}" if took > 0 else ""
+    if pace and state.verb in MOVING:
+        pace += f", {show.rate(state.bytes_done / took)}"
     word = "failed after" if state.state == "failed" else DONE.get(state.verb, state.verb)
     return f"{word} {what}: {counts}{pace}"
 

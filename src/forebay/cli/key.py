@@ -35,11 +35,12 @@ from forebay.ports import chance, clock
 app = typer.Typer(
     no_args_is_help=True, help="Make keys for clients of a node.", rich_markup_mode=None, add_completion=False
 )
+SUCH_AS = "Such as read:corpus,read:ckpt-*,write:ckpt-*."
 File = Annotated[
     str | None, typer.Option("--file", metavar="FILE", help="The identities file. Default: DIR/identities.json.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is for.")]
-Grants = Annotated[str, typer.Argument(metavar="GRANTS", help="Such as read:corpus,write:ckpt-*.")]
+Grants = Annotated[str, typer.Argument(metavar="GRANTS", help=SUCH_AS)]
 P = TypeVar("P", bound=Proof)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)").fullmatch
 _NOTICED = "A node notices within seconds."
@@ -49,7 +50,7 @@ _NOTICED = "A node notices within seconds."
 @verb
 def create(
     name: Name,
-    allow: Annotated[str, typer.Option("--allow", metavar="GRANTS", help="Such as read:corpus,write:ckpt-*.")],
+    allow: Annotated[str, typer.Option("--allow", metavar="GRANTS", help=SUCH_AS)],
     file: File = None,
     dir: Dir = None,
     as_json: AsJson = False,
@@ -244,6 +245,8 @@ class Made:
             f"  export AWS_ACCESS_KEY_ID={self.key_id}\n"
             f"  export AWS_SECRET_ACCESS_KEY={self.secret}\n"
             f"  export FOREBAY_TOKEN={self.token}\n"
+            "  unset AWS_SESSION_TOKEN AWS_PROFILE\n\n"
+            "They are for clients, not for the shell that starts the node: it would ask its backends with them."
         )
         if until_s:
             print(f"The old ones work until {_when(until_s)}. {_NOTICED}")

@@ -13,6 +13,7 @@ compares).
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -101,6 +102,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     add_completion=True,
+    context_settings={"help_option_names": ["--help", "-h"]},  # verbs inherit it; where -h means more, it does that
 )
 
 
@@ -115,11 +117,16 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="The node, as with each verb that asks one.")
+    ] = None,
 ) -> None:
     """A fast tier of local disks between object storage and GPUs.
 
     Every verb has --help. Start with: forebay up
     """
+    if url is not None:
+        os.environ["FOREBAY_URL"] = url  # this process is the program
 
 
 def run() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.cli.complete import addresses, bucket_names
+from forebay.core.errors import ForebayError, NotFound
+from forebay.core.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
+_BUCKET = re.compile(r"bucket '?([a-z0-9.-]+)'?")
 Url = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", envvar="FOREBAY_URL", help="The node. Default: http://127.0.0.1:9400."),
@@ -27,8 +33,16 @@ Address = Annotated[
 BucketName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=bucket_names, help="The bucket's name.")]
 
 
-def open_client(url: str | None) -> Client:
-    """The client of the node that the user means."""
+@contextmanager
+def open_client(url: str | None) -> Iterator[Client]:
+    """The client of the node that the user means. A bucket that is not there is named with one that may be meant."""
     from forebay.client.sync import connect
 
-    return connect(url)
+    with connect(url) as client:
+        try:
+            yield client
+        except NotFound as error:
+            named = _BUCKET.search(error.message) if error.code == "NoSuchBucket" else None
+            with suppress(ForebayError):
+                error.message += did_you_mean(named[1], [b.name for b in client.buckets()]) if named else ""
+            raise

@@ -14,9 +14,10 @@ from typing import Any
 class Progress:
     """Use with `with`. Without a terminal (or with `quiet`) every method does nothing."""
 
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
+    def __init__(self, what: str, *, quiet: bool = False, has_rate: bool = True) -> None:
         self._bar: Any = None
         self._what = what
+        self._has_rate = has_rate  # bytes that are only counted, not moved, have none
         self._on = not quiet and sys.stderr.isatty()
 
     def __enter__(self) -> Progress:
@@ -35,7 +36,7 @@ class Progress:
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
+                *([TransferSpeedColumn()] if self._has_rate else []),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,

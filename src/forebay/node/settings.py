@@ -23,6 +23,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.quantity import parse_size
+from forebay.core.spelling import did_you_mean
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
@@ -216,6 +217,9 @@ def load(config: str | Path | None = None, **flags: Any) -> Settings:
     named = {_FILE_NAMES.get(name, name).replace("-", "_"): value for name, value in values.items()}
     if isinstance(named.get("capacity_bytes"), str):
         named["capacity_bytes"] = parse_size(named["capacity_bytes"])
+    for name in named.keys() - set(Settings.__struct_fields__):
+        meant = did_you_mean(name, [*Settings.__struct_fields__, *_FILE_NAMES])
+        raise Invalid(f"there is no setting {name}{meant}: see docs/operating.md")
     credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
     if not named.get("identity_key") and credentials and (Path(credentials) / IDENTITY_CREDENTIAL).is_file():
         named["identity_key"] = str(Path(credentials) / IDENTITY_CREDENTIAL)

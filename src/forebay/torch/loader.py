@@ -32,6 +32,7 @@ import torch
 from torch.utils import data
 
 from forebay.core.errors import ForebayError, Invalid
+from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
@@ -63,6 +64,7 @@ class DataLoader:
     that they belong to, and the loader stays where it was: iterate again to try that step again.
     """
 
+    @known_arguments
     def __init__(
         self,
         dataset: Any,

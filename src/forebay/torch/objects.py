@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.dataset import Dataset, OnError, block_rows, decoded, runs, whole_objects
@@ -32,6 +33,7 @@ class ObjectDataset(Dataset):
 
     shape = "objects"
 
+    @known_arguments
     def __init__(
         self,
         place: str,

@@ -37,6 +37,7 @@ from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats.members import Form, MemberIndex, build, form_of
 from forebay.core.messages.batch import Item
+from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
@@ -149,6 +150,7 @@ class ShardDataset(Dataset):
 
     comes_in_parts = True
 
+    @known_arguments
     def __init__(
         self,
         place: str,

@@ -18,6 +18,7 @@ import torch
 
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.messages.batch import Item
+from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
@@ -42,6 +43,7 @@ class TokenDataset(Dataset):
     tokens. `Invalid` if a file is not whole tokens, `NotFound` if no window fits. See `ObjectDataset` for the others.
     """
 
+    @known_arguments
     def __init__(
         self,
         place: str,

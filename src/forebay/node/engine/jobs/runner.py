@@ -49,11 +49,14 @@ class _Kept(msgspec.Struct):
     started_s: float
 
 
+Moved = Callable[[int, int], None]  # so many bytes of the unit were handled so far, of so many
+
+
 class Work(NamedTuple):
     """What a job does. `finish` runs once after the last unit of a job that was not cancelled."""
 
     plan: Callable[[], AsyncIterator[JobUnit]]
-    action: Callable[[JobUnit], Awaitable[int]]  # returns the bytes it handled
+    action: Callable[[JobUnit, Moved], Awaitable[int]]  # returns the bytes it handled
     finish: Callable[[], Awaitable[None]] | None = None
     parallel: int = PARALLEL
 
@@ -63,6 +66,7 @@ class _Job:
         self.state = state
         self.task: asyncio.Task[None] | None = None
         self.failures_in_a_row = 0
+        self.learned_bytes = 0  # more than the plan said, by units whose size came out later
 
     def change(self, **values: object) -> None:
         self.state = msgspec.structs.replace(self.state, **values)
@@ -190,7 +194,7 @@ class Jobs:
             async for unit in work.plan():
                 units, size_bytes = units + 1, size_bytes + unit.size_bytes
                 await queue.put(unit)
-            job.change(units_total=units, bytes_total=size_bytes)
+            job.change(units_total=units, bytes_total=size_bytes + job.learned_bytes)
             for _ in range(work.parallel):
                 await queue.put(None)
 
@@ -208,17 +212,29 @@ class Jobs:
             raise first from None
 
     async def _unit(self, job: _Job, work: Work, unit: JobUnit) -> None:
+        counted_bytes, size_bytes = 0, unit.size_bytes
+
+        def moved(so_far_bytes: int, of_bytes: int) -> None:
+            nonlocal counted_bytes, size_bytes
+            total = job.state.bytes_total
+            more, size_bytes = of_bytes - size_bytes, of_bytes
+            job.learned_bytes += more
+            done = job.state.bytes_done + so_far_bytes - counted_bytes
+            job.change(bytes_done=done, bytes_total=None if total is None else total + more)
+            counted_bytes = so_far_bytes
+
         try:
-            done_bytes = await work.action(unit)
+            done_bytes = await work.action(unit, moved)
         except ForebayError as error:
             job.failures_in_a_row += 1
-            job.change(units_failed=job.state.units_failed + 1)
+            job.change(units_failed=job.state.units_failed + 1, bytes_done=job.state.bytes_done - counted_bytes)
             self._note(job, f"{unit.key}: {error}" if unit.key else str(error))
             if job.failures_in_a_row >= FAILURES_MAX:
                 raise
         else:
             job.failures_in_a_row = 0
-            job.change(units_done=job.state.units_done + 1, bytes_done=job.state.bytes_done + done_bytes)
+            done = job.state.bytes_done - counted_bytes + done_bytes
+            job.change(units_done=job.state.units_done + 1, bytes_done=done)
 
     def _note(self, job: _Job, error: str) -> None:
         if len(job.state.errors) < ERRORS_SHOWN_MAX:

@@ -33,7 +33,7 @@ from forebay.node.engine.counts import Tally
 from forebay.node.engine.derived import names_in
 from forebay.node.engine.evictions import Room
 from forebay.node.engine.flush.flusher import ASKED_AT_ONCE, Flusher
-from forebay.node.engine.jobs.runner import JobUnit, Work
+from forebay.node.engine.jobs.runner import JobUnit, Moved, Work
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask, Read
 from forebay.node.store.reader import StoreReader
@@ -46,18 +46,22 @@ SCAN_LIMIT = 1000
 class Prefetch:
     """A reader without a client."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Moved) -> None:
         self.read: Read | None = None
+        self._moved = moved
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
         self._size_bytes = 0 if hit else end - start
+        self._start, self._whole_bytes = start, end - start
+        self._moved(0, self._whole_bytes)
 
     def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
         if path.startswith("/proc/"):
             self._end(Unavailable("no disk takes bytes now: make room (`forebay status`), then prefetch again"))
         elif self.read is not None:
             self.read.took(end)
+            self._moved(end - self._start, self._whole_bytes)
 
     def finished(self) -> None:
         if not self.done.done():
@@ -74,9 +78,9 @@ class Prefetch:
             self.done.set_exception(error)
 
 
-async def prefetched(cold: ColdReads, ask: Ask) -> int:
+async def prefetched(cold: ColdReads, ask: Ask, moved: Moved = lambda done, of: None) -> int:
     """Fetch what `ask` names; return how many bytes were not here before. Raises if that fails."""
-    out = Prefetch()
+    out = Prefetch(moved)
     out.read = cold.open(ask, out)
     try:
         return await out.done
@@ -114,7 +118,10 @@ class JobWork:
         for key in call.keys:
             check_key(key)
         if verb == "prefetch":
-            return Work(lambda: _listed(served.backend, call), lambda unit: self._prefetch(call.bucket, unit))
+            return Work(
+                lambda: _listed(served.backend, call),
+                lambda unit, moved: prefetched(self._cold, Ask(call.bucket, unit.key), moved),
+            )
         if verb == "flush":
             return self._flush_owed(call)
         if verb in ("pin", "unpin") and not call.dry_run:
@@ -125,11 +132,11 @@ class JobWork:
                 return self._pinning(served.backend, call)
             return self._evicting(call) if verb == "evict" else self._cached(call)
 
-        actions: dict[str, Callable[[JobUnit], Awaitable[int]]] = {
-            "evict": lambda unit: self._evict_unpinned(call.bucket, unit),
-            "refresh": lambda unit: self._refresh(call.bucket, unit),
-            "pin": lambda unit: self._fetch_and_pin(call.bucket, unit),
-            "unpin": lambda unit: self._pin(call.bucket, unit, False),
+        actions: dict[str, Callable[[JobUnit, Moved], Awaitable[int]]] = {
+            "evict": lambda unit, _: self._evict_unpinned(call.bucket, unit),
+            "refresh": lambda unit, _: self._refresh(call.bucket, unit),
+            "pin": lambda unit, moved: self._fetch_and_pin(call.bucket, unit, moved),
+            "unpin": lambda unit, _: self._pin(call.bucket, unit, False),
         }
         return Work(plan, actions[verb])
 
@@ -194,7 +201,7 @@ class JobWork:
             for key, _, size_bytes in owed:
                 yield JobUnit(key, size_bytes)
 
-        async def action(unit: JobUnit) -> int:
+        async def action(unit: JobUnit, _: Moved) -> int:
             if not unit.key:
                 raise troubles.pop()
             await self._flusher.flushed(call.bucket, unit.key, writes[unit.key])
@@ -203,14 +210,11 @@ class JobWork:
         return Work(plan, action, parallel=ASKED_AT_ONCE)
 
     # --- actions -----------------------------------------------------------------------------------------------------
-    async def _prefetch(self, bucket: str, unit: JobUnit) -> int:
-        return await prefetched(self._cold, Ask(bucket, unit.key))
-
-    async def _fetch_and_pin(self, bucket: str, unit: JobUnit) -> int:
-        record = self._cold.store.lookup(bucket, unit.key)
+    async def _fetch_and_pin(self, bucket: str, unit: JobUnit, moved: Moved) -> int:
+        record, fetched_bytes = self._cold.store.lookup(bucket, unit.key), 0
         if record is None or not record.complete:
-            await self._prefetch(bucket, unit)
-        return await self._pin(bucket, unit, True)
+            fetched_bytes = await prefetched(self._cold, Ask(bucket, unit.key), moved)
+        return max(fetched_bytes, await self._pin(bucket, unit, True))
 
     async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
         record = self._cold.store.lookup(bucket, unit.key)

@@ -176,8 +176,10 @@ class Auth:
             return ANYONE
         identity = self._identities.of_token(token, self._wall_s()) if token else None
         if identity is None:
+            came = "the token is not one that it knows" if token else "no token came"
             raise Denied(
-                "this node has identities: send 'Authorization: Bearer <token>' with a token it knows",
+                f"this node has identities, and {came}: set FOREBAY_TOKEN to one that `forebay key create` or `rotate` "
+                "showed (over HTTP: 'Authorization: Bearer <token>')",
                 code="AccessDenied",
             )
         return identity

@@ -1,0 +1,38 @@
+"""Names that were probably meant: `did_you_mean` for messages, `known_arguments` for Python's keyword arguments.
+
+Theory. A name that nobody knows is nearly always a slip of one that is known. difflib's ratio finds it; one suggestion
+is enough. Python itself says this of keyword arguments from 3.13 on.
+
+Invariants. (1) What is suggested is a known name. (2) A call with known arguments is passed on as it came.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" if one of `known` is much like `name`, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def known_arguments(function: F) -> F:
+    """`function`, whose `TypeError` for a keyword argument that it does not have names the one that was meant."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                what = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, known)}")
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
