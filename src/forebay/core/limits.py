@@ -63,6 +63,12 @@ HEADER_TIMEOUT_S = 15.0  # from the first byte of a request to its last header b
 IDLE_TIMEOUT_S = 75.0  # keep-alive without a request: nginx's keepalive_timeout
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing for this long is gone: nginx's send_timeout
 CONNECTIONS_MAX = 4096  # per front; each costs two descriptors and about 2 KiB of Python
+ADDRESS_SHARE = 0.5  # of them for one address: it cannot take them all; settable, since a balancer's is everybody's
+UNPROVED_BYTES_MAX = 64 * MIB  # per front, for heads and bodies of clients that have not shown who they are
+STRAY_BODY_BYTES_MAX = 16 * KIB  # a body where none has a meaning (a GET's): read, so that the connection can go on
+CHUNK_FRAMING_BYTES_MAX = (
+    256 * KIB
+)  # how much longer than its bytes a body's framing may be: chunks of 2 bytes are work
 PIPELINE_MAX = 32  # requests waiting on one connection before reading from it pauses
 LIST_KEYS_MAX = 1000  # S3's page size
 
@@ -115,6 +121,7 @@ assert BLOCK_BYTES % (4 * KIB) == 0, "a punched hole must be page aligned"
 assert STRIPE_BYTES % BLOCK_BYTES == 0
 assert INLINE_BYTES_MAX < BLOCK_BYTES
 assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
+assert STRAY_BODY_BYTES_MAX + HEADER_BYTES_MAX < UNPROVED_BYTES_MAX < PASS_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES
 assert BLOCK_BYTES % PASS_UNIT_BYTES == PASS_AHEAD_BYTES_MAX % PASS_UNIT_BYTES == PASS_BYTES_MAX % PASS_UNIT_BYTES == 0

@@ -51,6 +51,8 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_connections_open", "gauge", "Client connections open."),
         Metric("forebay_connections_total", "counter", "Client connections accepted."),
         Metric("forebay_connections_refused_total", "counter", "Connections refused at the limit, or lacking files."),
+        Metric("forebay_connections_over_share_total", "counter", "Of those, from an address that held its share."),
+        Metric("forebay_unproved_bytes", "gauge", "Bytes held for clients that have not shown who they are."),
         Metric("forebay_connections_cut_total", "counter", "Connections cut by us, by reason.", ("reason",)),
         Metric("forebay_requests_refused_total", "counter", "Requests refused before they reached a handler."),
         Metric("forebay_reads_waiting", "gauge", "Reads waiting for the engine."),

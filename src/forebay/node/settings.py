@@ -68,7 +68,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
     only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
     is replaced (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last
-    start (`node/last_start.py`).
+    start (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may
+    hold.
     """
 
     dir: str
@@ -87,6 +88,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flush_timeout_s: float = 60.0
     hung_after_s: float = 10.0
     loosen: bool = False
+    connections_share: float = limits.ADDRESS_SHARE
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -103,6 +105,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid(f"--flush-timeout {self.flush_timeout_s:g} is outside 0 (do not flush) to a week, in seconds")
         if self.hung_after_s and not 1 <= self.hung_after_s <= HUNG_AFTER_MAX_S:
             raise Invalid(f"hung_after_s {self.hung_after_s:g} is neither 0 (never) nor from 1 to an hour, in seconds")
+        if not 0 < self.connections_share <= 1:
+            raise Invalid(f"connections_share {self.connections_share:g} is no part of all: give more than 0, up to 1")
         host, _ = parse_listen(self.listen)
         if not self.identities and not is_loopback(host):
             raise Invalid(

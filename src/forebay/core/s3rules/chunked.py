@@ -23,6 +23,7 @@ import hashlib
 import re
 from typing import Final
 
+from forebay.core import limits
 from forebay.core.errors import Denied, Invalid
 from forebay.core.s3rules.signedbody import ChunkVerifier
 
@@ -48,6 +49,7 @@ class AwsChunked:
         self._hash = hashlib.sha256()
         self._signature = b""
         self._trailer_signature = b""
+        self._framing_bytes = 0  # beyond the bytes of the body
 
     def feed(self, data: memoryview) -> list[memoryview]:
         """The pieces of the body in `data`: views of it. `Invalid` for bad framing, `Denied` for a bad signature."""
@@ -58,6 +60,7 @@ class AwsChunked:
                 piece = data[at : at + self._left]
                 at += len(piece)
                 self._left -= len(piece)
+                self._framing_bytes = max(0, self._framing_bytes - len(piece))
                 if self._verifier is not None:
                     self._hash.update(piece)
                 pieces.append(piece)
@@ -92,6 +95,9 @@ class AwsChunked:
             raise _malformed("a line is too long")
         if newline >= 0:
             line, self._line = self._line, b""
+            self._framing_bytes += len(line)
+            if self._framing_bytes > limits.CHUNK_FRAMING_BYTES_MAX:
+                raise _malformed("its chunks are a few bytes each: send longer ones")
             if not line.endswith(b"\r\n"):
                 raise _malformed("a line does not end in CR LF")
             self._take(line[:-2])

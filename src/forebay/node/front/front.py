@@ -18,6 +18,7 @@ from forebay.core.metrics import Snapshot
 from forebay.core.s3rules.names import BASE_DOMAINS, Addressing
 from forebay.node.front.batch.batches import Batches
 from forebay.node.front.door import Door
+from forebay.node.front.http.admission import Admission
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.counts import FrontCounts
 from forebay.node.front.http.server import Server, Timeouts, listen
@@ -142,7 +143,14 @@ class Front:
         )
         native.listings = ListingAnswers(Derived(self._store, self.link.call, self.link.touch), self.link.call)
         self.server = Server(
-            s3, native, self._lane, counts=self.counts, clock=self._clock, timeouts=self._timeouts, tls=self._tls
+            s3,
+            native,
+            self._lane,
+            counts=self.counts,
+            admission=Admission(self.counts, share=self.settings.connections_share),
+            clock=self._clock,
+            timeouts=self._timeouts,
+            tls=self._tls,
         )
         self.door.start()
         await self.server.start(listener)

@@ -36,6 +36,7 @@ from forebay.node.store.disk.volume_threads import Desk, Late, create_temp, desk
 log = logging.getLogger("forebay.bodies")
 
 LOOP_WAIT_S = 2.0  # how long the loop waits for a disk that does not answer; then nobody waits for it
+FEW_PIECES = 16  # of one read: SDKs' chunks are 64 KiB and more
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -104,6 +105,7 @@ class Incoming:
         chunked: AwsChunked | None = None,
     ) -> None:
         self.size_bytes = size_bytes
+        self.proved = True  # nobody is given a place for a body before
         self.large = size_bytes is None or size_bytes > memory_bytes_max
         self.stream: Stream | None = None
         self.options: object = None
@@ -142,9 +144,12 @@ class Incoming:
         view = chunk if isinstance(chunk, memoryview) else memoryview(chunk)
         if self._chunked is None:
             self._take(view)
-        else:
-            for piece in self._chunked.feed(view):
-                self._take(piece)
+            return
+        pieces = self._chunked.feed(view)
+        if len(pieces) > FEW_PIECES:  # each is hashed and written: a copy is less work
+            pieces = [memoryview(b"".join(pieces))]
+        for piece in pieces:
+            self._take(piece)
 
     def wrote(self) -> None:
         """Tell who follows the file how far it is."""

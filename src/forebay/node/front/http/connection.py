@@ -92,6 +92,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         "_tail",
         "_task",
         "_transport",
+        "_unproved",
         "_verb",
         "fields",
         "peer",
@@ -103,6 +104,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         self.request: Request
         self._pending = bytearray()  # read, not yet understood
         self._scanned = 0  # no end of a head before this
+        self._unproved = 0  # bytes held for a client that may be anybody
         self._in_loop = False
         self._paused = False
         self._block: bytes | None = None  # the last block of fields, and what it means
@@ -137,8 +139,10 @@ class Connection(Parts, asyncio.BufferedProtocol):
             self._phase = CLOSED
             self._transport.abort()
             return
-        if not self._server.opened(self):
-            self.turn_away()
+        try:
+            self._server.opened(self)
+        except Busy as error:
+            self.turn_away(error)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _buffer if self._receiver is None else self._receiver.buffer()
@@ -168,7 +172,9 @@ class Connection(Parts, asyncio.BufferedProtocol):
             self._take_pending()
         elif phase == BUSY:
             self._pending += data
-            if len(self._pending) >= READ_BYTES or self._pending.count(b"\r\n\r\n") >= limits.PIPELINE_MAX:
+            size = len(self._pending)
+            roomy = self._hold(size)
+            if not roomy or size >= READ_BYTES or self._pending.count(b"\r\n\r\n") >= limits.PIPELINE_MAX:
                 self._paused = True
                 self._transport.pause_reading()
 
@@ -192,6 +198,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
             return
         data = bytes(self._pending)
         self._pending.clear()
+        self._hold(0)
         self._scanned = 0
         self._phase = IDLE
         self._take(data)
@@ -234,6 +241,15 @@ class Connection(Parts, asyncio.BufferedProtocol):
                 self._refuse(parser.line_too_long())
         elif len(pending) - line_end - 2 > limits.HEADER_BYTES_MAX:
             self._refuse(parser.headers_too_large())
+        if self._phase == HEAD and not self._hold(len(pending)):
+            self._refuse(_no_room())
+
+    def _hold(self, size_bytes: int) -> bool:
+        """Account for `size_bytes` that are kept here of a client that may be anybody. False: there is no room."""
+        if not self._server.admission.hold(size_bytes - self._unproved):
+            return False
+        self._unproved = size_bytes
+        return True
 
     def _take_head(self, data: bytes, end: int) -> bytes:
         """Understand a whole head and act on it; what of `data` is left over."""
@@ -306,8 +322,8 @@ class Connection(Parts, asyncio.BufferedProtocol):
         try:
             if self._chunked is not None:
                 pieces, used = self._chunked.feed(data)
-                for piece in pieces:
-                    sink.write(piece)
+                if pieces:  # one write for all: however small a client makes them
+                    sink.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
                     sink.wrote()
                 complete, rest = self._chunked.done, data[used:]
             else:
@@ -316,6 +332,10 @@ class Connection(Parts, asyncio.BufferedProtocol):
                 sink.wrote()
                 self._body_left -= len(piece)
                 complete = self._body_left == 0
+            if not sink.proved and not self._hold(self._unproved + len(data)):
+                raise _no_room()
+            if self._unproved and (complete or sink.proved):
+                self._hold(0)
             if complete:
                 self._sink = None
                 self.request.body = sink.finish()
@@ -398,6 +418,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         self._counts.requests_refused += 1
         self._keep = False
         self._pending.clear()
+        self._hold(0)
         self._let_sink_go()
         request = self.request if self._phase == BODY else None
         if self._phase != BODY:
@@ -603,6 +624,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         if self._pending and not self._in_loop:
             data = bytes(self._pending)
             self._pending.clear()
+            self._hold(0)
             self._scanned = 0
             self._take(data)
 
@@ -612,6 +634,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
             return
         self._phase = LINGER
         self._pending.clear()
+        self._hold(0)
         self._pause_if(False)
         try:
             self._socket.shutdown(1)
@@ -664,6 +687,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
             self._task = None
         self._on_fault = None
         self._pending = bytearray()
+        self._hold(0)
         self._transport.abort()
         self._server.closed(self)
 
@@ -698,12 +722,17 @@ class Connection(Parts, asyncio.BufferedProtocol):
             self._close("")
         return self._phase == CLOSED
 
-    def turn_away(self) -> None:
+    def turn_away(self, busy: Busy) -> None:
         """Too many connections: say so, if the socket takes it at once, and close."""
-        self._counts.connections_refused += 1
         self._keep = False
         self._phase = BUSY
-        busy = Busy("this front has as many connections as it may: try again, or use fewer", retry_after_s=1.0)
         response = self._server.default_handler.render_error(busy, None)
         self.respond(response.status, response.head, response.body)
         self._close("")
+
+
+def _no_room() -> Busy:
+    return Busy(
+        "this front holds as much as it may for clients that have not shown who they are: try again",
+        retry_after_s=1.0,
+    )

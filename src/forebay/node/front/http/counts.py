@@ -23,6 +23,7 @@ class FrontCounts:
         "batch_misses",
         "batches",
         "connections",
+        "connections_over_share",
         "connections_refused",
         "connections_total",
         "cuts",
@@ -42,6 +43,7 @@ class FrontCounts:
         "sent_bytes",
         "shard_indexes",
         "suspects",
+        "unproved_bytes",
     )
 
     def __init__(self) -> None:
@@ -62,10 +64,12 @@ class FrontCounts:
         self.reads_resumed = 0
         self.reads_waiting = 0
         self.suspects = 0
+        self.unproved_bytes = 0
         self.sent_bytes = 0
         self.connections = 0
         self.connections_total = 0
         self.connections_refused = 0
+        self.connections_over_share = 0  # of those refused
         self.engine_connects = 0
         self.cuts = dict.fromkeys(CUT_REASONS, 0)
         self.hit_seconds = Histogram()
@@ -89,6 +93,8 @@ class FrontCounts:
             "forebay_connections_open": self.connections,
             "forebay_connections_total": self.connections_total,
             "forebay_connections_refused_total": self.connections_refused,
+            "forebay_connections_over_share_total": self.connections_over_share,
+            "forebay_unproved_bytes": self.unproved_bytes,
             "forebay_requests_refused_total": self.requests_refused,
             "forebay_reads_waiting": self.reads_waiting,
             "forebay_reads_resumed_total": self.reads_resumed,

@@ -165,7 +165,7 @@ class Chunked:
     Trailer fields are checked and dropped. After `done`, feed nothing more.
     """
 
-    __slots__ = ("_left", "_line", "_state", "_trailer_bytes", "done")
+    __slots__ = ("_framing_bytes", "_left", "_line", "_state", "_trailer_bytes", "done")
 
     def __init__(self) -> None:
         self.done = False
@@ -173,6 +173,7 @@ class Chunked:
         self._left = 0
         self._line = b""  # the unfinished line
         self._trailer_bytes = 0
+        self._framing_bytes = 0  # beyond the bytes of the body
 
     def feed(self, data: bytes) -> tuple[list[bytes], int]:
         """(pieces, bytes used). All of `data` is used unless the body ended inside it. `Invalid` for bad framing."""
@@ -183,6 +184,7 @@ class Chunked:
                 piece = data[at : at + self._left]
                 at += len(piece)
                 self._left -= len(piece)
+                self._framing_bytes = max(0, self._framing_bytes - len(piece))
                 pieces.append(piece)
                 if self._left == 0:
                     self._state = "end"
@@ -195,6 +197,9 @@ class Chunked:
                 raise _malformed("a line between chunks is too long")
             if newline >= 0:
                 line, self._line = self._line, b""
+                self._framing_bytes += len(line)
+                if self._framing_bytes > limits.CHUNK_FRAMING_BYTES_MAX:
+                    raise _malformed("its chunks are a few bytes each: send longer ones")
                 if not line.endswith(b"\r\n"):
                     raise _malformed("a line between chunks does not end in CR LF")
                 self._take_line(line[:-2])

@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
+from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.core.types import LOOP_STATUS
@@ -174,6 +175,11 @@ class BodySink(Protocol):
 
     large: bool
 
+    @property
+    def proved(self) -> bool:
+        """Whether who sends it has shown who that is, or need not; else its bytes count as held for anybody."""
+        ...
+
     def write(self, chunk: bytes | memoryview) -> None:
         """Take the next bytes, which are the caller's again when this returns. Raising refuses the rest: the error is
         answered and the connection closed."""
@@ -193,30 +199,35 @@ class BodySink(Protocol):
 
 
 class BoundedBody:
-    """A sink that keeps a small body in memory; beyond `limit_bytes` it raises `Invalid` (`EntityTooLarge`, 413)."""
+    """A sink that keeps a small body in memory, in as many bytes as it has; beyond `limit_bytes` it raises `Invalid`
+    (`EntityTooLarge`, 413)."""
 
     large = False
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, proved: bool = True) -> None:
         self.limit_bytes = limit_bytes
-        self._parts: list[bytes] = []
-        self._size_bytes = 0
+        self.proved = proved
+        self._body = bytearray()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        self._size_bytes += len(chunk)
-        if self._size_bytes > self.limit_bytes:
-            self._parts.clear()
+        if len(self._body) + len(chunk) > self.limit_bytes:
+            self._body.clear()
             raise too_large(self.limit_bytes)
-        self._parts.append(bytes(chunk))
+        self._body += chunk
 
     def wrote(self) -> None:
         pass
 
     def finish(self) -> bytes:
-        return b"".join(self._parts)
+        return bytes(self._body)
 
     def abort(self) -> None:
-        self._parts.clear()
+        self._body.clear()
+
+
+def stray_body(*, proved: bool) -> BoundedBody:
+    """A sink for a body where none has a meaning: what is short is read and ignored."""
+    return BoundedBody(limits.STRAY_BODY_BYTES_MAX, proved=proved)
 
 
 def too_large(limit_bytes: int) -> Invalid:

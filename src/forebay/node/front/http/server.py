@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.core import limits
-from forebay.core.errors import Invalid
+from forebay.core.errors import Busy, Invalid
+from forebay.node.front.http.admission import Admission
 from forebay.node.front.http.connection import Connection
 from forebay.node.front.http.counts import FrontCounts
 from forebay.node.front.http.requests import STATUS_LINES, Handler
@@ -54,7 +55,7 @@ class Server:
         counts: FrontCounts | None = None,
         clock: clocks.Clock = clocks.system,
         timeouts: Timeouts = Timeouts(),
-        connections_max: int = limits.CONNECTIONS_MAX,
+        admission: Admission | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         self.s3 = s3
@@ -62,6 +63,7 @@ class Server:
         self.lane = lane
         self.default_handler = s3
         self.counts = counts or FrontCounts()
+        self.admission = admission or Admission(self.counts)
         self.clock = clock
         self.timeouts = timeouts
         self.connections: set[Connection] = set()
@@ -70,7 +72,6 @@ class Server:
         self.now_s = clock.monotonic_s()
         self.standing = b""
         self.loop: asyncio.AbstractEventLoop
-        self._connections_max = connections_max
         self._tls = tls
         self._listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -112,18 +113,20 @@ class Server:
             self._timer = None
         self.workers.shutdown(wait=False)
 
-    def opened(self, connection: Connection) -> bool:
-        """Count a new connection; False if it is one too many (or we are stopping)."""
-        if len(self.connections) >= self._connections_max or self.draining:
-            return False
+    def opened(self, connection: Connection) -> None:
+        """Count a new connection; `Busy` if it is one too many (or we are stopping)."""
+        if self.draining:
+            self.counts.connections_refused += 1
+            raise Busy("this front is stopping: try again", retry_after_s=1.0)
+        self.admission.enter(connection.peer)
         self.connections.add(connection)
         self.counts.connections += 1
         self.counts.connections_total += 1
-        return True
 
     def closed(self, connection: Connection) -> None:
         if connection in self.connections:
             self.connections.remove(connection)
+            self.admission.leave(connection.peer)
             self.counts.connections -= 1
             if self.draining:
                 self._set_empty()
@@ -139,6 +142,8 @@ class Server:
         self.lane.ok = STATUS_LINES[200] + self.standing
         for connection in list(self.connections):
             connection.check_deadline(now_s)
+        self.counts.unproved_bytes = self.admission.held_bytes
+        self.admission.say(now_s)
         if self._tls is not None:
             self._tls.follow()
         self._timer = self.loop.call_later(self.timeouts.tick_s, self._tick)

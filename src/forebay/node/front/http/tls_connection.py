@@ -24,6 +24,7 @@ import os
 import ssl
 from typing import TYPE_CHECKING
 
+from forebay.core.errors import Busy
 from forebay.node.front.http import parser
 from forebay.node.front.http.connection import Connection
 from forebay.node.front.http.parts import BUSY, CLOSED, LINGER, WHOLE
@@ -206,8 +207,7 @@ class TlsConnection(Connection):
             pass  # it did not matter to who is gone
         super()._linger()
 
-    def turn_away(self) -> None:
-        self._counts.connections_refused += 1
+    def turn_away(self, busy: Busy) -> None:
         self._close("")
 
     def check_deadline(self, now_s: float) -> None:

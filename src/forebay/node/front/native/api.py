@@ -42,6 +42,7 @@ from forebay.node.front.http.requests import (
     decode_component,
     decode_query,
     status_of,
+    stray_body,
 )
 from forebay.node.front.native import openapi
 from forebay.node.front.native.arguments import JSON, decode_body, encode, flag_of, number_of
@@ -61,6 +62,11 @@ from forebay.node.store.reader import StoreReader
 TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 NDJSON = b"Content-Type: application/x-ndjson\r\n"
 _OBJECTS = b"/-/v1/objects/"
+_BODY_BYTES_MAX = {
+    HintsCall: HINTS_BYTES_MAX,
+    BatchCall: limits.BATCH_BODY_BYTES_MAX,
+    Completion: limits.COMPLETION_BODY_BYTES_MAX,
+}
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 
@@ -126,30 +132,25 @@ class Native:
             answer(request, exchange, taken)
 
     def take_body(self, request: Request) -> BodySink:
-        """Only what takes a body gets one; anything else is refused before it is sent."""
+        """Only what takes a body gets one, from who may send it; anything else is refused before it is sent."""
         route, taken = find(request.method.decode("latin-1"), request.path)
-        if route.body is bytes:
-            assert route.may is not None
-            bucket = self._reads.bucket(taken["bucket"])
-            self._auth.require(self._auth.bearer(request), route.may, bucket.name)
-            key = check_key(taken["key"])
-            if route.name == "member_append":
-                return self._members_of_shards.take(request, bucket, key)
-            if route.name == "upload_part":
-                return self._multipart.take_body(request, bucket, key)
-            return self._puts.take(request, None, bucket, key)
         if route.body is None and request.method not in (b"GET", b"HEAD"):
             raise Invalid(f"{route.method} {route.path} takes no body: leave it out", code="EntityTooLarge")
-        if route.body is HintsCall:
-            self._auth.bearer(request)
-            return BoundedBody(HINTS_BYTES_MAX)
-        if route.body is BatchCall:
-            self._auth.bearer(request)  # before it sends as much
-            return BoundedBody(limits.BATCH_BODY_BYTES_MAX)
-        if route.body is Completion:
-            self._auth.bearer(request)
-            return BoundedBody(limits.COMPLETION_BODY_BYTES_MAX)
-        return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+        if route.may is None:
+            return stray_body(proved=self._auth.open)
+        identity = self._auth.bearer(request)
+        if "bucket" in taken:
+            self._auth.require(identity, route.may, taken["bucket"])
+        if route.body is None:
+            return stray_body(proved=True)
+        if route.body is not bytes:
+            return BoundedBody(_BODY_BYTES_MAX.get(route.body, limits.JSON_BODY_BYTES_MAX))
+        bucket, key = self._reads.bucket(taken["bucket"]), check_key(taken["key"])
+        if route.name == "member_append":
+            return self._members_of_shards.take(request, bucket, key)
+        if route.name == "upload_part":
+            return self._multipart.take_body(request, bucket, key)
+        return self._puts.take(request, None, bucket, key)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
         """The error as JSON, with Retry-After where waiting helps and Content-Range where the range was outside."""

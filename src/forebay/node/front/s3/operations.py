@@ -26,7 +26,6 @@ from __future__ import annotations
 import email.utils
 from typing import Final
 
-from forebay.core import limits
 from forebay.core.access import ANONYMOUS, Identity
 from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.messages.calls import BucketNamed, Nothing, StatCall
@@ -36,12 +35,12 @@ from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import (
     BodySink,
-    BoundedBody,
     Exchange,
     Request,
     Response,
     decode_query,
     header_line,
+    stray_body,
 )
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.puts import Puts
@@ -142,7 +141,7 @@ class S3:
     def take_body(self, request: Request) -> BodySink:
         """Bodies belong to writes; who may not write is refused before the body. A GET's is read and ignored."""
         if request.method not in (b"PUT", b"POST", b"DELETE"):
-            return BoundedBody(limits.JSON_BODY_BYTES_MAX)
+            return stray_body(proved=self._auth.open)
         self._auth.check_host(request)
         name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
         if not name:

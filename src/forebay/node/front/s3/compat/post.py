@@ -46,6 +46,11 @@ class Form:
 
     large = False  # its file begins on the loop
 
+    @property
+    def proved(self) -> bool:
+        """Its policy is there and was signed by somebody who may."""
+        return self.incoming is not None
+
     def __init__(self, boundary: bytes, begin: Callable[[Form], Incoming]) -> None:
         self.fields: dict[str, str] = {}
         self.filename = ""
