@@ -59,7 +59,7 @@ class Clock:
 class NoNotes:
     """Notes of the uploads that whole bodies begin: none, since they are small."""
 
-    async def ended(self, name: str) -> None:
+    async def ended(self, name: str, upload_id: str = "") -> None:
         assert not name
 
 
@@ -136,6 +136,7 @@ class Place:
         self.strict = True
         self.temps = 0
         self.left: list[str] = []  # keys of uploads whose ids nobody heard
+        self.heard: set[str] = set()
         self.boot_id = "boot-1"
         for name in ("data", "tmp", "parts"):
             (dir / name).mkdir()
@@ -176,7 +177,7 @@ class Place:
             raise NotFound("no bucket", code="NoSuchBucket")
         return self.served
 
-    async def leave_uploads(self, served: Any, key: str, known: Any) -> None:
+    async def leave_uploads(self, served: Any, key: str) -> None:
         self.left.append(key)
 
     def volumes(self) -> list[VolumeAt]:

@@ -220,3 +220,26 @@ def test_parts_are_few_whole_and_within_what_a_service_takes() -> None:
         assert -(-size // part) <= limits.PARTS_MAX
     assert whole_etag([(1, '"d41d8cd98f00b204e9800998ecf8427e"')]) == "59adb24ef3cdbe0297f05b395827453f-1"
     assert whole_etag([(1, "part-5")]) == ""
+
+
+def test_uploads_in_use_are_not_told_as_left_behind(rigged: Rigged) -> None:
+    """An upload of the key began, and nobody heard its id: it may be a stranger's, but not the client's own."""
+
+    async def story(rig: Rig) -> None:
+        rig.remote.part_bytes_min = 5 * MIB
+        await written(rig, "through")
+        await rig.front.call("upload_create", calls.UploadCreateCall("remote", "key"))
+        body = Arriving(rig, "key", pattern(70 * MIB))
+        await body.open()
+        await until(lambda: rig.remote.count("begin") == 2)
+        buckets = rig.engine.buckets
+        await until(lambda: len(buckets.heard) == 2)
+        stranger = await rig.remote.objects.begin_upload("key")
+        assert len(await rig.remote.objects.list_uploads("")) == 3
+        await buckets.leave_uploads(await buckets.get("remote"), "key")
+        assert buckets.counters["remote"].uploads_left == 1, stranger
+        body.file.close()
+        rig.front.post(wire.GaveUp(body.put))
+        await until(lambda: len(buckets.heard) == 1)
+
+    rigged(story)

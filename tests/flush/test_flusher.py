@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from forebay.backends.lost_answers import Unheard
 from forebay.core import limits
 from forebay.core.errors import Busy, Closed, Denied, NotSupported, Unavailable
 from forebay.core.record import State
@@ -250,6 +251,20 @@ def test_an_answer_that_was_lost_is_no_conflict(story):
     story(tell)
 
 
+def test_a_delete_is_done_when_the_backend_says_so_and_not_when_nobody_knows(story):
+    """It has no condition, an answer to it was lost, and the repetition was refused: the object may be there."""
+
+    async def tell(node: Node) -> None:
+        node.remote.place("k", b"theirs")
+        refusal = Denied("the keys were changed meanwhile: give it new ones")
+        node.remote.fail.extend([NotSupported("this service knows no conditions"), Unheard(refusal)])
+        await node.delete("k")
+        await node.settle()
+        assert node.remote.names() == []
+
+    story(tell, conflict="ours")
+
+
 def test_new_headers_of_the_same_bytes_are_not_taken_for_done(story):
     async def tell(node: Node) -> None:
         node.remote.lose.add("put")
@@ -417,6 +432,16 @@ def test_theirs_wins_if_the_bucket_says_so(story):
         assert node.remote.data("k") == b"theirs"
         assert node.shelf.lookup("b", "k") is None
         assert node.conflicts == {"theirs": 1}
+
+    story(tell, conflict="theirs")
+
+
+def test_a_large_loser_of_which_nothing_is_kept_leaves_no_upload(story):
+    async def tell(node: Node) -> None:
+        await _meet(node, large(6))
+        assert node.remote.data("k") == b"theirs"
+        assert node.conflicts == {"theirs": 1}
+        assert await node.remote.list_uploads("") == []
 
     story(tell, conflict="theirs")
 

@@ -201,10 +201,6 @@ class Delivered:
     seen: ObjectInfo | None
     policy: str = ""
 
-    @property
-    def version(self) -> str:
-        return self.seen.version if self.seen is not None else ""
-
 
 @dataclass(frozen=True, slots=True)
 class Yielded:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -174,6 +174,7 @@ class Buckets:
     ) -> None:
         self._meta = meta
         self._opener = open_backend
+        self.heard: set[str] = set()  # ids of uploads at backends that are in use
         self.counters: dict[str, BackendCounters] = {}  # by bucket: they outlive a change of settings
         self._clock = clock
         self._auto = auto
@@ -203,14 +204,14 @@ class Buckets:
     def _open_backend(self, bucket: Bucket) -> Backend:
         return self._opener(bucket, self.counters.setdefault(bucket.name, BackendCounters()))
 
-    async def leave_uploads(self, served: Served, key: str, known: Collection[str] = ()) -> None:
+    async def leave_uploads(self, served: Served, key: str) -> None:
         """An upload of `key` may have begun without its id being heard. The backend's uploads may be another writer's,
-        so none is aborted. Those that may be ours, and are not in `known`, are logged and counted. Raises if the
+        so none is aborted. Those that may be ours, and are not in `heard`, are logged and counted. Raises if the
         backend does not answer now."""
         there = []
         try:
             for seen in await served.backend.list_uploads(key):
-                if seen.key == key and seen.upload_id not in known:
+                if seen.key == key and seen.upload_id not in self.heard:
                     with suppress(NotFound):  # it ended meanwhile
                         if not await served.backend.list_parts(key, seen.upload_id):  # ours has none
                             there.append(seen.upload_id)

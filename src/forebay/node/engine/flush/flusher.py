@@ -507,12 +507,13 @@ class Flusher:
     async def _settle(self, name: str, of: _Bucket, key: str, errand: Errand, outcome: Delivered | Yielded) -> Event:
         """Record here how the errand ended."""
         note, began_s, now_s = errand.note, errand.began_s, self._clock.wall_s()
+        version = outcome.seen.version if isinstance(outcome, Delivered) and outcome.seen is not None else ""
         async with self._lock(name, key):
             debt = of.debts.get(key)
             since_s = None
             if debt is not None and debt.note.seq == note.seq:
                 if isinstance(outcome, Delivered):
-                    self._clean(name, key, note, outcome.version)
+                    self._clean(name, key, note, version)
                 else:
                     await self._commit(Delete(name, key))
                 sent = sent_bodies.left(note.sent, note.known_by) if errand.is_repeated else note.sent
@@ -522,7 +523,7 @@ class Flusher:
                 since_s = debt.rewritten_s if debt.rewritten_s is not None else debt.note.since_s
                 sent = sent_bodies.answered(debt.note.sent, began_s, now_s)
                 newer = msgspec.structs.replace(
-                    debt.note, based_on=outcome.version, stale=(), since_s=since_s, **sent._asdict()
+                    debt.note, based_on=version, stale=(), since_s=since_s, **sent._asdict()
                 )
                 await self.keep(name, key, newer)
         counts = of.counts

@@ -63,6 +63,7 @@ class Begun:
 
     async def began(self, name: str, bucket: str, key: str, upload_id: str) -> None:
         """The upload has begun, and this is its id."""
+        self._buckets.heard.add(upload_id)
         if name:
             await self._put(name, Noted(bucket, key, upload_id))
 
@@ -79,8 +80,9 @@ class Begun:
             return False
         return True
 
-    async def ended(self, name: str) -> None:
+    async def ended(self, name: str, upload_id: str = "") -> None:
         """The upload was completed or aborted, or never began."""
+        self._buckets.heard.discard(upload_id)
         if name:
             await self._meta.delete(name)
 

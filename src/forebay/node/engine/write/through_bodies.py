@@ -137,7 +137,7 @@ class _Sending(Hands):
         self.sends = asyncio.Semaphore(SENDING_AT_ONCE)
         self._through, self._served, self._key = through, served, key
         self._body, self._delivery, self._leave, self._filled = body, delivery, leave, filled
-        self._note = ""  # the name of the upload's note
+        self._note = self._upload_id = ""  # the name of the upload's note, and its id
 
     async def body(self, start: int, end: int) -> Body:
         if (filled := self._of_client()) is not None:
@@ -168,10 +168,11 @@ class _Sending(Hands):
     async def keep(self, upload: Upload | None) -> None:
         begun, bucket = self._through.begun, self._served.bucket.name
         if upload is None:
-            await begun.ended(self._note)
+            await begun.ended(self._note, self._upload_id)
         elif upload.upload_id == BEGINNING:
             self._note = await begun.begins(bucket, self._key)
         else:
+            self._upload_id = upload.upload_id
             await begun.began(self._note, bucket, self._key, upload.upload_id)
 
     async def leave(self, key: str) -> None:

@@ -325,12 +325,14 @@ class UploadBook:
     def _list(self, upload: Upload) -> None:
         kept = upload.kept
         self._open[kept.upload_id] = upload
+        self._buckets.heard.add(kept.backend_id)
         insort(self._names.setdefault(kept.bucket, []), (kept.key, kept.upload_id))
 
     def _unlist(self, upload: Upload) -> None:
         kept = upload.kept
         upload.gone = True
         self._open.pop(kept.upload_id, None)
+        self._buckets.heard.discard(kept.backend_id)
         names = self._names.get(kept.bucket, [])
         at = bisect_left(names, (kept.key, kept.upload_id))
         if names[at : at + 1] == [(kept.key, kept.upload_id)]:
@@ -443,8 +445,7 @@ class UploadBook:
             if kept.backend_id:
                 await served.backend.abort_upload(kept.key, kept.backend_id)
             elif kept.begin:
-                known = {upload.kept.backend_id for upload in self._open.values()}
-                await self._buckets.leave_uploads(served, kept.key, known)
+                await self._buckets.leave_uploads(served, kept.key)
         except (NotFound, NotSupported):
             pass
         except ForebayError as error:
