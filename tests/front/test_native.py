@@ -423,10 +423,21 @@ def test_a_page_of_another_site_changes_nothing_by_sending_requests_here(node: N
         ("https://evil.example", 403),
         ("null", 403),
         ("https://127.0.0.1.evil.example", 403),
-        ("http://localhost:3000", 202),
-        ("http://127.0.0.1:9400", 202),
+        ("http://localhost:3000", 403),  # another address: whoever listens there may show others' pages
+        ("http://b.localhost", 403),  # there, a page is an object of a bucket
+        ("https://localhost", 202),
+        ("http://localhost", 202),
     ):
         assert ask(node, "/-/v1/evict", "POST", calls.JobCall("b"), Origin=origin)[0] == status, origin
+    for said, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 202), ("none", 202)):
+        assert ask(node, "/-/v1/evict", "POST", calls.JobCall("b"), Sec_Fetch_Site=said)[0] == status, said
+    with node.connect() as client:  # the page is an object of the bucket whose name was asked
+        body = b'{"bucket": "b"}'
+        client.send(
+            b"POST /-/v1/evict HTTP/1.1\r\nHost: b.localhost\r\nOrigin: http://b.localhost\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        assert client.answer().status == 403
     assert ask(node, "/-/v1/status", Origin="https://evil.example")[0] == 200, "it cannot read the answer"
 
 

@@ -13,7 +13,8 @@ point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding)
 request, so it sends neither `Origin` nor `Sec-Fetch-Site` that would tell; but `Host` carries the page's name. So an
 open node answers only to names that mean this machine, and to the domain that its operator gave it, under which buckets
 are named. A page may also send a request to our own name, without reading the answer; browsers then name the page in
-`Origin`, or say `Sec-Fetch-Site`, and such requests change nothing.
+`Origin`, or say `Sec-Fetch-Site`, and such requests change nothing. A page's origin is trusted by the native API only
+where it is the very address that was asked. A name below `localhost` is not: there, pages are objects of a bucket.
 
 A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
 
@@ -38,6 +39,7 @@ from forebay.ports import clock
 
 LOOP_NAME = LOOP_HEADER.encode()
 _PORT = re.compile(r":\d*\Z")
+_FOREIGN = (b"cross-site", b"same-site")  # what Sec-Fetch-Site says of a page at another address
 _ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
 
 
@@ -103,6 +105,16 @@ class Auth:
         """Who signed an S3 request (header or presigned). `Denied` or `Invalid` with an S3 code if nobody known did;
         `NotFound` if nobody did at all and it is about a bucket that is not known to be there."""
         return ANYONE if self.open else self._verify(request, request.body, bucket).identity
+
+    def check_override(self, request: Request) -> None:
+        """Return unless a page of another site has an open node say what an object is: `Denied`. Where there are
+        identities the signer says it."""
+        if self.open and request.headers.get(b"sec-fetch-site") in _FOREIGN:
+            raise Denied(
+                "this node has no identities, so pages of other sites may not say what its objects are: leave "
+                "response-* out, or give the node identities and sign the URL",
+                code="AccessDenied",
+            )
 
     def now_s(self) -> float:
         """Unix time, as signatures and policies are judged by it."""
@@ -229,13 +241,15 @@ def _no_such_bucket() -> NotFound:
 def _check_page(request: Request) -> None:
     """Return if no page of another site sent this request; else `Denied`."""
     origin = request.header(b"origin")
-    if b"origin" not in request.headers:
-        foreign = request.headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
-    else:
-        foreign = not origin.startswith(("http://", "https://")) or not is_this_machine(origin.partition("://")[2])
+    foreign = request.headers.get(b"sec-fetch-site") in _FOREIGN
+    if b"origin" in request.headers:
+        scheme, _, host = origin.partition("://")
+        below = _PORT.sub("", host).rstrip(".").lower().endswith(".localhost")
+        own = scheme in ("http", "https") and host == request.header(b"host") and is_this_machine(host) and not below
+        foreign = foreign or not own
     if foreign:
         raise Denied(
-            f"this node has no identities, so pages of other sites may change nothing here, and this is one of "
+            f"this node has no identities, so pages of other addresses may change nothing here, and this is one of "
             f"{origin[:100] or 'another site'!r}: give the node identities, and send a token",
             code="AccessDenied",
         )

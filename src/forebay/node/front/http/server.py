@@ -30,6 +30,9 @@ from forebay.ports import threads
 if TYPE_CHECKING:
     from forebay.node.tls import TlsFiles
 
+# Said with every answer. What is stored here may be a page, and is shown at the node's own address: without these a
+# browser would run it, and let it ask the node whatever its user may.
+NO_PAGE = b"Server: forebay\r\nX-Content-Type-Options: nosniff\r\nContent-Security-Policy: sandbox\r\n"
 WORKERS = 16  # threads that store bodies; each disk is written to by a few of its own
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
 
@@ -138,7 +141,7 @@ class Server:
     def _tick(self) -> None:
         self.now_s = now_s = self.clock.monotonic_s()
         date = email.utils.formatdate(self.clock.wall_s(), usegmt=True)
-        self.standing = b"Date: %s\r\nServer: forebay\r\n" % date.encode()
+        self.standing = b"Date: %s\r\n%b" % (date.encode(), NO_PAGE)
         self.lane.ok = STATUS_LINES[200] + self.standing
         for connection in list(self.connections):
             connection.check_deadline(now_s)

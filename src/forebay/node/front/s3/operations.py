@@ -226,6 +226,8 @@ class S3:
             )
         wanted = asked_range(request)
         overrides = b""
+        if not _OVERRIDES.keys().isdisjoint(query):
+            self._auth.check_override(request)
         replaced = []
         for name, header in _OVERRIDES.items():
             if name in query:
