@@ -363,6 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self._answer(status, body, headers)
+        if self.command == "GET":
+            node.on_body(key, len(body))
 
     def _stat(self, bucket: str, key: str) -> calls.ObjectState:
         node = self.node

@@ -7,6 +7,7 @@ has them.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from forebay.core.errors import Invalid, NotFound
@@ -32,12 +33,23 @@ class Selection(NamedTuple):
 
 
 def selection(address: Address) -> Selection:
-    """`a` is the object and the folder of that name, `a/` the folder, `a*` whatever begins so, "" the bucket."""
+    """`a` is the object and the folder of that name, `a/` the folder, `a*` whatever begins so, "" the bucket. `Invalid`
+    for a `*` elsewhere, which `matching` is for."""
+    if "*" in address.key[:-1]:
+        raise Invalid(f"{address} has a * that is not at its end: name a prefix, or list the objects with --exact")
     if address.key.endswith("*"):
         return Selection("", address.key[:-1])
     if not address.key or address.key.endswith("/"):
         return Selection("", address.key)
     return Selection(address.key, address.key + "/")
+
+
+def matching(address: Address) -> tuple[Selection, re.Pattern[str] | None]:
+    """As `selection`, and the form of the keys where a `*` stands elsewhere: it is any run of characters, also `/`."""
+    start, _, _ = address.key.partition("*")
+    if "*" not in address.key[:-1]:
+        return selection(address), None
+    return Selection("", start), re.compile(".*".join(map(re.escape, address.key.split("*"))), re.DOTALL)
 
 
 def parse(text: str) -> Address:
@@ -67,9 +79,11 @@ def parse_object(text: str) -> Address:
 
 def nothing_there(at: Address) -> NotFound:
     """What to raise where an address of many selects nothing."""
-    key, prefix = selection(at)
+    (key, prefix), form = matching(at)
     if not key:
-        return NotFound(f"nothing begins with {at.bucket}/{prefix}: see `forebay ls {at.bucket}/`", code="NoSuchKey")
+        fits = "is named like" if form else "begins with"
+        what = f"{at.bucket}/{at.key if form else prefix}"
+        return NotFound(f"nothing {fits} {what}: see `forebay ls {at.bucket}/`", code="NoSuchKey")
     return NotFound(
         f"there is neither an object nor a folder {at.bucket}/{key}: see `forebay ls {at.bucket}/{key}`, and write "
         f"{at.bucket}/{key}* for all that begins so",

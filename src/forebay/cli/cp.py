@@ -53,30 +53,79 @@ def cp(
     {"files", "size_bytes", "fetched_bytes" or "sent_bytes" or "copied_bytes", "skipped", "failed", "seconds",
     "target"}.
     """
-    quiet = quiet or as_json
-    up, down = target.startswith(SCHEMES), source.startswith(SCHEMES)
-    if not up and not down:
-        raise Invalid("neither side is an object: write s3://BUCKET/KEY for what is in the node")
     with open_client(url) as client:
-        if up and down:
-            done = _inside(client, source, target, recursive=recursive, threads=threads, force=force, quiet=quiet)
-        elif up:
-            at = address.parse(target)
-            if recursive:
-                done = put_all(client, source, at, threads=threads, force=force, checksum=checksum, quiet=quiet)
-            else:
-                done = put_one(client, source, at, quiet=quiet)
-        elif recursive:
-            done = get_all(client, address.parse(source), target, threads=threads, force=force, quiet=quiet)
-        else:
-            if target == "-":
-                raise Invalid("to standard output there is `forebay cat`")
-            done = get_one(client, address.parse_object(source), target, quiet=quiet)
+        done = copy(
+            client, source, target, recursive=recursive, threads=threads, force=force, checksum=checksum,
+            quiet=quiet or as_json,
+        )  # fmt: skip
     done.tell(source, as_json=as_json)
 
 
+def copy(
+    client: Client,
+    source: str,
+    target: str,
+    *,
+    recursive: bool,
+    threads: int,
+    force: bool,
+    checksum: bool,
+    quiet: bool,
+    moved: Callable[[address.Address, str], None] | None = None,
+    sent: Callable[[str], None] | None = None,
+) -> Done:
+    """Copy as `forebay cp` does; `moved` hears of each object, with its ETag, and `sent` of
+    each file whose copy is there whole."""
+    up, down = target.startswith(SCHEMES), source.startswith(SCHEMES)
+    if not up and not down:
+        raise Invalid("neither side is an object: write s3://BUCKET/KEY for what is in the node")
+    recursive = recursive or (down and "*" in source)
+
+    def then(entry: ListEntry) -> None:
+        if moved is not None:
+            moved(address.Address(address.parse(source).bucket, entry.key), entry.etag)
+
+    if up and down:
+        return _inside(
+            client, source, target, recursive=recursive, threads=threads, force=force, quiet=quiet, then=then,
+            moves=moved is not None,
+        )  # fmt: skip
+    if up:
+        at = address.parse(target)
+        if recursive:
+            return put_all(
+                client, source, at, threads=threads, force=force, checksum=checksum, quiet=quiet, then=sent or _ignore
+            )
+        done = put_one(client, source, at, quiet=quiet)
+        (sent or _ignore)(source)
+        return done
+    at = address.parse(source)
+    if recursive:
+        return get_all(client, at, target, threads=threads, force=force, quiet=quiet, then=then)
+    if target == "-":
+        raise Invalid("to standard output there is `forebay cat`")
+    at = address.parse_object(source)
+    etag = client.head(at.bucket, at.key).etag if moved is not None else ""
+    done = get_one(client, at, target, quiet=quiet)
+    then(ListEntry(at.key, done.size_bytes, etag, 0.0))
+    return done
+
+
+def _ignore(path: str) -> None:
+    """What `cp` does with a file that is there."""
+
+
 def _inside(
-    client: Client, source: str, target: str, *, recursive: bool, threads: int, force: bool, quiet: bool
+    client: Client,
+    source: str,
+    target: str,
+    *,
+    recursive: bool,
+    threads: int,
+    force: bool,
+    quiet: bool,
+    then: Callable[[ListEntry], None],
+    moves: bool,
 ) -> Done:
     """Objects to objects."""
     to = address.parse(target)
@@ -86,24 +135,27 @@ def _inside(
         key = to.key if to.key and not to.key.endswith("/") else check_key(to.key + one.key.rsplit("/", 1)[-1])
         if (one.bucket, one.key) == (to.bucket, key):
             raise Invalid(f"{one} would be copied onto itself: name another target")
+        etag = client.head(one.bucket, one.key).etag if moves else ""
         written = client.copy(one.bucket, one.key, to.bucket, key)
+        then(ListEntry(one.key, written.size_bytes, etag, 0.0))
         done.add(written.size_bytes, written.size_bytes)
         done.target = str(address.Address(to.bucket, key))
         return done.end()
     at = address.parse(source)
     start = to.key if not to.key or to.key.endswith("/") else to.key + "/"
-    cut = at.key.rfind("/") + 1
-    if to.bucket == at.bucket and start.startswith(address.selection(at).prefix):
+    cut = at.key.partition("*")[0].rfind("/") + 1
+    if to.bucket == at.bucket and start.startswith(address.matching(at)[0].prefix):
         raise Invalid(f"{to} lies under {at}, so copies would be copied again: name another target")
     there = {} if force else {entry.key: entry for entry in entries(client, address.Address(to.bucket, start))}
 
-    def copy(entry: ListEntry, moved: Callable[[int], None]) -> None:
+    def copy_one(entry: ListEntry, moved: Callable[[int], None]) -> None:
         moved(0)
         key = check_key(start + entry.key[cut:])
         found = there.get(key)
         same = found is not None and found.size_bytes == entry.size_bytes and found.modified_s >= entry.modified_s
         if not same:
             client.copy(at.bucket, entry.key, to.bucket, key)
+        then(entry)
         with crew.lock:
             if same:
                 done.skip(entry.size_bytes)
@@ -111,7 +163,7 @@ def _inside(
                 done.add(entry.size_bytes, entry.size_bytes)
 
     with Progress(one_line(str(at)), quiet=quiet) as progress:
-        crew: Crew[ListEntry] = Crew(copy, **entries_crew(), done=done, progress=progress, threads=threads)
+        crew: Crew[ListEntry] = Crew(copy_one, **entries_crew(), done=done, progress=progress, threads=threads)
         if not crew.run(
             entries(client, at),
             lambda: f"{done.files} objects are copied to {to}; run the same command again for the rest",

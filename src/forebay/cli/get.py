@@ -61,7 +61,7 @@ def get(
                 raise Invalid("-r is for objects: get the shard and unpack it, or give one --member")
             at = address.parse_object(where)
             done = get_member(client, at, member, target)
-        elif recursive:
+        elif recursive or "*" in where:
             at = address.parse(where)
             done = get_all(client, at, target, threads=threads, force=force, quiet=quiet or as_json)
         else:
@@ -140,7 +140,7 @@ def relative(key: str, prefix: str) -> str:
 
     What `prefix` holds up to its last slash is left out, so `get -r corpus/train/` puts `train/a` at `a`.
     """
-    path = key[prefix.rfind("/") + 1 :]
+    path = key[prefix.partition("*")[0].rfind("/") + 1 :]
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path:
         raise Invalid(
@@ -149,8 +149,18 @@ def relative(key: str, prefix: str) -> str:
     return path
 
 
-def get_all(client: Client, at: address.Address, target: str, *, threads: int, force: bool, quiet: bool) -> Done:
-    """All objects that `at` selects to files in the directory `target`."""
+def get_all(
+    client: Client,
+    at: address.Address,
+    target: str,
+    *,
+    threads: int,
+    force: bool,
+    quiet: bool,
+    dry_run: bool = False,
+    then: Callable[[ListEntry], None] = lambda entry: None,
+) -> Done:
+    """All objects that `at` selects to files in the directory `target`; `then` hears of each that is there whole."""
     if os.path.exists(target) and not os.path.isdir(target):
         raise Invalid(f"{target} is not a directory: with -r the target is one")
     done = Done(target, "fetched_bytes")
@@ -160,12 +170,19 @@ def get_all(client: Client, at: address.Address, target: str, *, threads: int, f
             return  # a marker that stands for a directory
         path = os.path.join(target, relative(entry.key, at.key))
         if not force and _is_there(path, entry):
+            then(entry)
             with crew.lock:
                 done.skip(entry.size_bytes)
+            return
+        if dry_run:
+            with crew.lock:
+                show.note(f"would fetch {one_line(entry.key)} to {one_line(path)}")
+                done.add(entry.size_bytes, 0)
             return
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         got = client.download(at.bucket, entry.key, path, progress=lambda done_bytes, _: moved(done_bytes))
         os.utime(path, (entry.modified_s, entry.modified_s))
+        then(entry)
         with crew.lock:
             done.add(got.size_bytes, got.size_bytes - got.resumed_bytes)
 
@@ -182,11 +199,11 @@ def get_all(client: Client, at: address.Address, target: str, *, threads: int, f
 
 def entries(client: Client, at: address.Address) -> Iterator[ListEntry]:
     """All objects that `at` selects, as the backend has them now."""
-    key, prefix = address.selection(at)
+    (key, prefix), form = address.matching(at)
     if key:
         yield from (entry for entry in client.list_page(at.bucket, key, limit=1).entries if entry.key == key)
     for page in client.list_pages(at.bucket, prefix):
-        yield from page.entries
+        yield from (entry for entry in page.entries if form is None or form.fullmatch(entry.key))
 
 
 def entries_crew() -> dict[str, Any]:

@@ -87,6 +87,10 @@ class Done:
             show.document(self.fields())
         else:
             print(self.sentence(source))
+        self.check()
+
+    def check(self) -> None:
+        """`Partial` if something failed."""
         if self.failed:
             raise Partial(
                 f"{self.failed} of {self.files + self.failed} objects failed: run the same command again for them"

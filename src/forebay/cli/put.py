@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forebay.cli import address
+from forebay.cli import address, show
 from forebay.cli.get import entries
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
@@ -119,9 +119,19 @@ class File(NamedTuple):
 
 
 def put_all(
-    client: Client, folder: str, at: address.Address, *, threads: int, force: bool, checksum: bool, quiet: bool
+    client: Client,
+    folder: str,
+    at: address.Address,
+    *,
+    threads: int,
+    force: bool,
+    checksum: bool,
+    quiet: bool,
+    dry_run: bool = False,
+    then: Callable[[str], None] = lambda path: None,
 ) -> Done:
-    """All files under the directory `folder` to objects under the prefix `at`."""
+    """All files under the directory `folder` to objects under the prefix `at`; `then` hears of each path that is there
+    whole."""
     if not os.path.isdir(folder):
         if os.path.exists(folder):
             raise Invalid(f"{folder} is not a directory: leave out -r to copy one file")
@@ -131,8 +141,14 @@ def put_all(
     def send(file: File, moved: Callable[[int], None]) -> None:
         check_key(file.key)
         if not force and file.there is not None and is_there(file, file.there, checksum=checksum):
+            then(file.path)
             with crew.lock:
                 done.skip(file.size_bytes)
+            return
+        if dry_run:
+            with crew.lock:
+                show.note(f"would send {one_line(file.path)} to {one_line(file.key)}")
+                done.add(file.size_bytes, 0)
             return
         sent = 0
 
@@ -143,6 +159,7 @@ def put_all(
 
         moved(0)
         written = client.put(at.bucket, file.key, file.path, progress=count)
+        then(file.path)
         with crew.lock:
             done.add(written.size_bytes, written.size_bytes)
 

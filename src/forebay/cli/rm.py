@@ -50,8 +50,9 @@ def rm(
 
     With --json: {"deleted", "size_bytes", "failed", "dry_run", "seconds"}.
     """
+    recursive = recursive or "*" in where
     at = address.parse(where) if recursive else address.parse_object(where)
-    if recursive and not at.key and not (yes or dry_run):
+    if recursive and not at.key.rstrip("*") and not (yes or dry_run):
         raise Invalid(f"this deletes every object in {at.bucket}: look with --dry-run, then say --yes")
     done = Done(str(at), "deleted_bytes")
     with open_client(url) as client, Progress(one_line(str(at)), quiet=quiet or as_json) as progress:
