@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.errors import Invalid
-from forebay.core.s3rules.cors import VARY, actual, check_rules, preflight
+from forebay.core.s3rules.compat.cors import VARY, actual, check_rules, preflight
 from forebay.core.types import CorsRule
 
 SITE = CorsRule(("https://app.example.com", "https://*.corp.example"), ("GET", "PUT"), ("x-amz-*", "content-type"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forebay.core import limits
 from forebay.core.errors import Invalid
-from forebay.core.s3rules.forms import Field, FileEnds, FileStarts, FormParser, parse_boundary
+from forebay.core.s3rules.compat.forms import Field, FileEnds, FileStarts, FormParser, parse_boundary
 
 BOUNDARY = b"----WebKitFormBoundary7MA4YWxkTrZu0gW"
 

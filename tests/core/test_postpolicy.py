@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.s3rules.postpolicy import check_form, check_size, fill_in, legacy_signer, parse_policy
+from forebay.core.s3rules.compat.postpolicy import check_form, check_size, fill_in, legacy_signer, parse_policy
 
 EXPIRES = "2030-06-01T12:00:00.000Z"
 EXPIRES_S = 1906545600

@@ -111,7 +111,7 @@ class _Cors(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_cors(file: str) -> tuple[CorsRule, ...]:
     """The rules in a JSON file of the shape that Amazon's command line takes."""
-    from forebay.core.s3rules.cors import check_rules
+    from forebay.core.s3rules.compat.cors import check_rules
 
     try:
         found = msgspec.json.decode(Path(file).read_bytes(), type=_Cors)

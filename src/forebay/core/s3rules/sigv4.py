@@ -22,7 +22,7 @@ If-None-Match; `docs/security.md` says this to users.
 
 Rejected: botocore's signer run backwards (ten times slower, and it takes its input as objects of its own); caching
 verdicts (a signature is used once); accepting Signature Version 2 in headers (it signs almost nothing; presigned URLs
-of it are taken, see `core/s3rules/sigv2.py`).
+of it are taken, see `core/s3rules/compat/sigv2.py`).
 
 Invariants. (1) Signatures are compared in constant time. (2) Only scopes of known key ids are kept, and at most
 `SCOPES_KEPT_MAX`. (3) Nothing but `Denied` and `Invalid` is raised, with an S3 code, whatever the input. (4) A request
@@ -41,7 +41,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.s3rules import sigv2
+from forebay.core.s3rules.compat import sigv2
 from forebay.core.s3rules.names import Addressing
 from forebay.core.s3rules.signedbody import UNSIGNED, check_payload, check_payload_form, mismatch
 

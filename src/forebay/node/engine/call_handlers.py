@@ -26,7 +26,7 @@ from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in
-from forebay.core.s3rules.cors import check_rules
+from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.core.volumes import LostObject
 from forebay.node.engine.buckets import Buckets

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
 from forebay.core.errors import Denied, Invalid, NotFound
+from forebay.core.s3rules.compat.postpolicy import legacy_signer
 from forebay.core.s3rules.names import Addressing
-from forebay.core.s3rules.postpolicy import legacy_signer
 from forebay.core.s3rules.sigv4 import Verified, Verifier
 from forebay.core.types import LOOP_HEADER, Bucket
 from forebay.node.front.http.requests import Request

@@ -10,9 +10,9 @@ object: those not served are listed and refused with NotImplemented. Parameters 
 `x-id`) are ignored, as S3 does.
 
 Whatever is no plain read is offered in turn to those who know a kind of operation: `UploadsApi` (multipart),
-`BucketsApi` (buckets, ACLs, CORS, tags, forms), `Objects` (the rest of writing). Each says whether it is its own. A
-request with a body is looked at twice: before the body (`take_body`: may the caller do this at all?), and when it is
-there (`handle`); who was let in is remembered with the request, since a signature is verified once.
+`CompatApi` (ACLs, CORS, tags, forms), `BucketsApi` (buckets), `Objects` (the rest of writing). Each says whether it is
+its own. A request with a body is looked at twice: before the body (`take_body`: may the caller do this at all?), and
+when it is there (`handle`); who was let in is remembered with the request, since a signature is verified once.
 
 Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
 on it would act on an invention. What is so is said: a bucket here never had versions, a policy, a web site.
@@ -45,11 +45,13 @@ from forebay.node.front.http.requests import (
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.reads import Reads
-from forebay.node.front.s3 import attributes, errors, listing
+from forebay.node.front.s3 import errors, listing
 from forebay.node.front.s3.buckets import BucketsApi
-from forebay.node.front.s3.compat.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.front.s3.compat import attributes
+from forebay.node.front.s3.compat.api import CompatApi
+from forebay.node.front.s3.compat.versions import parse_versions, render_versions
+from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
 from forebay.node.front.s3.uploads import UploadsApi
-from forebay.node.front.s3.versions import parse_versions, render_versions
 from forebay.node.front.s3.write import Objects
 from forebay.node.front.s3.xml import CONTENT_TYPE, document
 from forebay.node.outcomes import Call
@@ -101,6 +103,7 @@ class S3:
         self._ids = errors.RequestIds()
         self._uploads = UploadsApi(call, auth, puts, self._lines, reads.bucket)
         self._buckets = BucketsApi(call, auth, puts, self._lines)
+        self._compat = CompatApi(call, auth, puts, self._lines)
         self._objects = Objects(call, auth, puts, self._lines, reads.bucket)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ class S3:
         elif method in (b"PUT", b"POST", b"DELETE"):
             self._write(request, exchange, name, key)
         elif method == b"OPTIONS":
-            self._buckets.preflight(request, exchange, self._reads.bucket(name))
+            self._compat.preflight(request, exchange, self._reads.bucket(name))
         elif method not in (b"GET", b"HEAD"):
             raise _no_such_method()
         elif name:
@@ -147,12 +150,12 @@ class S3:
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
-        self._buckets.check_origin(request, bucket)
+        self._check_origin(request, bucket)
         if not key and _is_form(request):
-            return self._buckets.take_form(request, bucket)
+            return self._compat.take_form(request, bucket)
         request.caller = caller = self._auth.caller(request, _needed(request, bucket, key))
         query = decode_query(request.query) if request.query else {}
-        for api in (self._uploads, self._buckets, self._objects) if query or not key else (self._objects,):
+        for api in self._writers(key, query):
             sink = api.take_body(request, caller, bucket, key, query)
             if sink is not None:
                 return sink
@@ -183,17 +186,28 @@ class S3:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
         if request.method == b"POST" and not key and _is_form(request):
-            self._buckets.handle_form(request, exchange, bucket)
+            self._compat.handle_form(request, exchange, bucket)
             return
         if request.caller is None:
-            self._buckets.check_origin(request, bucket)
+            self._check_origin(request, bucket)
         needed = _needed(request, bucket, key)
         identity = self._auth.signed(request, needed) if request.caller is None else request.caller.identity
         query = decode_query(request.query) if request.query else {}
-        for api in (self._uploads, self._buckets, self._objects):
+        for api in self._writers(key, query):
             if api.handle(request, exchange, identity, bucket, key, query):
                 return
         raise _unserved_write(query)
+
+    def _writers(self, key: str, query: dict[str, str]) -> tuple[UploadsApi | CompatApi | BucketsApi | Objects, ...]:
+        """Who may know a write, in the order of asking."""
+        plain = key and not query
+        return (self._objects,) if plain else (self._uploads, self._compat, self._buckets, self._objects)
+
+    def _check_origin(self, request: Request, bucket: Bucket) -> None:
+        """`Denied` for a write to an open node from a page that the bucket's rules do not allow. Only browsers say
+        where a request comes from."""
+        if b"origin" in request.headers or b"sec-fetch-site" in request.headers:
+            self._compat.check_origin(request, bucket)
 
     def _lines(self, request: Request) -> bytes:
         """What the answer to `request` begins with: its id, and what the bucket's CORS rules say."""
@@ -204,7 +218,7 @@ class S3:
     def _cors_lines(self, request: Request) -> bytes:
         try:
             name, _ = self._addressing.split(request.path, request.headers.get(b"host", b""))
-            return self._buckets.cors_lines(request, self._reads.bucket(name)) if name else b""
+            return self._compat.cors_lines(request, self._reads.bucket(name)) if name else b""
         except ForebayError:
             return b""
 
@@ -212,7 +226,7 @@ class S3:
     def _read(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str) -> None:
         """GET or HEAD of an object with anything beyond its name."""
         query = decode_query(request.query) if request.query else {}
-        for api in (self._uploads, self._buckets):
+        for api in (self._uploads, self._compat):
             if query and api.handle(request, exchange, identity, bucket, key, query):
                 return
         refuse(request, query, _UNSERVED_OF_OBJECTS)
@@ -257,7 +271,7 @@ class S3:
         bucket = self._reads.bucket(name)
         identity = self._auth.reader(request, bucket)
         query = decode_query(request.query)
-        for api in (self._uploads, self._buckets):
+        for api in (self._uploads, self._compat):
             if query and api.handle(request, exchange, identity, bucket, "", query):
                 return
         if request.method == b"HEAD":

@@ -37,7 +37,7 @@ from forebay.node.front.objects.object_headers import (
 )
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.s3 import errors
-from forebay.node.front.s3.compat.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, malformed, parse, read, readable, timestamp
 from forebay.node.outcomes import Call
 

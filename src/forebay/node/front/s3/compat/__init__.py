@@ -1,1 +1,1 @@
-"""What of S3 is only there for compatibility, off the path of a normal request."""
+"""What clients of S3 expect beyond the interface of our design. No plain GET or PUT of an object comes here."""

@@ -2,7 +2,7 @@
 
 Theory. Tools ask for these settings as a matter of course and act on the answer: `NotImplemented` stops them, "there is
 none" lets them go on, and it is true. So reading what is absent is answered as S3 answers it for a bucket that never
-had it, removing it succeeds, and only setting it is refused (`compat/unserved.py`). What S3 itself always has an answer
+had it, removing it succeeds, and only setting it is refused (`unserved.py`). What S3 itself always has an answer
 for, or what would have to be invented, stays refused.
 
 Invariant. Nothing here depends on the bucket but that it is there.

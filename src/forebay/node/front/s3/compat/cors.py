@@ -1,8 +1,8 @@
 """A bucket's CORS rules over HTTP: the configuration document, preflights, and the headers on other answers.
 
-Theory. What a rule means stands in `core/s3rules/cors.py`; here it is read from S3's XML, written as XML, and turned
-into header lines. A front answers preflights by itself, since it has every bucket's settings. They need no signature: a
-browser sends none, and the answer says nothing but what the rules let any page know.
+Theory. `core/s3rules/compat/cors.py` says what a rule means; this module reads it from S3's XML, writes it as XML, and
+makes header lines of it. A front answers preflights by itself, since it has every bucket's settings. They need no
+signature: a browser sends none, and the answer says only what the rules let any page know.
 
 A node without identities trusts whoever reaches it, and a page of any site in a browser on its host does: a form, or a
 POST of plain text, needs no preflight. So there a write that carries an `Origin` is taken only if a rule of the bucket
@@ -18,7 +18,7 @@ from typing import Final
 from xml.etree.ElementTree import Element
 
 from forebay.core.errors import Denied, Invalid
-from forebay.core.s3rules import cors
+from forebay.core.s3rules.compat import cors
 from forebay.core.types import Bucket, CorsRule, Headers
 from forebay.node.front.http.requests import Request, header_line
 from forebay.node.front.s3.xml import document, element, malformed, parse

@@ -21,9 +21,9 @@ from urllib.parse import quote, urlsplit
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotSupported
-from forebay.core.s3rules import postpolicy
-from forebay.core.s3rules.forms import Field, FileStarts, FormParser, parse_boundary
-from forebay.core.s3rules.postpolicy import Policy
+from forebay.core.s3rules.compat import postpolicy
+from forebay.core.s3rules.compat.forms import Field, FileStarts, FormParser, parse_boundary
+from forebay.core.s3rules.compat.postpolicy import Policy
 from forebay.core.s3rules.tags import HEADER as TAGGING
 from forebay.core.s3rules.tags import format_tags
 from forebay.core.types import Bucket, check_key
@@ -32,7 +32,7 @@ from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.checksums import HEADERS
 from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request, header_line
 from forebay.node.front.objects.puts import Puts
-from forebay.node.front.s3.tagging import read_tags
+from forebay.node.front.s3.compat.tagging import read_tags
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element
 
 _CONTENT: Final = ("content-type", "cache-control", "content-disposition", "content-encoding", "expires")
