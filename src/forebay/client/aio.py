@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import CUT, Collected, Stale
+from forebay.client.connection import CUT, Collected, Stale, copy_into
 from forebay.client.hinting import HintsAsync
 from forebay.client.http1 import (
     EXPECT_BYTES_MIN,
@@ -173,7 +173,7 @@ class _Connection:
                     f"the answer was cut after {done} bytes: see the node's log, then try again", code=CUT
                 )
             data = data if chunks is None else chunks.feed(data)
-            _copy(data, sink)
+            copy_into(data, sink)
             done += len(data)
             if chunks is not None and chunks.done:
                 break
@@ -201,17 +201,6 @@ def _read(source: Source, done: int) -> bytes:
             "again when nobody changes it"
         )
     return piece
-
-
-def _copy(data: bytes, sink: Sink) -> None:
-    position = 0
-    while position < len(data):
-        view = sink.buffer()
-        size = min(len(view), len(data) - position)
-        view[:size] = data[position : position + size]
-        view.release()
-        sink.wrote(size)
-        position += size
 
 
 class Client:

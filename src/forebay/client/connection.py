@@ -308,7 +308,7 @@ class Connection:
         length = head.length
         if length is not None and len(data) > length:
             raise Corrupt("the answer is longer than its Content-Length says: check what listens at this URL")
-        done = _copy(data, sink)
+        done = copy_into(data, sink)
         while length is None or done < length:
             view = sink.buffer()
             if length is not None and len(view) > length - done:
@@ -330,7 +330,7 @@ class Connection:
     def _pour_chunks(self, data: bytes, sink: Sink) -> int:
         chunks, done = Chunks(), 0
         while True:
-            done += _copy(chunks.feed(data), sink)
+            done += copy_into(chunks.feed(data), sink)
             if chunks.done:
                 self.reusable = not chunks.rest
                 return done
@@ -391,7 +391,8 @@ class Collected:
         return b"".join((*full, last)) if full else last
 
 
-def _copy(data: bytes, sink: Sink) -> int:
+def copy_into(data: bytes, sink: Sink) -> int:
+    """Write `data` into the sink's buffers; how many bytes that were."""
     position = 0
     while position < len(data):
         view = sink.buffer()

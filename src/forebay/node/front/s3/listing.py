@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import quote, unquote_plus
 
@@ -154,15 +155,21 @@ def render_list(bucket: str, asked: ListRequest, page: ListPage) -> bytes:
     if asked.url_encoded:
         parts.append("<EncodingType>url</EncodingType>")
     parts.append(f"<IsTruncated>{'true' if truncated else 'false'}</IsTruncated>")
-    owner = OWNER if asked.fetch_owner else ""
+    parts.append(render_entries("Contents", page, name, owner=OWNER if asked.fetch_owner else ""))
+    return document("ListBucketResult", "".join(parts))
+
+
+def render_entries(tag: str, page: ListPage, name: Callable[[str], str], *, first: str = "", owner: str = "") -> str:
+    """The objects of a page as elements called `tag`, and its common prefixes. `first` stands behind each key."""
+    parts = []
     for key, size_bytes, etag, modified_s in page.entries:
-        tag = f"<ETag>&quot;{escape(etag)}&quot;</ETag>" if etag else ""
+        quoted = f"<ETag>&quot;{escape(etag)}&quot;</ETag>" if etag else ""
         parts.append(
-            f"<Contents><Key>{name(key)}</Key><LastModified>{timestamp(modified_s)}</LastModified>{tag}"
-            f"<Size>{size_bytes}</Size>{owner}<StorageClass>STANDARD</StorageClass></Contents>"
+            f"<{tag}><Key>{name(key)}</Key>{first}<LastModified>{timestamp(modified_s)}</LastModified>{quoted}"
+            f"<Size>{size_bytes}</Size>{owner}<StorageClass>STANDARD</StorageClass></{tag}>"
         )
     parts += [f"<CommonPrefixes><Prefix>{name(text)}</Prefix></CommonPrefixes>" for text in page.prefixes]
-    return document("ListBucketResult", "".join(parts))
+    return "".join(parts)
 
 
 def url_text(text: str) -> str:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from forebay.core.errors import Invalid
 from forebay.core.pages import marker_of
 from forebay.core.types import ListPage
-from forebay.node.front.s3.listing import OWNER, ListRequest, parse_list, url_text
-from forebay.node.front.s3.xml import document, element, escape, timestamp
+from forebay.node.front.s3.listing import OWNER, ListRequest, parse_list, render_entries, url_text
+from forebay.node.front.s3.xml import document, element, escape
 
 _ASKED = ("prefix", "delimiter", "max-keys", "encoding-type")
 
@@ -51,12 +51,6 @@ def render_versions(bucket: str, asked: ListRequest, page: ListPage, version_mar
         parts.append(f"<NextKeyMarker>{name(marker_of(page.next_after))}</NextKeyMarker>")
         parts.append("<NextVersionIdMarker>null</NextVersionIdMarker>")
     parts.append(f"<IsTruncated>{'true' if page.next_after else 'false'}</IsTruncated>")
-    for key, size_bytes, etag, modified_s in page.entries:
-        tag = f"<ETag>&quot;{escape(etag)}&quot;</ETag>" if etag else ""
-        parts.append(
-            f"<Version><Key>{name(key)}</Key><VersionId>null</VersionId><IsLatest>true</IsLatest>"
-            f"<LastModified>{timestamp(modified_s)}</LastModified>{tag}<Size>{size_bytes}</Size>{OWNER}"
-            "<StorageClass>STANDARD</StorageClass></Version>"
-        )
-    parts += [f"<CommonPrefixes><Prefix>{name(text)}</Prefix></CommonPrefixes>" for text in page.prefixes]
+    first = "<VersionId>null</VersionId><IsLatest>true</IsLatest>"
+    parts.append(render_entries("Version", page, name, first=first, owner=OWNER))
     return document("ListVersionsResult", "".join(parts))
