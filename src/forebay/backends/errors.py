@@ -1,15 +1,14 @@
-"""The one translation from what a backend said to Forebay's kinds of errors.
+"""Translates a backend's errors into `core.errors` kinds.
 
-Theory. Every failure of a backend reaches us in one of three shapes: an exception of obstore's, whose text carries the
-HTTP status and the body; an HTTP answer to a request that we made ourselves (`http/requests.py`); an `OSError` from the
-local disk or a socket. Each shape is reduced to the same facts (status, the service's own code, text), and one table
-turns those into a kind. obstore gives the status of an error only inside its message, so it is read from there; the
-expression is anchored on obstore's own words, and an unknown text becomes `Unavailable`, which is tried again: a lost
-request costs a retry, a wrong "not found" would be a lie.
+Theory. A backend fails in one of three ways: obstore raises an exception whose text carries the HTTP status and the
+body; a request of our own (`http/requests.py`) gets an HTTP error; a disk or a socket raises `OSError`. Each becomes
+the same facts (status, the service's code, text), and one table maps those to a kind. obstore gives the status only in
+its message, so an expression anchored on obstore's words reads it there. An unknown text becomes `Unavailable`, which
+is retried: a needless retry costs a request, a wrong "not found" would be a lie.
 
-Invariants. (1) Nothing but `core.errors` kinds leaves this room. (2) A 404 is `NotFound` only with the backend's word
-for it, and only of an object or upload: a bucket that is missing is `NoBackendBucket`. (3) No credential is in a
-message: only the first `BODY_CHARS_MAX` characters of an answer are quoted, and request headers never.
+Invariants. (1) Only `core.errors` kinds leave this room. (2) A 404 is `NotFound` only if the backend says that an
+object or an upload is missing; a missing bucket is `NoBackendBucket`. (3) No message holds a credential: it quotes at
+most `BODY_CHARS_MAX` characters of an answer, and never request headers.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""From a bucket's URL and options to the backend that serves it.
+"""Opens the backend for a bucket's URL and options.
 
-Theory. The URL says what kind of storage it is and which bucket; options say how to reach it, under the names that each
-cloud's own tools use. An option that is not known is an error that lists those that are: a misspelt option that is
-silently ignored is found much later, as a wrong answer. Credentials are found here, once, and given both to obstore
-and to the wire (see `s3/credentials.py`, `google.py`, `container.py`).
+Theory. The URL gives the kind of storage and the bucket. Options say how to reach it, under the names that each
+cloud's own tools use. An unknown option is an error that lists the known ones, because a misspelt option that is
+ignored shows up much later, as a wrong answer. Credentials are looked up here once, for obstore and for our own
+requests (see `s3/credentials.py`, `gcs/credentials.py`, `azure/container.py`).
 
     s3://bucket/prefix      S3 and compatible services        file:///srv/data     a directory
     gs://bucket/prefix      Google Cloud Storage              memory://name        this process's memory
     az://container/prefix   Azure Blob Storage                https://host/path/   a web server, read only, no listing
     local://                no backend: the bucket is here alone
 
-Nothing here opens a connection; a key file is read.
+Opening a backend reads at most a key file and opens no connection.
 """
 
 from __future__ import annotations

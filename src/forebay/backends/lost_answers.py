@@ -1,23 +1,22 @@
-"""Whether what a backend has is ours: asked where a write was refused after an answer to it was lost.
+"""Finds out whether a write happened whose answer was lost.
 
-Theory. A write whose answer is lost is made again. If it has a condition, the second attempt meets the work of the
-first, and the refusal that it hears (412, 409, no such upload) says nothing about the write. So the layer that tries
-again never hands on such a refusal: it is `Unheard`, and this module looks at what is there. Whose it is,
-`core/machines/sent_bodies.py` says.
+Theory. A write whose answer is lost is sent again. A conditional write then meets the result of its own first attempt,
+so a refusal (412, 409, no such upload) proves nothing. `Retrying` raises `Unheard` instead, and this module looks at
+the object. `core/machines/sent_bodies.py` decides whose it is.
 
-* It is what was sent: the write happened. A put is known by its bytes (the MD5 is the ETag, or they are read and
-  hashed), a completion by the ETag that its parts make together, a copy by the ETag of its source, a delete by that
-  nothing is there.
-* It is there for longer than the write was tried: then nothing of the write ever happened, and the refusal stands.
-* It is something else and new: another write came before ours, or after it. Nobody can know, and so it is said.
+* The object is what was sent: the write happened. A put is recognised by its bytes (the ETag is the MD5, or the bytes
+  are read and hashed), a completed upload by the ETag that its parts give, a copy by the ETag of its source, a delete
+  by the object's absence.
+* The object is older than the first attempt: the write never happened, and the refusal stands.
+* The object is new and different: another write came before or after ours. The error says that nobody can know.
 
-"For longer" allows for clocks that differ as much as a signature may (CLOCK_SKEW_MAX_S).
+"Older" allows clocks to differ by as much as a signature may (CLOCK_SKEW_MAX_S).
 
-Rejected: a refusal where the bytes differ (ours may have been there, been read, and been replaced); marking objects
-with metadata of ours (users would see it).
+Rejected: a refusal whenever the bytes differ (ours may have been stored, read and replaced); marking objects with our
+own metadata (users would see it).
 
-Invariant. A refusal leaves here only if nothing of the write happened, and an object only if it is the one that was
-sent, or one of the same bytes of the same quarter of an hour.
+Invariant. A refusal leaves here only if nothing of the write happened. An object leaves here only if it is the one that
+was sent, or has the same bytes and was written within the same quarter of an hour.
 """
 
 from __future__ import annotations

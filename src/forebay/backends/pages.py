@@ -1,16 +1,15 @@
-"""One page of a listing, cut from anything that can walk keys in byte order.
+"""Cuts one page of a listing out of anything that can walk keys in byte order.
 
-Theory. S3's listing is three rules over keys in the byte order of their UTF-8: skip what is at or below `start_after`,
-keep what begins with `prefix`, and fold all that share the text up to the next `delimiter` into one common prefix. A
-`Walk` gives entries from a position on; when a group folds, the page *seeks* past it, so that a folder of a million
-objects costs one seek and no reading. Python compares text by code point, which for valid Unicode is the byte order of
-UTF-8, so plain comparison is right.
+Theory. S3's listing has three rules over keys in the byte order of their UTF-8: skip keys up to `start_after`, keep
+keys that begin with `prefix`, and fold keys that agree up to the next `delimiter` into one common prefix. A `Walk`
+yields entries from a position on. When a group folds, the page seeks past it, so a folder of a million objects costs
+one seek. Python compares text by code point, which for valid Unicode is the byte order of UTF-8.
 
-A page that ended on a common prefix says so in `next_after` with that prefix and the highest code point after it: no
-key of the group is above that.
+A page that ends on a common prefix sets `next_after` to that prefix and the highest code point: no key of the group
+sorts above that.
 
-Invariants. (1) Entries and prefixes together are at most `limit`. (2) Going on from `next_after` repeats nothing and
-leaves nothing out. (3) Memory is O(limit).
+Invariants. (1) Entries and prefixes together are at most `limit`. (2) Continuing from `next_after` neither repeats nor
+skips a key. (3) Memory is O(limit).
 """
 
 from __future__ import annotations

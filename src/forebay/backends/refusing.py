@@ -1,6 +1,6 @@
-"""The writing half of a backend that cannot write: every method says so.
+"""The write methods of a backend that cannot write: each raises `NotSupported`.
 
-For backends that are `read_only`, and the base of those that have some of it (no uploads, for one).
+It serves `read_only` backends, and as a base for backends that support only some writes.
 """
 
 from __future__ import annotations

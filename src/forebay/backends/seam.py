@@ -1,19 +1,19 @@
-"""The seam to object storage: a few methods, each with its promise. Everything behind it is interchangeable.
+"""The seam to object storage: the methods that every backend has, and what each promises.
 
-Theory. A backend reads and lists one bucket (a place with an optional prefix). Behaviour (retry, rate, faults,
-counting) is added by wrapping, and `stack.py` shows the whole stack in one function. Exactly one layer retries: the
-`Retrying` wrapper; obstore's own retry is off. Errors are `core.errors` kinds only (`backends/errors.py` translates).
+Theory. A backend reads and lists one bucket, or one prefix of it. Wrappers add behaviour (retries, counts, faults), and
+`stack.py` composes them in one function. Exactly one layer retries: `Retrying`. obstore's own retry is off. Backends
+raise `core.errors` kinds only; `backends/errors.py` translates.
 
-A fetch is a stream of `bytes`-like chunks that arrive in order. Its `info` is known before the first chunk. A stream
-that ends early raises `Unavailable`; it never just ends. Closing a stream early frees its connection.
+A fetch is a stream of `bytes`-like chunks in order. Its `info` is known before the first chunk. A stream that ends
+early raises `Unavailable`. Closing a stream early frees its connection.
 
-Writing. A put is whole or not at all. Its bytes are a `Body`: a piece of a file, which may still be growing, or bytes
-in memory; a method that failed may be called again with the same body. `expect` makes a write conditional: None for
-any, "" for "there is no such object", else the version that must be there now; `Precondition` when it is not so, and
-then nothing changed. A backend that is `read_only` raises `NotSupported` from all of them.
+A put is atomic: it stores the whole body or nothing. The body is a `Body`: bytes in memory, or a piece of a file that
+may still be growing. A failed method may be called again with the same body. `expect` makes a write conditional: None
+for no condition, "" for "no such object", else the version that must be there. `Precondition` means that the condition
+failed and nothing changed. A `read_only` backend raises `NotSupported` for every write.
 
-An *upload* (S3's multipart) is how large bodies go: parts in any order, completed as a whole. Where `part_bytes_min` is
-0 the backend has none, and the five methods raise `NotSupported`: use `put`.
+Large bodies go as an *upload* (S3's multipart): parts in any order, then one completion. A backend without uploads has
+`part_bytes_min` 0 and raises `NotSupported` from the five upload methods: use `put` there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The whole stack of a backend in one function.
+"""Composes the layers around a backend, in one function.
 
-Theory. Behaviour is added by wrapping, never by options deep inside, so what happens to a request can be read here from
-the bottom up: the bare backend answers; `faults` (tests, benchmarks, the demo) may disturb it; `Counting` sees every
-request that really leaves; `Retrying`, the only layer that retries, makes passing faults invisible.
+Theory. All behaviour is added by wrapping, so this function shows what happens to a request. From the bottom up: the
+backend answers; `faults` (tests, benchmarks, the demo) disturb it; `Counting` counts every request that is sent;
+`Retrying`, the only layer that retries, hides passing faults.
 """
 
 from __future__ import annotations

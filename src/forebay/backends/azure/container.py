@@ -1,15 +1,15 @@
-"""Azure Blob Storage: where a container is, who we are there, and true listings of it.
+"""Locates an Azure container, finds credentials for it, and lists it.
 
-Theory. obstore signs its own requests but does not hand out its credentials, and a listing that does not lie needs them
-(see `http/requests.py`). So credentials are found here once, in the order in which Azure's own tools look, and given to
-obstore too. Requests are signed with the account's key, or carry a shared access signature or a token.
+Theory. obstore signs its own requests but does not give out its credentials, and our own listings need them (see
+`http/requests.py`). So this module looks them up once, in the order of Azure's own tools, for both. Requests are signed
+with the account's key, or carry a shared access signature or a token.
 
-Azure pages by an opaque marker and cannot start after a key. So the marker that follows a page is remembered under the
-page's last key; whoever goes on from there costs one request. A position that is not remembered is found by reading
-from the start, which is slow for a container of millions, but right.
+Azure pages by an opaque marker and cannot start after a key. The marker behind a page is remembered under the page's
+last key, so the next page costs one request. A position without a marker is found by reading from the start, which is
+slow for millions of objects, but right.
 
-Invariants. (1) Entries are above `start_after` and rise. (2) At most `MARKERS_MAX` markers are remembered. (3) Secrets
-are in no message and no `repr`.
+Invariants. (1) Keys rise and lie above `start_after`. (2) At most `MARKERS_MAX` markers are remembered. (3) No message
+and no `repr` holds a secret.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Writing as Azure Blob Storage does it: blobs in one request, or blocks that a list makes into a blob.
+"""Writes to Azure Blob Storage: a blob in one request, or as blocks that a block list commits.
 
-Theory. Azure has no uploads: it keeps blocks that are not part of a blob yet beside the blob's name, for a week, and a
-list of block names makes the blob. So an upload is a name of ours that its blocks begin with, and what Azure wants to
-know last (stored headers and tags) is packed into the upload's id, since there is nowhere else to keep it. Hence
-beginning costs no request, aborting can do nothing (the blocks go by themselves, or with the next blob of that name),
-and there is no list of uploads.
+Theory. Azure has no uploads. It keeps uncommitted blocks beside the blob's name for a week, and a list of block names
+makes the blob. So an upload is a name of ours with which its blocks' names begin. Azure takes headers and tags last,
+with the list, so the upload's id carries them. Beginning an upload therefore costs no request, aborting does nothing
+(the blocks expire, or go with the next blob of that name), and uploads cannot be listed.
 
-All blocks of one blob must have names of one length; `obstore` and other tools choose other lengths, and Azure refuses
-to mix them until their blocks are gone.
+All block names of one blob must be of one length. Other tools choose other lengths, and Azure refuses a mixture until
+the foreign blocks are gone.
 
-A copy is made by Copy Blob, which the same account does at once; it cannot change headers, and says so.
+Copy Blob makes a copy at once within an account. It cannot change headers, and raises `NotSupported` for that.
 
-Invariants. (1) One request per method, but for a copy that takes its time, and a completion that is refused: it looks
-whether it has come about before. (2) A token says which block, and its size.
+Invariants. (1) One request per method, except for a slow copy and for a refused completion, which checks whether it
+had succeeded before. (2) A token names its block and the block's size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Who we are at Google Cloud Storage: a bearer token from where Google's own tools look for it.
+"""Finds a bearer token for Google Cloud Storage where Google's own tools look for it.
 
-Theory. obstore signs its own requests to GCS, but does not hand out the token, and listings (`s3/listing.py`) need one.
-So tokens are found here once, in Google's order, and given to obstore too: option, environment, application default
-credentials (a service account's key file, or a user's `gcloud auth application-default login`), and last the metadata
-server of the machine. A token is kept until shortly before it ends.
+Theory. obstore signs its own requests but does not give out its token, and listings (`s3/listing.py`) need one. So this
+module finds tokens once, for both, in Google's order: the option, the environment, application default credentials (a
+service account's key file, or `gcloud auth application-default login`), the machine's metadata server. A token is kept
+until shortly before it expires.
 
 Rejected: google-auth (a dependency for forty lines). Workload identity federation (`external_account`) needs a chain of
-exchanges per identity provider and is refused with a way round: a token from `gcloud auth print-access-token`.
+exchanges per identity provider; the error names a way round: a token from `gcloud auth print-access-token`.
 """
 
 from __future__ import annotations

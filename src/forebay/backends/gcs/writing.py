@@ -1,15 +1,14 @@
-"""Writing as Google Cloud Storage does it: puts, deletes and copies by its JSON API, uploads by its XML one.
+"""Writes to Google Cloud Storage: puts, deletes and copies by its JSON API, uploads by its XML API.
 
-Theory. Google's conditions are on an object's *generation*, while readers know its ETag. So a write that expects a
-version looks at the object first, takes the generation that has this ETag, and makes that the condition: exact, for one
-more request. The JSON API takes a body and all that is stored with it in one request (multipart/related), but does not
-tell the ETag that readers will see, so a put looks at the object afterwards and checks that it is the generation it
-made.
+Theory. Google's conditions name an object's *generation*, while readers know its ETag. So a conditional write first
+looks at the object and uses the generation of that ETag as its condition: exact, for one more request. The JSON API
+takes a body and its metadata in one request (multipart/related), but does not return the ETag that readers see. So a
+put looks at the object afterwards and checks that it is the generation that the put made.
 
-Uploads are those of the XML API, which is S3's with other names (`s3/writing.py`). Their completion knows no condition:
-the object is looked at just before, and a write of somebody else between the two is overwritten.
+Uploads use the XML API, which is S3's with other names (`s3/writing.py`). Completion takes no condition: the object is
+checked just before, and another writer's object that appears in between is overwritten.
 
-Invariants. (1) What is not the generation that we made is never called ours. (2) Nothing is retried here.
+Invariants. (1) Only the generation that we made is called ours. (2) Nothing is retried here.
 """
 
 from __future__ import annotations

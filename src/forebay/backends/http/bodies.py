@@ -1,21 +1,19 @@
-"""Bodies on their way to a backend: pieces of a file that may still be growing, in bounded memory, cut off when the
-caller gives up.
+"""Sends bodies to a backend in bounded memory, also from files that still grow, and stops when the caller gives up.
 
-Theory. A put waits for two things that have nothing to do with each other: for the client whose bytes still come, and
-for the network. The first is awaited on the event loop (`Body.ready`), the second blocks a thread; so a request is an
-`Exchange` of short steps, each run in a thread, and between them no thread is held however slow a client is. Bytes of a
-file go to a plain socket by sendfile(2) and never enter Python; TLS takes a piece of at most `PIECE_BYTES` through
-memory.
+Theory. A put waits for two independent things: the client whose bytes still arrive, and the network. The event loop
+awaits the first (`Body.ready`); the second blocks a thread. So a request is an `Exchange` of short steps, each run in a
+thread, and a slow client holds no thread between steps. File bytes go to a plain socket by sendfile(2) and never enter
+Python. TLS sends pieces of at most `PIECE_BYTES` through memory.
 
-A caller that is cancelled must not leave half a request on a connection that is used again, nor a thread that goes on
-sending: the socket is shut down, which wakes the thread, and whoever finishes last closes it. A body that is cut off is
-shorter than its Content-Length says, and no service makes an object of it.
+A cancelled caller must leave neither half a request on a connection that is used again nor a thread that still sends.
+So the socket is shut down, which wakes the thread, and the last user closes it. A body that is cut off is shorter than
+its Content-Length, and no service makes an object of it.
 
-Rejected: obstore's puts (it takes whole bodies into memory or makes uploads of its own, whose ids it keeps to itself,
-so that nothing could be resumed after a crash); asyncio's streams (TLS would run on the loop that serves every hit).
+Rejected: obstore's puts (they hold whole bodies in memory, or make uploads whose ids we cannot learn and so not resume
+after a crash); asyncio's streams (TLS would run on the loop that serves every hit).
 
-Invariants. (1) Never more than the announced bytes are sent. (2) A connection is closed exactly once, never while a
-thread uses it. (3) An error of `Body.ready` leaves as it is, and the request with it.
+Invariants. (1) Never more than the announced bytes are sent. (2) A connection is closed exactly once, and never while a
+thread uses it. (3) An error of `Body.ready` ends the request and is raised unchanged.
 """
 
 from __future__ import annotations

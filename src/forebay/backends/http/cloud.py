@@ -1,32 +1,29 @@
-"""One bucket of a cloud behind the seam: bodies through obstore, listings and odd keys through `http/requests.py`.
+"""One cloud bucket behind the seam: bodies through obstore, listings and unusual keys through `http/requests.py`.
 
 Theory. obstore streams bodies in native threads without the GIL, so every body of an ordinary key goes through it: one
-`get` per fetch, whose answer carries the metadata too. Its own retry is off, since the stack retries. What it must not
-be trusted with is names: it reads a key as a path, drops a leading or trailing slash and refuses empty and dot segments
-and control characters. `is_plain` says which keys it passes unchanged; the others take the wire, as do objects whose
-metadata is not ASCII, which it refuses to read (seen by its error: one more request for those). And after every
-answer the name that obstore used is compared with the one asked for.
+`get` per fetch, whose answer has the metadata too. Its retry is off, since the stack retries. obstore treats a key as a
+path: it drops leading and trailing slashes and refuses empty and dot segments and control characters. `is_plain` says
+which keys it passes unchanged; the others use our own requests. So do objects with non-ASCII metadata, which obstore
+refuses to read (one more request for those). After every answer, the name that obstore used is compared with the key.
 
-A version is the backend's ETag as sent (quotes and all, so that it can go back in If-Match). Where the ETag is weak or
-absent, which plain HTTP allows, the version is made of it, the date and the size, and compared after the answer only:
-weaker, but a change is still seen. Every answer's version is compared, whether or not a condition was sent; some
-servers ignore conditions.
+A version is the backend's ETag as sent, quotes included, so that it fits If-Match. Where the ETag is weak or absent
+(plain HTTP allows that), the version is made of ETag, date and size, and compared after the answer only. Every answer's
+version is compared, since some servers ignore conditions.
 
-obstore does not tell Retry-After. So after an answer that asks to slow down everything takes the wire for WARY_S: the
-next attempt is told how long to wait, and `Retrying` obeys.
+obstore does not report Retry-After. So after a "slow down" all requests are our own for WARY_S, and `Retrying` obeys
+the time that the next answer names.
 
-A missing object and a missing bucket are both a 404, and what follows differs: the one drops a cached copy, the other
-must not. The body's code tells them apart, but the answer to a HEAD has no body. So after a 404 without a code the
-bucket is asked for too (a listing of one key), unless it answered something else meanwhile: for a `check`, whose answer
-drops a copy, since the request began; for what drops nothing, up to SEEN_KEPT_S before. A web server has no buckets.
+A missing object and a missing bucket are both a 404. The first drops a cached copy; the second must not. The body's
+code tells them apart, but the answer to a HEAD has no body. So after a 404 without a code the bucket is listed too (one
+key), unless it answered something else recently: for a `check`, whose answer drops a copy, since the request began;
+otherwise within SEEN_KEPT_S. A web server has no buckets.
 
-Rejected: HEAD of the bucket (Azure and GCS have other requests for that, and each service other rights); keys with `.`
-or `..` segments. Clouds allow them, but every proxy on the way may resolve them (RFC 3986, 5.2.4) into another object,
-or another bucket's, read with this bucket's credentials.
+Rejected: HEAD of the bucket (Azure and GCS differ, and each needs other rights); keys with `.` or `..` segments (clouds
+allow them, but a proxy may resolve them into another object, read with this bucket's credentials: RFC 3986, 5.2.4).
 
-Invariants. (1) One request per `fetch`, but for a suffix range on Azure (which has none), a first range on an HTTP
-server without ranges, and a 404 that does not say of what. (2) A body never ends early without raising, and never
-exceeds its range. (3) Nothing is returned for a key but the object of exactly that key.
+Invariants. (1) One request per `fetch`, except for a suffix range on Azure (which has none), a first range on an HTTP
+server without ranges, and a 404 without a code. (2) A body never ends early without an error and never exceeds its
+range. (3) Only the object of exactly the wanted key is returned.
 """
 
 from __future__ import annotations

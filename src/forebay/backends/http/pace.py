@@ -1,14 +1,14 @@
-"""How much a chunk of a body holds, by how fast its endpoint sends.
+"""Chooses the size of a body's chunks by how fast its endpoint sends.
 
-Theory. Each chunk costs the CPU the same, as much as 100 KiB of its bytes, and keeps a reader's first byte until it is
-full. So a chunk is what the endpoint sends in CHUNK_S, over all bodies together: behind a slow link the least, behind
-one that fills a core four times as much. A stream's chunk cannot change while it runs, and most bodies are short. So
-what is known is kept for the endpoint, whatever buckets read there, and not learned by each body anew.
+Theory. Each chunk costs a fixed amount of CPU, as much as 100 KiB of its bytes do, and delays the reader's first byte
+until it is full. So a chunk is what the endpoint sends in CHUNK_S, over all open bodies together: the least behind a
+slow link, four times as much behind one that fills a core. A stream cannot change its chunk size, and most bodies are
+short, so the pace is kept per endpoint, across buckets, and not learned anew by each body.
 
-The time in which no body is open says nothing about the endpoint and is not counted, nor is the wait for an answer.
+Time without an open body and time spent waiting for an answer say nothing about the endpoint and are not counted.
 
-Rejected: the pace of each connection (many slow ones together keep a core as busy as one that is fast); large chunks
-always (at 50 MB/s the first byte of a read would come 8 ms later).
+Rejected: a pace per connection (many slow connections keep a core as busy as one fast one); always large chunks (at 50
+MB/s the first byte would come 8 ms later).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Requests that obstore cannot make: true listings, writes, and keys that it cannot name.
+"""Makes the requests that obstore cannot: true listings, writes, and keys that obstore cannot name.
 
-Theory. obstore parses every key as a path. So its listings call the objects `x//y` and `marker/` by the names `x/y` and
-`marker` (measured with 0.12.1), which are other objects or none, and one key with a control character fails the whole
-listing; nor has it a listing by delimiter that comes in pages. Folder markers and doubled slashes are common in real
-buckets, and a listing may not lie, so listing speaks HTTP itself: one authorised GET per page, in a thread. The same
-exchange serves the few objects whose keys obstore would change or refuse. Bodies of ordinary keys that are read stay
-with obstore, which is several times faster. Writes go through `tell` (see `http/bodies.py`), one attempt each.
+Theory. obstore parses keys as paths. Its listings call the objects `x//y` and `marker/` by the names `x/y` and `marker`
+(measured with 0.12.1), one key with a control character fails the whole listing, and listings with a delimiter have no
+pages. Real buckets have folder markers and doubled slashes, and a listing may not lie. So listings are HTTP requests of
+our own: one authorised GET per page, in a thread. The same code fetches objects whose keys obstore would change.
+Bodies of ordinary keys are read through obstore, which is several times faster. Writes use `tell` (`http/bodies.py`),
+one attempt each.
 
-One connection carries one request at a time and goes back to a small pool. A pooled connection that turns out to be
-closed is replaced once: that is not a retry of a request the server has seen. A write does not try: it takes only a
-connection that is not closed yet, since what the server did with a lost one is not known. Retrying is the stack's.
+A connection carries one request at a time and returns to a small pool. A pooled connection that turns out closed is
+replaced once; the server has not seen that request. A write takes only a connection that is still open, since nobody
+knows what the server did with a lost one. Retries are the stack's.
 
 Invariants. (1) A body that ends early raises. (2) The path is sent as it was signed: encoded once, never normalised.
-(3) No call on the event loop blocks: everything that waits is run by `Wire.run`.
+(3) No call blocks the event loop: `Wire.run` runs everything that waits.
 """
 
 from __future__ import annotations

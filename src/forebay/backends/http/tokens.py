@@ -1,4 +1,4 @@
-"""Bearer tokens: one that is always fresh, and how an OAuth endpoint gives it. Shared by `google.py` and `azure.py`."""
+"""Bearer tokens: keeps one fresh, and fetches it from an OAuth endpoint. Google and Azure share it."""
 
 from __future__ import annotations
 

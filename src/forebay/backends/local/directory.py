@@ -1,21 +1,21 @@
 """A directory as a bucket: `file:///srv/data`. Keys are relative paths of regular files.
 
-Theory. An open descriptor pins a file better than any token: a rename over the name does not touch what is being read,
-and writing in place changes mtime or size, which is looked at after every piece that was read. So a body is one
-version or an error. The version is inode, mtime in nanoseconds and size. What that cannot see: a write in place that
-keeps the size, within one tick of the kernel's clock (4 ms or less) of the write before.
+Theory. An open descriptor pins a file better than any token. A rename over the name does not touch the file being read,
+and writing in place changes its mtime or size, which are compared after every piece. So a body is one version or an
+error. The version is inode, mtime in nanoseconds and size. It misses one case: a write in place that keeps the size
+within one tick of the kernel's clock (at most 4 ms) after the write before.
 
-Directory order is not S3's order ('a.txt' < 'a/b' < 'a0'), so the walk sorts each directory's names with '/' after
-those of directories: then depth first is byte order. It holds one sorted list of names per level, and keeps the lists
-of the last few directories while their mtime stands still, since the next page begins where the last ended.
+Directory order is not S3's ('a.txt' < 'a/b' < 'a0'). The walk sorts each directory's names with '/' appended to those
+of directories; depth first is then byte order. It holds one sorted list of names per level. It also keeps the lists of
+the last few directories while their mtime stands still, since the next page begins where the last one ended.
 
-Rejected: obstore's LocalStore (its listing is unsorted, it cannot name control characters, and a listing with offset
-reads the whole tree); following the tree with os.walk (memory of all levels, wrong order).
+Rejected: obstore's LocalStore (unsorted listings, no control characters, and a listing with an offset reads the whole
+tree); os.walk (memory of all levels, wrong order).
 
 Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Symbolic links
-are followed: whoever may write into the directory decides what is served. (2) Names that are not UTF-8 and what is not
-a regular file are not objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or not at all
-(`newfile.py`). (5) A root that is gone, or that stands empty where a file system was mounted, is no empty bucket.
+are followed: whoever may write into the directory decides what is served. (2) Names that are not UTF-8 and everything
+that is not a regular file are no objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or
+not at all (`newfile.py`). (5) A missing root, or an empty mount point, is not an empty bucket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The backend of a bucket that has none (`local://`): an empty bucket, so that reading needs no special case.
+"""The backend of a bucket without a backend (`local://`): an empty bucket, so that reads need no special case.
 
-Theory. A bucket written `local` lives on this node's volumes alone. What the node has is the truth and is found before
-any backend is asked; what it has not is nowhere. So this answers as an empty bucket does. Nothing is ever written to
-it: a write that reaches it was meant for a backend, and says so instead of vanishing.
+Theory. A `local` bucket lives on this node's volumes alone, and the node looks there before it asks any backend. So
+this backend answers like an empty bucket. A write that reaches it was meant for a real backend and raises an error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A bucket in this process's memory: for tests, the simulator's friends and trying things out.
+"""A bucket in this process's memory, for tests and for trying things out.
 
-Theory. A dictionary of versions and a sorted list of keys, made anew when the keys have changed. Any key works, every
-version is a number that only grows, and a body keeps the bytes of the version it was opened on: what the seam promises,
-with nothing between. `memory://name` opens the same bucket wherever it is opened in this process, so that a test can
-put objects where the code under test will look.
+Theory. The bucket is a dictionary of versions and a sorted list of keys, rebuilt when the keys change. Any key works,
+versions are numbers that only grow, and a body keeps the bytes of the version it was opened on. `memory://name` opens
+the same bucket everywhere in this process, so a test can put objects where the code under test looks.
 
-Rejected: obstore's MemoryStore (it cannot hold keys with `//`, `..` or a trailing `/`, and lists out of order).
+Rejected: obstore's MemoryStore (no keys with `//`, `..` or a trailing `/`, and listings out of order).
 """
 
 from __future__ import annotations

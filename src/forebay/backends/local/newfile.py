@@ -1,18 +1,18 @@
-"""A file that becomes visible whole, durable and under its conditions, or not at all.
+"""Writes a file that becomes visible whole, durable and under its conditions, or not at all.
 
-Theory. The bytes go to a file without a name (O_TMPFILE) in the directory where it shall be, so a process that is
-killed leaves nothing behind. They are synced, then the file gets its name: by link(2) where nothing may be there yet,
-which is atomic among all programs, else by a temporary name and rename(2), and the directory is synced. File systems
-without nameless files get a temporary name from the start. Where those names are, and who removes what a killed process
-leaves there: `unfinished.py`; `is_temporary` says which names listings leave out.
+Theory. The bytes go to a file without a name (O_TMPFILE) in the target directory, so a killed process leaves nothing
+behind. They are synced. Then the file gets its name: by link(2) if nothing may be there yet, which is atomic among all
+programs, otherwise by a temporary name and rename(2). Then the directory is synced. File systems without nameless files
+use a temporary name from the start. `unfinished.py` says where those names are and who removes what a killed process
+left; `is_temporary` says which names listings leave out.
 
-A condition on a version is looked at just before the rename, under a lock that every writer of this process takes. A
-program outside that replaces the file in that moment is not seen: file systems have no such condition.
+A condition on a version is checked just before the rename, under a lock that every writer of this process takes. A
+foreign program that replaces the file in that moment is not noticed: file systems have no such condition.
 
-Stored headers are kept in an extended attribute where the file system has them, and nowhere else.
+Headers are stored in an extended attribute where the file system has them, and otherwise nowhere.
 
-Invariants. (1) Under the final name stands the old file or the new one, whole. (2) `close` leaves no file that was not
-published. (3) Everything here blocks.
+Invariants. (1) The final name always has the old file or the new one, whole. (2) `close` leaves no unpublished file.
+(3) Everything here blocks.
 """
 
 from __future__ import annotations

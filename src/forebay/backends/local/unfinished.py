@@ -1,15 +1,14 @@
-"""Names of files on their way into a directory: one folder at its root, so that what a killed process left is found.
+"""Names for unfinished files of a directory bucket: one folder at its root, where a killed process's files are found.
 
-Theory. A file that replaces another has a name of its own for a moment before it is renamed, and a file system without
-nameless files gives it one from the start. A process killed in between leaves that name. Beside the object it would be
-found only by walking the whole tree; in one folder, a look into that is enough, and whoever writes or lists first takes
-it. The folder is there only while it is needed.
+Theory. A file that replaces another needs a temporary name before its rename, and without nameless files it needs one
+from the start. A process killed in between leaves that name. Beside the object, only a walk of the whole tree would
+find it. In one folder a single look is enough, and whoever writes or lists first takes that look. The folder exists
+only while it is needed.
 
-A name says whose it is: the machine's boot, the process, a number. What a process of this boot left that is no more is
-removed at once; what comes from elsewhere (another machine on a shared file system, an earlier boot) only when it is
-old.
+A name tells its owner: the machine's boot, the process, a number. Files of a dead process of this boot are removed at
+once. Files from elsewhere (another machine on a shared file system, an earlier boot) are removed when they are old.
 
-Below a root may lie other file systems, and folders that alone may be written. What goes there has its folder there
+A root may contain other file systems, and folders that alone may be written. Files for those have their folder there
 (`near`), where only this process finds it again.
 
 Invariants. (1) A file of a living process is never removed. (2) The folder is empty or absent when nobody writes.

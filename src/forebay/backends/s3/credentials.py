@@ -1,15 +1,15 @@
-"""Where an S3 bucket is and who we are there: endpoint, region and credentials, as AWS's own tools find them.
+"""Finds an S3 bucket's endpoint, region and credentials as AWS's own tools do.
 
-Theory. Users have set up AWS once, for their other tools, and expect the same to work here. So each value comes from
-the first that has it: the bucket's options, the environment, the profile in ~/.aws, the default. Two paths of requests
-share one `S3Place`: obstore (bodies) and `http/requests.py` (listings, and keys that obstore cannot name), so both go
-to the same place as the same caller. Credentials that are not plain keys (profile, SSO, web identity, ECS, EC2) come
-from the vendor's own runtime, awscrt, which refreshes them; it is imported only then.
+Theory. Users have set up AWS for their other tools, and expect that to work here. So each value comes from the first
+place that has it: the bucket's options, the environment, the profile in ~/.aws, the default. Two paths of requests
+share one `S3Place`, obstore (bodies) and `http/requests.py` (listings, unusual keys), so both reach the same place as
+the same caller. Credentials that are not plain keys (profile, SSO, web identity, ECS, EC2) come from AWS's own runtime,
+awscrt, which refreshes them. It is imported only then.
 
-Rejected: botocore (a large dependency for one chain); obstore's own chain (it knows no profiles, and does not tell its
-keys, which the listings must sign with).
+Rejected: botocore (a large dependency for one chain); obstore's chain (no profiles, and it does not give out its keys,
+with which listings must be signed).
 
-Invariants. (1) A value given in the options is never overridden. (2) Secrets are in no message and no `repr`.
+Invariants. (1) Nothing overrides a value given in the options. (2) No message and no `repr` holds a secret.
 """
 
 from __future__ import annotations

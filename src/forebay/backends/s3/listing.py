@@ -1,13 +1,14 @@
-"""Listings as S3 gives them, read truly (S3 and compatible services, and Google's XML API, which speaks the same).
+"""Lists buckets of S3, of compatible services, and of Google's XML API.
 
 Theory. S3 lists in the byte order of keys and can start after any key, so each page is one request and nothing is kept
-between pages. The answer is not trusted to keep its promises: what lies outside the prefix or at or below the position
-is dropped, pages longer than asked are cut, and an answer whose keys do not rise is refused.
+between pages. The answer is not trusted: keys outside the prefix or not above the position are dropped, pages longer
+than asked are cut, and an answer whose keys do not rise is refused.
 
-SeaweedFS, which keeps directories, lists `a/b` before `a.txt`, as if '/' were the lowest character. It says who it is,
-so its pages are taken in that order and nothing is left out or repeated, but only each page by itself is in byte order.
-It also takes a key `foo` and the folder `foo/` for one thing and goes on behind both, so what lies below the key that a
-page starts after is asked for by itself.
+SeaweedFS keeps directories and lists `a/b` before `a.txt`, as if '/' were the lowest character. Its answers name the
+server, so its pages are taken in that order. Nothing is left out or repeated, but only each page by itself is in byte
+order. SeaweedFS also takes a key `foo` and the folder `foo/` for one thing and continues behind both. So the keys below
+the one that a page starts after are listed by an extra request.
+
 S3 Express directory buckets have no order at all and are refused (`NotSupported`): paging would leave objects out.
 """
 

@@ -1,10 +1,10 @@
-"""Tags of an object that is there already, as S3 and Azure serve them: the same small document at another address.
+"""Reads and changes the tags of an existing object at S3 and Azure.
 
-Theory. Tags that come with a put are a header (`s3/writing.py`, `azure/writing.py`). To read or change those of an
-object that stays as it is, both services have a document of its own beside the object; changing it leaves bytes, ETag
-and version alone. The whole set is replaced, so the last writer wins.
+Theory. Tags that come with a put are a header (`s3/writing.py`, `azure/writing.py`). For an existing object both
+services have the same small document, at different addresses. Changing it leaves bytes, ETag and version alone. The
+whole set is replaced, so the last writer wins.
 
-Invariant. What is read is spelt as `core/s3rules/tags.py` spells it.
+Invariant. Tags are spelt as `core/s3rules/tags.py` spells them.
 """
 
 from __future__ import annotations

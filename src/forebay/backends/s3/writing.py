@@ -1,15 +1,15 @@
-"""Writing as S3 does it (S3, compatible services, and Google's XML API, which speaks the same but for some names).
+"""Writes to S3, to compatible services, and to Google's XML API (the same protocol with some other names).
 
-Theory. Each method of the seam is one request, made by hand (`http/requests.py`), because what matters here is what
-obstore keeps to itself: conditions on deletes, ids of uploads, tokens of parts, user metadata as it came. Bodies are
-not hashed for the signature (that would read them twice); small ones in memory are, and every body whose MD5 is known
-says it, so that the service checks what it got.
+Theory. Each method of the seam is one request of our own (`http/requests.py`), because obstore does not offer what
+matters here: conditional deletes, ids of uploads, tokens of parts, unchanged user metadata. Bodies are not hashed for
+the signature, which would read them twice; small ones in memory are. Every body with a known MD5 sends it, so the
+service checks what it got.
 
-A condition that fails is answered 412, but If-Match for an object that is gone is 404 at Amazon: both are
-`Precondition` here. Amazon answers 409 where two conditional writes met: one of them should try again, so that is
-`Unavailable`. A completion or copy may say 200 and then, in its body, that it failed: the body is believed.
+A failed condition is a 412, but at Amazon If-Match for a missing object is a 404. Both become `Precondition`. Amazon
+answers 409 when two conditional writes met. One of them should try again, so that becomes `Unavailable`. A completion
+or a copy may answer 200 and report its failure in the body: the body counts.
 
-Invariants. (1) One request per method, but for the `HEAD` that describes a completed upload, and pages of lists.
+Invariants. (1) One request per method, except for the HEAD that describes a completed upload, and pages of lists.
 (2) Nothing is retried here. (3) A header that cannot be stored is an error, never dropped.
 """
 

@@ -1,8 +1,8 @@
-"""Counts what a backend is asked and what it answers, for metrics and for tests that must know.
+"""Counts the requests to a backend and its answers, for metrics and tests.
 
-Theory. Every request that leaves for the backend passes here, retries included, since this layer lies beneath
-`Retrying`. So "each block fetched exactly once" and "backend bytes <= 8 MiB" are statements about these counters, and
-nobody else needs to count. Numbers only grow; a reader takes differences.
+Theory. This layer lies beneath `Retrying`, so every request that leaves for the backend passes here, retries included.
+Statements like "each block is fetched exactly once" are statements about these counters. Numbers only grow; a reader
+takes differences.
 """
 
 from __future__ import annotations

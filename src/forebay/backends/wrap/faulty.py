@@ -1,12 +1,11 @@
-"""A backend that fails as real ones do: for tests, benchmarks and the demo.
+"""A backend that fails as real ones do, for tests, benchmarks and the demo.
 
-Theory. A wrapper on the seam, so that the code above meets the same kinds of errors and bodies as from a cloud. Two
-ways to say what goes wrong: a `FaultPlan` of rates drawn from a seed (the same seed and order of calls, the same
-faults), and a script of single faults for the next fetches and writes, for tests that tell one story. It also
-misbehaves in ways that the seam forbids (a body that just ends, a size that lies, a stale listing): layers above must
-survive those too.
+Theory. As a wrapper on the seam it gives the code above the same errors and bodies as a cloud. There are two ways to
+order faults: a `FaultPlan` of rates drawn from a seed (the same seed and calls give the same faults), and a script of
+single faults for the next fetches and writes, for tests that tell one story. It also breaks the seam's own promises (a
+body that just ends, a wrong size, a stale listing), since the layers above must survive that too.
 
-`version_salt` makes every object look changed: add to it and all versions differ from those before.
+Adding to `version_salt` makes every object look changed.
 """
 
 from __future__ import annotations

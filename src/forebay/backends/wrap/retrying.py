@@ -1,20 +1,19 @@
-"""The one layer that tries again, so that a passing fault of a backend is invisible above.
+"""The one layer that retries, so that passing faults of a backend are invisible above.
 
-Theory. `core/machines/retry.py` decides whether and when; this wrapper performs it. A call is simply made again. A body
-is not: what arrived is kept, and the rest is asked for as a range of the same version, so a reset in the middle of a
-large object costs one request and no byte twice. Progress renews the patience: a body that breaks every gigabyte is
-slow, not broken. If the object has changed meanwhile, the range is refused (`Precondition`), because gluing two
-versions together would be a lie.
+Theory. `core/machines/retry.py` decides whether and when; this wrapper does it. A call is simply repeated. A body is
+not: the bytes that arrived are kept, and the rest is fetched as a range of the same version, so a reset in the middle
+of a large object costs one request and no byte twice. Progress renews the patience: a body that breaks every gigabyte
+is slow, not broken. If the object has changed, the range is refused (`Precondition`): two versions are never glued.
 
-A write is made again as a whole; its body is read again from the file. What cannot be known is whether a write whose
-answer was lost happened. Where it has no condition that does not matter. With one, the second attempt would meet the
-work of the first and call it somebody else's: so a refusal after an attempt that may have happened is `Unheard`, and
-`machines/sent_bodies.py` looks whether what is there is what was sent. An error of `Body.ready` is the
-caller's own and ends the matter. Progress of a body that still grows renews the patience here too.
+A write is repeated whole, with its body read again from the file. Nobody knows whether a write happened whose answer
+was lost. Without a condition that does not matter. With one, the second attempt would take the result of the first for
+somebody else's. So a refusal after an attempt that may have happened is `Unheard`, and `machines/sent_bodies.py`
+decides whether the object there is the one that was sent. An error of `Body.ready` is the caller's own and ends the
+write. Progress of a body that still grows renews the patience here too.
 
-Invariants. (1) Bytes leave in order, each once, all of one version. (2) A body that ends without its last byte counts
-as broken, whatever the layers beneath believe. (3) Nothing is tried again after `aclose`, or when the caller is
-cancelled. (4) A write that is refused by another error than `Unheard` or a bare `Unavailable` did not happen.
+Invariants. (1) Bytes leave in order, each once, all of one version. (2) A body without its last byte is broken,
+whatever the layers beneath say. (3) Nothing is retried after `aclose` or for a cancelled caller. (4) A write refused
+with any error but `Unheard` or a bare `Unavailable` did not happen.
 """
 
 from __future__ import annotations
