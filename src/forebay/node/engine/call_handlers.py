@@ -286,7 +286,7 @@ class Verbs:
         check_key(call.key)
         served = await engine.buckets.get(call.bucket)
         record = await engine.cold.metadata(Ask(call.bucket, call.key, revalidate=call.revalidate), served)
-        here = engine.store.lookup(call.bucket, call.key)
+        volume_id, here = engine.store.here(call.bucket, call.key)
         if here is not None and here.version != record.version:
             here = None
         state, checked_s = (here.state, here.checked_s) if here is not None else (0, record.checked_s)
@@ -302,7 +302,7 @@ class Verbs:
             dirty=bool(here and here.state & State.DIRTY),
             fresh_until_s=fresh_until_s(state, checked_s, served.bucket.freshness_s),
             headers=dict(headers_of(record)),
-            volume=engine.store.volume_of(call.bucket, call.key) if here else "",
+            volume=volume_id if here else "",
             blocks=blocks_in(record.size_bytes),
             cached_blocks=len(present_blocks(here)) if here else 0,
             local=bool(here and here.state & State.LOCAL),

@@ -3,7 +3,7 @@
 Theory. A client on the node's host can read bytes itself: it asks here which file has them. Each descriptor it gets is
 an open file description of its own, read-only, under a shared `flock` that was taken before the look-up that is
 trusted. So it carries its own lease (design 0001), and bytes read through it are never holes, however long it is kept.
-Whether an object may be given is decided as for HTTP (`reads.may_serve`). For one that is not whole, fresh and verified
+Whether an object may be given is decided as for HTTP. For one that is not whole, fresh and verified
 the answer is `DoorCold`, and the client asks over HTTP, which fetches it. Small objects go along in the answer.
 
 The front remembers what each client holds, and tells it what the engine dropped. If the front cannot know (the engine
@@ -35,7 +35,7 @@ from pathlib import Path
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Corrupt, ForebayError, Invalid
-from forebay.core.machines.opening import fresh_until_s
+from forebay.core.machines.opening import fresh_until_s, may_serve
 from forebay.core.messages import doorwire
 from forebay.core.messages.doorwire import (
     DOOR_VERSION,
@@ -58,7 +58,7 @@ from forebay.core.record import Record, blocks_in
 from forebay.core.types import Bucket, check_key
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.link import Link
-from forebay.node.front.objects.reads import Reads, may_serve
+from forebay.node.front.objects.reads import Reads
 from forebay.node.store.reader import StoreReader
 from forebay.ports import clock as clocks
 
@@ -419,10 +419,10 @@ class Door:
 
     def _result(self, guest: _Guest, bucket: Bucket, key: str, now_s: float, fds: list[int]) -> doorwire.Result:
         try:
-            record = self._store.lookup(bucket.name, check_key(key))
+            record = self._store.fresh(bucket, check_key(key), now_s)
         except Invalid as error:
             return DoorError(error.to_wire())
-        if record is None or not may_serve(record, bucket, now_s):
+        if record is None:
             return _COLD
         inline = record.inline if record.size_bytes else b""
         if inline is not None:
@@ -439,7 +439,7 @@ class Door:
         if opened is None:
             return _COLD
         fd, record = opened
-        if not record.complete or not may_serve(record, bucket, now_s):
+        if not record.complete or not may_serve(record.state, record.checked_s, bucket.freshness_s, now_s):
             os.close(fd)
             return _COLD
         fds.append(fd)

@@ -8,7 +8,7 @@ A record is trustworthy under a lease only if it is read *after* the lease is ta
 of the index and then punches under an exclusive lock, so the blocks that the index lists under the lease stay in the
 file. For an open file this order holds by itself: its lease is older than the look-up.
 
-A key's volume is computed (`core.placement`) from the volumes and the weights in their marks. A rebuilt index has
+A key's volume is computed (`whereabouts.py`) from the volumes and the weights in their marks. A rebuilt index has
 another directory, named by the mark; `refresh` notices.
 
 Bytes are compared with their checksums before their first use in a process (`disk/compared_blocks.py`). `lookup`
@@ -41,12 +41,12 @@ import xxhash
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Invalid
 from forebay.core.messages.wire import VolumeAt
-from forebay.core.placement import Members
 from forebay.core.record import Record, blocks_in, decode_record
 from forebay.core.types import ListEntry
 from forebay.node.store.disk import files, index, ledger, volume
 from forebay.node.store.disk.compared_blocks import PAGE_BITS, PLACE, Compared
 from forebay.node.store.disk.keys import index_key
+from forebay.node.store.whereabouts import Whereabouts
 from forebay.ports import clock
 
 _NOTHING = Record(0, 0, "", "", 0.0, 0.0, b"", complete=False)
@@ -133,7 +133,7 @@ class _View:
         self.data = f"{path}/data/"
 
 
-class StoreReader:
+class StoreReader(Whereabouts[_View]):
     """A process's view of the node's volumes, read-only. For one thread."""
 
     def __init__(
@@ -145,13 +145,12 @@ class StoreReader:
     ) -> None:
         """Open every volume that can be opened; `failures` has the others' errors, by volume id. `lookup` calls
         `suspect` with bucket, key, object id and reason of an inline object that does not match its checksum."""
+        super().__init__()
         self.compared = Compared()
         self._pages = self.compared.pages
         self._suspect = suspect
         self.failures: dict[str, str] = {}
-        self._views: dict[str, _View] = {}
         self._sole: _View | None = None
-        self._members = Members([])
         self._stalled: dict[str, str] = {}  # volume id to path
         self._files: dict[int, LeasedFile] = {}
         self._idle: OrderedDict[int, LeasedFile] = OrderedDict()
@@ -165,19 +164,19 @@ class StoreReader:
         wanted = {at.volume_id: at.path for at in volumes}
         self.failures = {}
         weights = {}
-        for volume_id in list(self._views):
+        for volume_id in list(self._by_id):
             if volume_id not in wanted:
                 self._drop_view(volume_id)
         for volume_id, path in wanted.items():
             weights[volume_id] = self._follow(volume_id, path)
-        self._members = Members(weights)
+        self._settle(self._by_id, weights)
         self._stalled = {at.volume_id: at.path for at in volumes if at.stalled}
-        alone = len(self._views) == 1 == len(wanted) and not self._stalled
-        self._sole = next(iter(self._views.values())) if alone else None
+        alone = len(self._by_id) == 1 == len(wanted) and not self._stalled
+        self._sole = next(iter(self._by_id.values())) if alone else None
 
     def _follow(self, volume_id: str, path: str) -> float:
         """Open the volume as it is now; return its weight."""
-        view = self._views.get(volume_id)
+        view = self._by_id.get(volume_id)
         mark = None
         try:
             mark = volume.read_mark(path)
@@ -185,26 +184,24 @@ class StoreReader:
                 self._drop_view(volume_id)
                 view = None
             if view is None:
-                view = self._views[volume_id] = _View(path)
+                view = self._by_id[volume_id] = _View(path)
             return view.weight
         except (OSError, Corrupt, Invalid, lmdb.Error) as error:  # Invalid: of a newer format
             self.failures[volume_id] = str(error)
             return mark.weight if mark is not None else 1.0
 
     def _drop_view(self, volume_id: str) -> None:
-        self._views.pop(volume_id).index.close()
+        self._by_id.pop(volume_id).index.close()
         self.dropped(list(self._files))
 
     def _view(self, bucket: str, key: str) -> _View | None:
         if self._sole is not None:
             return self._sole
-        if not self._members.ids:
-            return None
-        volume_id = self._members.first(bucket, key)
-        return None if volume_id in self._stalled else self._views.get(volume_id)
+        volume_id = self.volume_of(bucket, key)
+        return None if volume_id in self._stalled else self._by_id.get(volume_id)
 
     def _failed(self, view: _View, error: Exception) -> None:
-        for volume_id, each in self._views.items():
+        for volume_id, each in self._by_id.items():
             if each is view:
                 self.failures[volume_id] = str(error)
 
@@ -287,8 +284,8 @@ class StoreReader:
         fd = self._open(view.data + files.file_name(record.object_id)) if view is not None else -1
         if fd < 0:
             return None
-        again = self.lookup(bucket, key)
-        if again is None or again.object_id != record.object_id:
+        again = self.of_object(bucket, key, record.object_id)
+        if again is None:
             os.close(fd)
             return None
         return fd, again
@@ -368,7 +365,7 @@ class StoreReader:
         is no usable volume. Remove the file if it does not become one: the store removes only files of dead processes.
         `Unavailable` while the volume's disk does not answer."""
         view = self._sole or self._view(bucket, key)
-        if view is None and self._members.ids and (path := self._stalled.get(self._members.first(bucket, key))):
+        if view is None and (path := self._stalled.get(self.volume_of(bucket, key))):
             raise volume.stalled(path, f"{bucket}/{key}")
         return "" if view is None else f"{view.path}/tmp/{volume.INCOMING}{os.getpid()}-{next(_incoming):x}"
 
@@ -391,7 +388,7 @@ class StoreReader:
         limit: int,
     ) -> list[Any]:
         pages = []
-        for view in self._views.values():
+        for view in self._by_id.values():
             try:
                 pages.append(scan(view.index, bucket, prefix, start_after, limit))
             except (OSError, Corrupt, msgspec.MsgspecError) as error:
@@ -404,10 +401,10 @@ class StoreReader:
 
     def close(self) -> None:
         """Close every idle file and every index; files in use close when they are released. May be called twice."""
-        for volume_id in list(self._views):
+        for volume_id in list(self._by_id):
             self._drop_view(volume_id)
         self._sole = None
-        self._members = Members([])
+        self._settle({}, {})
 
 
 def _key_bytes(item: tuple[Any, ...]) -> bytes:

@@ -68,8 +68,8 @@ class Suspicions:
 
     async def _examine(self, name: Name, object_id: int) -> None:
         cold = self._cold
-        before = cold.store.lookup(*name)
-        if before is None or before.object_id != object_id:
+        before = cold.store.of_object(*name, object_id)
+        if before is None:
             return
         record, blocks = cold.store.examine(*name, object_id), present_blocks(before)
         if record is None:

@@ -237,7 +237,7 @@ class ColdReads:
 
         Skips a flight whose bytes are no longer kept, or that has the object's version from before its flush.
         """
-        record = self.suspicions.first_look(name, self.store.lookup(*name))
+        record = self.suspicions.first_look(name, self.store.here(*name).record)
         flight = self.flights.get(name)
         if flight is None:
             return record, record
@@ -545,8 +545,8 @@ class ColdReads:
         object_id = record.object_id
 
         def still_owned() -> bool:
-            now = self.store.lookup(served.bucket.name, key)
-            return now is not None and now.object_id == object_id and bool(now.state & State.OWNED)
+            now = self.store.owned(served.bucket.name, key)
+            return now is not None and now.object_id == object_id
 
         return Nowhere(served.bucket.name, still_owned)
 

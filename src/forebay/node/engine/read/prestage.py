@@ -25,10 +25,8 @@ from collections import OrderedDict
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError
-from forebay.core.machines.opening import may_serve
 from forebay.core.messages.calls import Nothing, ObjectNamed
-from forebay.core.record import Record
-from forebay.core.types import Bucket, check_key
+from forebay.core.types import check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.jobs.work import prefetched
@@ -63,8 +61,8 @@ class Prestaging:
         bucket."""
         bucket, key = call.bucket, check_key(call.key)
         served = await self._buckets.get(bucket)
-        record = self._cold.store.lookup(bucket, key)
-        if record is not None and self._is_here(record, served.bucket):
+        record = self._cold.store.fresh(served.bucket, key, self._clock.wall_s())
+        if record is not None and record.complete:
             self._tally.prestaged["present"] += 1
             return Nothing()
         if self._knows(bucket, key):
@@ -81,10 +79,6 @@ class Prestaging:
         self._lines.setdefault(bucket, OrderedDict())[key] = None
         self._go_on(bucket)
         return Nothing()
-
-    def _is_here(self, record: Record, bucket: Bucket) -> bool:
-        now_s = self._clock.wall_s()
-        return record.complete and may_serve(record.state, record.checked_s, bucket.freshness_s, now_s)
 
     def _knows(self, bucket: str, key: str) -> bool:
         return (bucket, key) in self._flying or key in self._lines.get(bucket, ())

@@ -233,8 +233,8 @@ class _Answer:
         """Have the object's bytes at hand, if it is still what was planned."""
         if len(self._held) >= HELD_MAX:
             self._release()
-        record = self._store.lookup(at.bucket, at.key)
-        if record is None or record.object_id != at.object_id:
+        record = self._store.of_object(at.bucket, at.key, at.object_id)
+        if record is None:
             return False
         if record.inline is not None:
             at.inline = record.inline

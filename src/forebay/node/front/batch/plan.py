@@ -28,7 +28,7 @@ from forebay.core.record import Record
 from forebay.core.types import Bucket, check_key
 from forebay.node.front.batch.forms import Form
 from forebay.node.front.http.auth import Auth
-from forebay.node.front.objects.reads import Reads, may_serve
+from forebay.node.front.objects.reads import Reads
 from forebay.node.front.objects.shards import Shards, Span
 from forebay.node.store.reader import LeasedFile, StoreReader
 from forebay.node.store.records import is_version
@@ -266,10 +266,7 @@ class BatchPlan:
             check_key(key)
         except ForebayError as error:
             return Known(name, key, None, error)
-        record = self._sources.store.lookup(name, key)
-        if record is None or not may_serve(record, bucket, self._sources.clock.wall_s()):
-            return Known(name, key, None)
-        return Known(name, key, record)
+        return Known(name, key, self._sources.store.fresh(bucket, key, self._sources.clock.wall_s()))
 
     def _bucket(self, name: str) -> Bucket:
         found = self._buckets.get(name)

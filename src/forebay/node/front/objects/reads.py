@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forebay.core.errors import ForebayError, Precondition, Unavailable
-from forebay.core.machines import opening
 from forebay.core.messages.calls import ObjectNamed
 from forebay.core.messages.wire import Opened, Welcome
 from forebay.core.record import Record, blocks_in, split_head
@@ -87,12 +86,6 @@ def answer_plainly(record: Record, range: RangeSpec | None = None, extra: bytes 
     return Answer(206, head + line + extra, start, end)
 
 
-def may_serve(record: Record, bucket: Bucket, now_s: float) -> bool:
-    """Whether the object may be served from here without asking the engine: it is verified, and either owned or
-    fresh."""
-    return opening.may_serve(record.state, record.checked_s, bucket.freshness_s, now_s)
-
-
 def whole_blocks(record: Record, start: int, end: int) -> tuple[range, int]:
     """The object's blocks that lie whole in [start, end), and how many it has."""
     block_bytes = record.block_bytes
@@ -149,8 +142,8 @@ class Reads:
         a hit.
         """
         name = bucket.name
-        record = self._store.lookup(name, key)
-        if record is not None and may_serve(record, bucket, self._clock.wall_s()):
+        record = self._store.fresh(bucket, key, self._clock.wall_s())
+        if record is not None:
             answer = answer_plainly(record, range, extra) if decide is None else decide(record)
             if self.hit(exchange, name, key, record, answer):
                 return
@@ -167,9 +160,8 @@ class Reads:
         name = bucket.name
         with contextlib.suppress(ForebayError):
             await self._link.call("prestage", ObjectNamed(name, key))
-        record = self._store.lookup(name, key)
-        here = record is not None and may_serve(record, bucket, self._clock.wall_s())
-        if record is None or not here or not self.hit(exchange, name, key, record, decide(record)):
+        record = self._store.fresh(bucket, key, self._clock.wall_s())
+        if record is None or not self.hit(exchange, name, key, record, decide(record)):
             await self._miss(exchange, name, key, range, decide, b"")
 
     # --- hits --------------------------------------------------------------------------------------------------------
@@ -259,8 +251,8 @@ class Reads:
             right = await asyncio.get_running_loop().run_in_executor(None, file.prove, start, end)
         finally:
             file.release()
-        now = None if right else self._store.lookup(bucket, key)
-        if now is not None and now.object_id == file.object_id and now.has(start, end):
+        now = None if right else self._store.of_object(bucket, key, file.object_id)
+        if now is not None and now.has(start, end):
             self.suspect(bucket, key, file.object_id, "bytes of the file do not match their checksum")
         return right
 

@@ -57,7 +57,7 @@ from forebay.node.front.http.requests import Exchange
 from forebay.node.front.link import Link
 from forebay.node.front.objects.arriving_bytes import Arriving, check_same
 from forebay.node.front.objects.decompression import unpack
-from forebay.node.front.objects.reads import Reads, may_serve
+from forebay.node.front.objects.reads import Reads
 from forebay.node.store.derived import Derived, DerivedWriter
 from forebay.node.store.disk.volume import stalled
 from forebay.node.store.disk.volume_threads import Late
@@ -141,10 +141,8 @@ class Shards:
         index = self._kept.get((bucket.name, key))
         if index is None:
             return None
-        record = self._store.lookup(bucket.name, key)
-        if record is None or not may_serve(record, bucket, self._clock.wall_s()):
-            return None
-        if not is_version(record, index.version):
+        record = self._store.fresh(bucket, key, self._clock.wall_s())
+        if record is None or not is_version(record, index.version):
             return None
         self._kept.move_to_end((bucket.name, key))
         return _span(bucket.name, key, record, index, member)
@@ -175,8 +173,8 @@ class Shards:
             pass  # another version by now: whoever asked will see
 
     async def _record(self, bucket: Bucket, key: str, *, revalidate: bool) -> Record:
-        record = self._store.lookup(bucket.name, key)
-        if not revalidate and record is not None and may_serve(record, bucket, self._clock.wall_s()):
+        record = None if revalidate else self._store.fresh(bucket, key, self._clock.wall_s())
+        if record is not None:
             return record
         read = await self._link.open_read(bucket.name, key, head_only=True, revalidate=revalidate)
         try:
@@ -326,8 +324,8 @@ class Shards:
     async def _fetch(self, bucket: str, key: str, record: Record, form: Form | None = None) -> None:
         """Have the whole object here, if a disk takes it. `Precondition` when it is another version by now. `Corrupt`
         as soon as it shows that it is not of that form."""
-        found = self._store.lookup(bucket, key)
-        if not record.size_bytes or (found is not None and found.complete and is_version(found, record.version)):
+        found = self._store.of_version(bucket, key, record.version)
+        if not record.size_bytes or (found is not None and found.complete):
             return
         async for body, file, offset, length in self._landing(bucket, key, record, 0, record.size_bytes):
             if form is not None:
@@ -375,9 +373,7 @@ class Shards:
             work = self._range_asked(bucket, key, record, start, size)
             return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-        found = self._store.lookup(bucket, key)
-        if found is None or not is_version(found, record.version):
-            found = None
+        found = self._store.of_version(bucket, key, record.version)
         inline = record.inline if found is None else found.inline
         file = None
         if inline is None and found is not None:
@@ -488,8 +484,8 @@ class Shards:
         if span.plain:
             file = await self._have_plain(span)
         else:
-            found = self._store.lookup(span.bucket, span.key)
-            if found is None or not is_version(found, span.record.version) or found.inline is not None:
+            found = self._store.of_version(span.bucket, span.key, span.record.version)
+            if found is None or found.inline is not None:
                 return False
             file = self._store.acquire(span.bucket, span.key, found)
         if not isinstance(file, LeasedFile):

@@ -123,8 +123,8 @@ class Scrubber:
         """Record the outcome of a unit. A block that was dropped while it was read is not bad."""
         self.units_checked += 1
         self.bytes_checked += unit.size_bytes
-        now = self._store.lookup(unit.bucket, unit.key)
-        if now is None or now.object_id != unit.record.object_id:
+        now = self._store.of_object(unit.bucket, unit.key, unit.record.object_id)
+        if now is None:
             return
         if now.inline is None and not presence.bits_of(now) >> unit.block & 1:
             return

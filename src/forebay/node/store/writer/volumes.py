@@ -1,6 +1,6 @@
 """The node's volumes as a set: which are usable, which one a key belongs to, how full each is, and object ids.
 
-Theory. `core.placement` computes a key's volume from the usable volumes, as in the readers. When a volume goes out, its
+Theory. A key's volume is computed from the usable volumes, as in the readers (`whereabouts.py`). When one goes out, its
 keys go to the others. When volumes come or come back, objects that are in the wrong place are dropped (clean) or moved
 (owned) at the start.
 
@@ -23,13 +23,13 @@ import msgspec
 
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.messages.wire import VolumeAt
-from forebay.core.placement import Members
 from forebay.core.ranges import absent_runs, run_bytes
 from forebay.core.record import State, blocks_in
 from forebay.core.volumes import KnownVolume, LostObject, Owners
 from forebay.node.store.disk import keys, ledger, volume_threads
 from forebay.node.store.disk.usage import PAGE_BYTES, Room, VolumeUsage
 from forebay.node.store.disk.volume import Expected, Lost, StoreEvent, Unit, Volume, has_room, stalled
+from forebay.node.store.whereabouts import Whereabouts
 from forebay.node.store.writer import index_repair, owned
 
 FULL = "InsufficientStorage"
@@ -38,12 +38,13 @@ IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
 RANGES_SHOWN = 3  # of an object that is lost in part, in words
 
 
-class VolumeSet:
+class VolumeSet(Whereabouts[Volume]):
     """What `Store` knows of its volumes."""
 
     def __init__(
         self, capacity_bytes: int | None, on_event: Callable[[StoreEvent], None] | None, block_bytes: int
     ) -> None:
+        super().__init__()
         self.block_bytes = block_bytes
         self._all: list[Volume] = []
         self._capacity_bytes = capacity_bytes
@@ -51,8 +52,6 @@ class VolumeSet:
         self._owner = threading.get_ident()
         self._events: deque[StoreEvent] = deque()
         self._next_id = self._ids_below = 0
-        self._members = Members([])
-        self._by_id: dict[str, Volume] = {}
         self._known: Sequence[KnownVolume] = ()
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
@@ -97,8 +96,7 @@ class VolumeSet:
 
     def _place(self) -> None:
         usable = [volume for volume in self._all if volume.state != "out"]
-        self._by_id = {volume.id: volume for volume in usable}
-        self._members = Members({volume.id: volume.mark.weight for volume in usable})
+        self._settle({volume.id: volume for volume in usable}, {volume.id: volume.mark.weight for volume in usable})
         self.owners = Owners(self._known, self._by_id)
 
     def finds_room(self) -> bool:
@@ -267,7 +265,7 @@ class VolumeSet:
         """The usable volume of a key."""
         if not self._by_id:
             raise Unavailable("every volume is out: reads pass through until a disk is mended and the node restarted")
-        return self._by_id[self._members.first(bucket, key)]
+        return self._by_id[self.volume_of(bucket, key)]
 
     def volume_at(self, bucket: str, key: str) -> Volume | None:
         """As `home`; None when it is out."""
@@ -320,10 +318,6 @@ class VolumeSet:
     def usable(self) -> list[Volume]:
         """The usable volumes themselves."""
         return list(self._by_id.values())
-
-    def volume_of(self, bucket: str, key: str) -> str:
-        """The id of the volume that a key belongs to; "" when every volume is out."""
-        return self._members.first(bucket, key) if self._by_id else ""
 
     # --- how full ---
 

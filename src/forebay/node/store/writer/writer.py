@@ -146,7 +146,7 @@ class Store(VolumeSet):
             for entry, value in volume.index.walk("records"):
                 record = decode_record(value)
                 bucket, key = keys.split(entry, record.key)
-                if self._members.first(bucket, key) != volume.id and not record.state & State.OWNED:
+                if self.volume_of(bucket, key) != volume.id and not record.state & State.OWNED:
                     self._forget(volume, bucket, key, record)
                 if volume.index.pending >= 1000:
                     self.flush()
@@ -200,9 +200,8 @@ class Store(VolumeSet):
 
     def lookup(self, bucket: str, key: str) -> Record | None:
         """The record, pending changes included; also None if its volume cannot be read."""
-        if not self._by_id:
-            return None
-        return self._by_id[self._members.first(bucket, key)].record(keys.index_key(bucket, key), key)
+        volume = self._by_id.get(self.volume_of(bucket, key))
+        return None if volume is None else volume.record(keys.index_key(bucket, key), key)
 
     def find(self, object_id: int) -> tuple[str, str, Record] | None:
         """Bucket, key and record of an object id."""
@@ -344,10 +343,10 @@ class Store(VolumeSet):
         if self._landing_ids[landing.object_id]:
             return  # the file is still being written
         del self._landing_ids[landing.object_id]
-        volume, record = landing.volume, self.lookup(landing.bucket, landing.info.key)
+        volume, record = landing.volume, self.of_object(landing.bucket, landing.info.key, landing.object_id)
         if volume.state == "out":
             return
-        if record is None or record.object_id != landing.object_id:
+        if record is None:
             self._reclaimer.after_commit(volume, [commit.Unlink(landing.path)])
         elif partial:
             bits = presence.bits_of(record)
@@ -601,8 +600,8 @@ class Store(VolumeSet):
 
         Returns the record if it can still be used. Follow with `check_blocks` if bytes are in doubt.
         """
-        record = self.lookup(bucket, key)
-        if record is None or record.object_id != object_id:
+        record = self.of_object(bucket, key, object_id)
+        if record is None:
             return None
         if record.inline is None:
             volume = self.home(bucket, key)
@@ -729,8 +728,8 @@ class Store(VolumeSet):
 
         Returns the record afterwards (None: it is gone). UNVERIFIED is cleared when no present block is in doubt.
         """
-        record: Record | None = self.lookup(bucket, key)
-        if record is None or record.object_id != object_id:
+        record: Record | None = self.of_object(bucket, key, object_id)
+        if record is None:
             return None
         volume = self.home(bucket, key)
         bits = presence.bits_of(record)  # a block dropped meanwhile is gone, not bad
