@@ -494,6 +494,14 @@ def test_what_the_backend_does_not_support_is_left_out() -> None:
     assert delivery.step(Unsupported()) == [Fail()]
 
 
+def test_an_object_without_a_version_is_not_nothing() -> None:
+    """Where there are neither conditions nor versions, a stranger's object once counted as the nothing expected."""
+    delivery = flush(base="")
+    assert last(delivery, Started(), Unsupported()) == [Look(KEY)]
+    assert delivery.step(Saw(seen("", size=1))) == [Look("1")], "beside it"
+    assert delivery.step(Saw(None)) == [Put("1", None, False)]
+
+
 def test_it_gives_up_on_an_object_that_changes_at_every_look() -> None:
     delivery = Delivery(Terms(KEY, Ours(SMALL, digest="d"), 1, "v0", "ours"))
     effects = delivery.step(Started())

@@ -303,7 +303,7 @@ class Delivery:
         self._seen = seen
         there = _version(seen)
         if self._reason is _For.CONDITION:
-            if ("" if seen is None else seen.version) == self.expect:
+            if there == self.expect:
                 return self._request(looked=True)
             self._look(_For.REFUSED)  # as if it had been refused
         if self._reason is _For.REFUSED and not self._copy:
