@@ -91,8 +91,10 @@ class Writing:
     def lock(self, bucket: str, key: str) -> Any:
         return asyncio.Lock()
 
-    async def check(self, served: Any, key: str, *conditions: str | None) -> ObjectInfo | None:
-        return await served.backend.head(key) if key in self.place.objects else None
+    async def expected(self, served: Any, key: str, *conditions: str | None) -> str | None:
+        if conditions == (None, None):
+            return None
+        return (await served.backend.head(key)).version if key in self.place.objects else ""
 
     @asynccontextmanager
     async def asking(self, bucket: Bucket, key: str) -> AsyncIterator[None]:

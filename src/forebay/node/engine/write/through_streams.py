@@ -86,10 +86,7 @@ class Streams:
         if served.bucket.write != "through":
             return PutOpened(0)
         check_writable(served)
-        expect: str | None = None
-        if call.if_match is not None or call.if_none_match is not None:
-            judged = await self._writes.check(served, call.key, call.if_match, call.if_none_match)
-            expect = "" if judged is None else judged.version or None
+        expect = await self._writes.expected(served, call.key, call.if_match, call.if_none_match)
         if call.size_bytes < limits.STREAM_BYTES_MIN or not call.path:
             return PutOpened(0)
         number = self._store.take_id()  # ids are never reused, not even by the next engine

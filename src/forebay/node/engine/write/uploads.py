@@ -541,10 +541,7 @@ class UploadBook:
         """Make the object at the backend when no disk here takes it. The node forgets what it had of the key."""
         writes, bucket, key = self._writes, call.bucket, call.key
         async with writes.lock(bucket, key):
-            expect: str | None = None
-            if call.if_match is not None or call.if_none_match is not None:
-                judged = await writes.check(served, key, call.if_match, call.if_none_match)
-                expect = "" if judged is None else judged.version or None
+            expect = await writes.expected(served, key, call.if_match, call.if_none_match)
             async with writes.asking(served.bucket, key):
                 try:
                     info = await self._complete_there(served, upload, chosen, "", expect)

@@ -230,6 +230,14 @@ class Writes:
             code="PreconditionFailed",
         )
 
+    async def expected(self, served: Served, key: str, if_match: str | None, if_none_match: str | None) -> str | None:
+        """What the backend must have if a write's conditions hold: a version, "" for none, None for any. Errors as
+        `check`."""
+        if if_match is None and if_none_match is None:
+            return None
+        judged = await self.check(served, key, if_match, if_none_match)
+        return "" if judged is None else judged.version or None
+
     # --- the verbs ---------------------------------------------------------------------------------------------------
     async def put(self, call: PutCall) -> Written:
         """Make the bytes of `call` the object."""
@@ -493,10 +501,7 @@ class Writes:
         send: Send | None,
     ) -> Written:
         bucket, key = served.bucket, what.key
-        expect: str | None = None
-        if if_match is not None or if_none_match is not None:
-            judged = await self.check(served, key, if_match, if_none_match)
-            expect = "" if judged is None else judged.version or None
+        expect = await self.expected(served, key, if_match, if_none_match)
         async with self.asking(bucket, key):
             asked_s = self._clock.wall_s()
             try:
