@@ -354,7 +354,7 @@ class Front:
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
         if isinstance(arguments, Bucket) and verb == "bucket_put":
-            arguments = calls.BucketPutCall(arguments)
+            arguments = calls.BucketPutCall(arguments, free=True)
         self._number += 1
         future = self.calls[self._number] = asyncio.get_running_loop().create_future()
         body = calls.encode_call(verb, calls.Nothing() if arguments is None else arguments)

@@ -41,7 +41,9 @@ def test_buckets_come_and_go_and_fronts_hear_of_it(rigged: Rigged) -> None:
             await rig.front.get("object", bucket="second")
         rig.remote.down = Unavailable("away")
         with pytest.raises(Unavailable):
-            await rig.front.call("bucket_put", calls.BucketPutCall(Bucket("third", "memory://y"), check=True))
+            await rig.front.call(
+                "bucket_put", calls.BucketPutCall(Bucket("third", "memory://y"), check=True, free=True)
+            )
         with pytest.raises(Invalid):
             await rig.front.call("bucket_put", Bucket("no such name", "memory://y"))
         with pytest.raises(Unavailable):

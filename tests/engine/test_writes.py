@@ -446,9 +446,9 @@ def test_what_is_given_up_with_force_never_reaches_the_new_place(tmp_path: Path,
             with pytest.raises(Busy, match="--force"):
                 await made.front.call("bucket_put", moved)
             with pytest.raises(Unavailable):  # what is given up is given up only for a place that answers
-                await made.front.call("bucket_put", calls.BucketPutCall(moved, check=True, force=True))
+                await made.front.call("bucket_put", calls.BucketPutCall(moved, check=True, force=True, free=True))
             assert made.engine.flusher.totals("remote").objects == 2
-            await made.front.call("bucket_put", calls.BucketPutCall(moved, force=True))
+            await made.front.call("bucket_put", calls.BucketPutCall(moved, force=True, free=True))
             await made.again(clean=clean)
             made.remote.down = None
             await flushed(made)
@@ -466,7 +466,7 @@ def test_other_keys_for_the_same_place_are_always_taken_and_evict_nothing(rigged
         rig.remote.refuses = Denied("the old key has run out: take the new one")
         await put(rig, "key", b"one")
         await until(lambda: bool(rig.engine.flusher.totals("remote").error))
-        checked = calls.BucketPutCall(as_written(rig, "back", options={"access_key_id": "new"}), check=True)
+        checked = calls.BucketPutCall(as_written(rig, "back", options={"access_key_id": "new"}), check=True, free=True)
         with pytest.raises(Denied, match="can be read, but not written back to"):
             await rig.front.call("bucket_put", checked)
         rig.remote.refuses = None

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,120 @@ def test_a_hidden_secret_does_not_follow_to_another_place(node: Make, listener: 
     assert one.json("GET", "buckets/lake")["options"]["endpoint"] == options["endpoint"], "the check came first"
     one.ask("GET", "/-/v1/buckets/lake/check")
     assert any("s3cr3t" in path for path in ours.asked), "and the secret of before is in use"
+
+
+# --- where a bucket may send the node --------------------------------------------------------------------------------
+def identities(path: Path, **allow: str) -> list[str]:
+    """Flags for a node with these identities, each with its name as its token."""
+    entries = [{"name": name, "token": name, "allow": grants} for name, grants in allow.items()]
+    path.write_text(json.dumps({"identities": entries}))
+    path.chmod(0o600)
+    return ["--identities", str(path), "--fronts", "1"]
+
+
+def get(node: NodeProcess, target: str, token: str) -> tuple[int, str]:
+    status, body = node.ask("GET", f"/-/v1/{target}", _bearer(token))
+    return status, body.decode(errors="replace")
+
+
+def test_an_admin_of_some_buckets_is_not_root_of_the_node(
+    node: Make, listener: Callable[[], Listener], tmp_path: Path
+) -> None:
+    inner = listener()
+    file = tmp_path / "identities.json"
+    (tmp_path / "data").mkdir()
+    one = node(
+        *identities(file, root="admin:*", lead="admin:team-*"),
+        environment={"AWS_ACCESS_KEY_ID": "nodes", "AWS_SECRET_ACCESS_KEY": "own", "AWS_ENDPOINT_URL": inner.url},
+    )
+    wanted: list[tuple[str, dict[str, str]]] = [
+        (f"file://{one.dir}/node", {}), (f"file://{tmp_path}", {}), (inner.url, {}), ("s3://payroll", {}),
+        ("s3://payroll", {"endpoint": inner.url}), ("memory://root", {}), ("https://169.254.169.254/latest", {}),
+    ]  # fmt: skip
+    for url, options in wanted:
+        for query in ("", "?check=1"):
+            status, said = put(one, "team-a", url, "lead", query, options=options)
+            assert (status, "allow" in said) == (403, True), (url, said)
+    assert not inner.asked, "what is not allowed is not even probed"
+    assert get(one, "buckets/team-a", "lead")[0] == 404
+    assert put(one, "team-a", "local://", "lead", write="local")[0] == 200, "without a backend it is theirs to make"
+    assert put(one, "team-b", f"file://{tmp_path}/data", "root")[0] == 200, "who holds admin:* decides"
+    assert put(one, "team-b", f"file://{tmp_path}/data", "lead", freshness_s=1.0)[0] == 200, "and the place stays"
+    assert put(one, "team-b", f"file://{tmp_path}", "lead")[0] == 403
+    assert put(one, "team-b", f"file://{tmp_path}/data", "lead", held=False, options={"region": "x"})[0] in (400, 403)
+    assert put(one, "loop", inner.url, "root")[0] == 200, "loopback as well"
+
+
+def test_no_directory_bucket_reaches_what_is_the_nodes_own(node: Make, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "ours").write_text("ours")
+    volume, file = tmp_path / "disk", tmp_path / "identities.json"
+    one = node(*identities(file, root="admin:*"), "--volume", str(volume))
+    (data / "there").symlink_to(one.dir)
+    (data / "names").symlink_to(file)
+    (data / "linked").hardlink_to(file)
+    for path in (f"{one.dir}/node", f"{one.dir}/node/run", volume, f"{data}/there/node"):
+        assert put(one, "inside", f"file://{path}", "root", "?check=1")[0] == 403, path
+    assert put(one, "data", f"file://{data}", "root", "?check=1", freshness_s=0)[0] == 200
+    (data / "late").symlink_to(volume)  # after it was added
+    assert get(one, "objects/data/ours", "root") == (200, "ours")
+    meta = next(path.name for path in Path(one.dir, "node").iterdir() if path.name.startswith("meta"))
+    for key in ("names", "linked", f"there/node/{meta}", "late/volume.json", "late/x"):
+        assert get(one, f"objects/data/{key}", "root")[0] == 403, key
+        assert get(one, f"stat/data/{key}", "root")[0] == 403, key
+    for key in ("there/node/new", "late/new", f"there/node/{meta}"):
+        for method in ("PUT", "DELETE"):
+            body = b"x" if method == "PUT" else None
+            assert one.ask(method, f"/-/v1/objects/data/{key}", _bearer("root"), body)[0] == 403, (method, key)
+    assert file.read_text().startswith("{")
+    assert Path(one.dir, "node", meta).stat().st_size
+    listed = json.loads(get(one, "list/data", "root")[1])
+    assert [entry[0] for entry in listed[0]] == ["ours", "there/stderr.log"], "nor are they listed"
+    assert get(one, "list/data?prefix=there/node/", "root") == (200, '[[],[],""]')
+
+
+def test_within_the_list_teams_set_their_own_backends(
+    node: Make, listener: Callable[[], Listener], tmp_path: Path
+) -> None:
+    for name in ("team-a", "team-b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "k").write_text(name)
+    web, inner = listener(), listener()
+    inner.says["/k"] = web.says["/k"] = (200, {"ETag": '"1"'}, b"web")
+    web.says["/away"] = (302, {"Location": f"{inner.url}/k"}, b"")
+    flags = identities(tmp_path / "identities.json", root="admin:*", lead="admin:team-*")
+    allowed = [
+        f"file://{tmp_path}/data/{{bucket}}", f"http://127.0.0.1:{web.server_port}", "http://*:*", "s3://team-*",
+    ]  # fmt: skip
+    more = [flag for pattern in allowed for flag in ("--allow-backend", pattern)]
+    place = tmp_path / "one"
+    one = node(*flags, *more, dir=place)
+    assert put(one, "team-a", f"file://{tmp_path}/data/team-a", "lead", "?check=1", freshness_s=0)[0] == 200
+    assert put(one, "team-a", f"file://{tmp_path}/data/team-b", "lead")[0] == 403
+    assert get(one, "objects/team-a/k", "lead") == (200, "team-a")
+    (tmp_path / "data" / "team-a" / "other").symlink_to(tmp_path / "data" / "team-b")
+    assert get(one, "objects/team-a/other/k", "lead")[0] == 403, "a link made later leads nowhere"
+
+    assert put(one, "team-web", web.url, "lead")[0] == 200
+    assert get(one, "objects/team-web/k", "lead") == (200, "web")
+    assert get(one, "objects/team-web/away", "lead")[0] >= 400, "what is allowed does not lead on to what is not"
+    port = inner.server_port
+    for host in ("127.0.0.1", "2130706433", "localhost", "0.0.0.0", "[::ffff:7f00:1]"):
+        assert put(one, "team-in", f"http://{host}:{port}", "lead")[0] == 200, "the list has http://*:*"
+        assert get(one, "objects/team-in/k", "lead")[0] == 403, host
+    assert not inner.asked, "whatever an address is called"
+
+    assert put(one, "team-s3", "s3://team-s3", "lead")[0] == 400, "credentials come with the bucket"
+    one.stop()
+    again = node(*flags, dir=place)
+    for bucket in ("team-a", "team-web"):
+        status, said = get(again, f"list/{bucket}", "lead")
+        assert (status, "--allow-backend" in said) == (403, True), "a list that shrank holds for what is there"
+    assert get(again, "status", "root")[0] == 200
+    assert again.ask("DELETE", "/-/v1/buckets/team-web", _bearer("lead"))[0] == 200
+    kept = {"freshness_s": 5.0, "held": True}
+    assert put(again, "team-a", f"file://{tmp_path}/data/team-a", "root", **kept)[0] == 403
+    assert put(again, "team-a", f"file://{tmp_path}/data/team-a", "lead", freshness_s=5.0)[0] == 403
+    assert put(again, "team-a", f"file://{tmp_path}/data/team-a", "root", freshness_s=0)[0] == 200, "who may took it on"
+    assert get(again, "objects/team-a/other/k", "lead") == (200, "team-b")

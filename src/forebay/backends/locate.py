@@ -16,6 +16,7 @@ Opening a backend reads at most a key file and opens no connection.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from forebay.backends.azure import container
 from forebay.backends.azure.writing import AzureWrites
+from forebay.backends.bounds import Bounds
 from forebay.backends.gcs import credentials as google
 from forebay.backends.gcs.writing import GoogleWrites
 from forebay.backends.http.cloud import Cloud, Unwritten
@@ -63,6 +65,7 @@ GCS_URL = "https://storage.googleapis.com"
 # The whole of a request may take as long as its bytes flow: the read timeout finds a stalled one.
 REQUEST_TIMEOUT_S = 24 * 3600.0
 IDLE_S = 30.0  # connections idle longer are closed: servers close theirs after 5 to 60 s
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _NO_RETRY: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
 
 
@@ -86,29 +89,33 @@ def _service(bucket: Bucket) -> tuple[str, ...]:
     return tuple(options.get(name, "").rstrip("/") for name in ("base_url", "endpoint", "account_name"))
 
 
-def locate(bucket: Bucket, clock: Clock | None = None, node: str = "") -> Backend:
-    """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it. `node`, if
-    given, is the id of the node that asks: it goes with every request over HTTP."""
-    clock = clock or SystemClock()
+def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: Bounds | None = None) -> Backend:
+    """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it, `Denied`
+    that it is not within `bounds`. `node`, if given, is the id of the node that asks: it goes with every request over
+    HTTP."""
+    clock, bounds = clock or SystemClock(), bounds or Bounds()
     scheme, name, path = _parse(bucket)
+    bounds.check(bucket)
     if scheme == "memory":
         return memory.named(name)
     if scheme == "local":
         return LocalBackend()
     if scheme == "file":
-        return DirectoryBackend(path, clock)
+        return DirectoryBackend(path, clock, bounds.paths(bucket))
     client = _client_options(bucket.options)
     if node:
         client["default_headers"] = {LOOP_HEADER: node}
+    client["dial"] = bounds.dial(bucket)
+    environment: Mapping[str, str] = {} if bucket.held else os.environ
     prefix = path.lstrip("/")
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     if scheme == "s3":
         return _s3(name, prefix, bucket.options, client, clock)
     if scheme == "gs":
-        return _gcs(name, prefix, bucket.options, client, clock)
+        return _gcs(name, prefix, bucket.options, environment, client, clock)
     if scheme == "az":
-        return _azure(name, prefix, bucket.options, client, clock)
+        return _azure(name, prefix, bucket.options, environment, client, clock)
     url = f"{scheme}://{name}"
     store = HTTPStore(url, client_options=_for_obstore(client, url), retry_config=_NO_RETRY)
     return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None, clock)
@@ -140,6 +147,11 @@ def _parse(bucket: Bucket) -> tuple[str, str, str]:
         return scheme, "", unquote(parts.path)
     if scheme == "local" and (parts.netloc or parts.path):
         raise Invalid(f"backend URL {bucket.url!r} names something, but a bucket without a backend is just {LOCAL_URL}")
+    if scheme in ("s3", "gs", "az") and not _NAME.fullmatch(parts.netloc or "x"):
+        raise Invalid(f"backend URL {bucket.url!r} names no bucket that can be: use letters, digits, '.', '-' and '_'")
+    for option in ("region", "account_name"):  # parts of a host's name: more than a name would lead elsewhere
+        if not _NAME.fullmatch(bucket.options.get(option) or "x"):
+            raise Invalid(f"option {option} is {bucket.options[option]!r}: use letters, digits, '.', '-' and '_'")
     if not parts.netloc and scheme not in ("memory", "local"):
         raise Invalid(f"backend URL {bucket.url!r} names no bucket: write it as {scheme}://bucket/prefix")
     path = unquote(parts.path) if scheme in ("http", "https") else parts.path
@@ -169,7 +181,8 @@ def _for_obstore(client: Mapping[str, Any], url: str) -> Any:
         "pool_idle_timeout": timedelta(seconds=IDLE_S),
     }
     # HTTP/1.1 only: one HTTP/2 connection is one TCP window and one core for all parallel ranges.
-    return {**client, **timeouts, "http1_only": True, "allow_http": url.startswith("http://"), "user_agent": "forebay"}
+    known = {name: value for name, value in client.items() if name != "dial"}
+    return {**known, **timeouts, "http1_only": True, "allow_http": url.startswith("http://"), "user_agent": "forebay"}
 
 
 def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
@@ -195,9 +208,16 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
     return Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)
 
 
-def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+def _gcs(
+    name: str,
+    prefix: str,
+    options: Mapping[str, str],
+    environment: Mapping[str, str],
+    client: dict[str, Any],
+    clock: Clock,
+) -> Cloud:
     base = (options.get("base_url") or os.environ.get("GOOGLE_BASE_URL") or GCS_URL).rstrip("/")
-    tokens = google.find_tokens(options, os.environ, aws.flag(options, "skip_signature"), clock)
+    tokens = google.find_tokens(options, environment, aws.flag(options, "skip_signature"), clock)
     config: Any = {"base_url": base, "skip_signature": tokens is None}
     provider: Any = tokens.for_obstore if tokens else None
     store = GCSStore(
@@ -213,8 +233,15 @@ def _gcs(name: str, prefix: str, options: Mapping[str, str], client: dict[str, A
     return Cloud("gs", store, wire, prefix, _pages(wire), GoogleWrites(wire, api, chance.system), clock)
 
 
-def _azure(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
-    place = container.find_place(name, options, os.environ, clock)
+def _azure(
+    name: str,
+    prefix: str,
+    options: Mapping[str, str],
+    environment: Mapping[str, str],
+    client: dict[str, Any],
+    clock: Clock,
+) -> Cloud:
+    place = container.find_place(name, options, environment, clock)
     config: Any = {
         "account_name": place.account,
         "endpoint": place.endpoint,

@@ -7,6 +7,7 @@ backend answers; `faults` (tests, benchmarks, the demo) disturb it; `Counting` c
 
 from __future__ import annotations
 
+from forebay.backends.bounds import Bounds
 from forebay.backends.http.cloud import CloudReads
 from forebay.backends.locate import locate
 from forebay.backends.seam import Backend
@@ -29,17 +30,19 @@ def open_backend(
     faults: FaultPlan | None = None,
     forked: bool = False,
     node: str = "",
+    bounds: Bounds | None = None,
 ) -> Backend:
     """The backend of `bucket`, ready to use; it connects on first use. Close it with `aclose`.
 
     `forked`: this process was forked from one that may have used obstore, which hangs then, so no body is read with it.
     `node`: the id of the node that asks, so that it knows its own request (`LOOP_HEADER`).
-    `Invalid` says what is wrong with the URL or options.
+    `bounds`: what the node keeps its buckets from. `Invalid` says what is wrong with the URL or options, `Denied` that
+    they are not within bounds.
     """
     counters = counters or BackendCounters()
-    backend = locate(bucket, clock, node)
+    backend = locate(bucket, clock, node, bounds)
     if isinstance(backend, CloudReads):
-        backend.by_wire = forked
+        backend.by_wire = forked or (bounds is not None and bounds.dial(bucket) is not None)  # obstore dials by itself
     if faults is not None:
         backend = Faulty(backend, faults, clock=clock)
     backend = Counting(backend, counters, clock)

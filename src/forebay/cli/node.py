@@ -36,6 +36,14 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key as PEM. Default: in the same file.")
 ]
+AllowBackends = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-backend",
+        metavar="PATTERN",
+        help="Backends that identities without admin:* may use, such as s3://team-*. Repeatable. Default: none.",
+    ),
+]
 Domain = Annotated[
     str | None, typer.Option("--domain", metavar="NAME", help="Suffix of virtual-host bucket names: BUCKET.NAME.")
 ]
@@ -77,6 +85,7 @@ def node(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     domain: Domain = None,
+    allow_backend: AllowBackends = None,
     auto_buckets: AutoBuckets = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
@@ -101,6 +110,7 @@ def node(
         tls_cert=tls_cert,
         tls_key=tls_key,
         domain=domain,
+        allow_backends=tuple(allow_backend or ()),
         auto_buckets=auto_buckets,
         flush_timeout=flush_timeout,
         loosen=loosen or None,

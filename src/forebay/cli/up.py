@@ -46,6 +46,7 @@ def up(
     tls_cert: node_verb.TlsCert = None,
     tls_key: node_verb.TlsKey = None,
     domain: node_verb.Domain = None,
+    allow_backend: node_verb.AllowBackends = None,
     auto_buckets: node_verb.AutoBuckets = None,
     flush_timeout: node_verb.FlushTimeout = None,
     loosen: node_verb.Loosen = False,
@@ -72,6 +73,7 @@ def up(
         tls_cert=tls_cert,
         tls_key=tls_key,
         domain=domain,
+        allow_backends=tuple(allow_backend or ()),
         auto_buckets=auto_buckets,
         flush_timeout=flush_timeout,
         loosen=loosen or None,
@@ -182,6 +184,9 @@ def _arguments(given: dict[str, object], config: str | None) -> list[str]:
             out += [] if value is None else ["--auto-buckets" if value else "--no-auto-buckets"]
         elif name == "loosen":
             out += ["--loosen"] if value else []
+        elif name == "allow_backends" and isinstance(value, tuple):
+            for each in value:
+                out += ["--allow-backend", each]
         elif isinstance(value, tuple):
             for each in value:
                 out += ["--volume", str(Path(each).absolute())]

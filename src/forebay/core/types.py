@@ -170,7 +170,8 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     alone (`local`, with the URL `local://`). `durability` of bytes that only the node has: synced to the disk, or in
     the page cache. `dirty_bytes_max` (None: a quarter of the node's capacity) and `dirty_age_max_s` bound what is not
     flushed; beyond, writes wait and are then refused. `conflict`: what a flush does when the backend has changed.
-    `acl` is `private` or `public-read` (reading needs no identity then).
+    `held`: whoever set where it is may not do everything here, so it is held to what the node's settings allow
+    (`core/reach.py`); the node alone decides it. `acl` is `private` or `public-read` (reading needs no identity then).
     `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never evicted.
     """
 
@@ -188,3 +189,4 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     conflict: Conflict = "keep-both"
     acl: Literal["private", "public-read"] = "private"
     cors: tuple[CorsRule, ...] = ()
+    held: bool = False

@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tls-cert", help="a certificate, with its chain, as PEM: the node speaks TLS")
     parser.add_argument("--tls-key", help="its private key as PEM; default: in the same file")
     parser.add_argument("--domain", help="suffix of virtual-host bucket names")
+    parser.add_argument("--allow-backend", action="append", dest="allow_backends", help="a pattern; may be repeated")
     parser.add_argument("--no-auto-buckets", action="store_const", const=False, dest="auto_buckets")
     parser.add_argument(
         "--flush-timeout", type=float, help="seconds that a stop may take to flush; 0 leaves it for the next start"

@@ -23,6 +23,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.quantity import parse_size
+from forebay.core.reach import Reach
 from forebay.core.spelling import did_you_mean
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
@@ -69,7 +70,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
     is replaced (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last
     start (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may
-    hold.
+    hold. `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
+    (`core/reach.py`).
     """
 
     dir: str
@@ -89,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hung_after_s: float = 10.0
     loosen: bool = False
     connections_share: float = limits.ADDRESS_SHARE
+    allow_backends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -107,6 +110,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid(f"hung_after_s {self.hung_after_s:g} is neither 0 (never) nor from 1 to an hour, in seconds")
         if not 0 < self.connections_share <= 1:
             raise Invalid(f"connections_share {self.connections_share:g} is no part of all: give more than 0, up to 1")
+        Reach(self.allow_backends)
         host, _ = parse_listen(self.listen)
         if not self.identities and not is_loopback(host):
             raise Invalid(
@@ -190,6 +194,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def volume_dirs(self) -> list[Path]:
         return [Path(volume) for volume in self.volumes] or [Path(self.dir) / "volumes" / "v0"]
+
+    @property
+    def own_folders(self) -> list[str]:
+        """Folders that are no bucket's."""
+        return [self.dir, *map(str, self.volume_dirs)]
+
+    @property
+    def own_files(self) -> list[str]:
+        """Files that are no bucket's, since they hold secrets."""
+        return [path for path in (self.identities, self.identity_key, self.tls_key or self.tls_cert) if path]
 
     def to_json(self) -> bytes:
         """One line, for a child process."""

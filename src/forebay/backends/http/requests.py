@@ -119,6 +119,7 @@ class Wire:
         self._parts = urlsplit(url)
         self._authorize, self._meta = authorize, meta
         self._unsigned: Mapping[str, str] = client.get("default_headers", {})  # a proxy on the way may add to them
+        self._dial = client.get("dial")  # see backends/bounds.py
         self._tls = _tls_context(client) if self._parts.scheme == "https" else None
         self._proxy = _proxy_for(self._parts.scheme, self._parts.hostname or "", client)
         self._idle: list[http.client.HTTPConnection] = []
@@ -363,6 +364,8 @@ class Wire:
                 connection.set_tunnel(host, port or 443)
         else:
             connection = http.client.HTTPConnection(to_host, to_port, timeout=timeout_s)
+        if self._dial is not None:
+            connection._create_connection = self._dial  # type: ignore[attr-defined]
         connection.connect()
         connection.sock.settimeout(limits.BACKEND_STALL_TIMEOUT_S)
         return connection

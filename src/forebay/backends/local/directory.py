@@ -13,9 +13,10 @@ Rejected: obstore's LocalStore (unsorted listings, no control characters, and a 
 tree); os.walk (memory of all levels, wrong order).
 
 Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Symbolic links
-are followed: whoever may write into the directory decides what is served. (2) Names that are not UTF-8 and everything
-that is not a regular file are no objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or
-not at all (`newfile.py`). (5) A missing root, or an empty mount point, is not an empty bucket.
+are followed: whoever may write into the directory decides what is served, but for what `allows` refuses. Where a path
+leads is asked at each use, of a file that is read once it is open. (2) Names that are not UTF-8 and everything that is
+not a regular file are no objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or not at
+all (`newfile.py`). (5) A missing root, or an empty mount point, is not an empty bucket.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ import stat
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from forebay.backends import errors, pages
+from forebay.backends.bounds import AllowsPath
 from forebay.backends.local import newfile
 from forebay.backends.local.newfile import NewFile
 from forebay.backends.local.unfinished import Unfinished
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported, Unavailable
+from forebay.core.errors import Denied, ForebayError, Invalid, NotFound, NotSupported, Unavailable
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock, SystemClock
 
@@ -111,8 +114,9 @@ class DirectoryBackend(Refusing):
     scheme = "file"
     read_only = False
 
-    def __init__(self, root: str, clock: Clock | None = None) -> None:
+    def __init__(self, root: str, clock: Clock | None = None, allows: AllowsPath = lambda path: True) -> None:
         self.root = root.rstrip("/") or "/"
+        self._allows = allows
         self._clock = clock or SystemClock()
         self._kept: OrderedDict[str, _Names] = OrderedDict()
         self._unfinished = Unfinished(self.root.rstrip("/"))
@@ -143,6 +147,7 @@ class DirectoryBackend(Refusing):
         return await asyncio.to_thread(self._page, prefix, delimiter, start_after, limit)
 
     def _page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
+        self._probe()
         self._unfinished.sweep()
         return pages.page(self, prefix, delimiter, start_after, limit)
 
@@ -179,6 +184,7 @@ class DirectoryBackend(Refusing):
 
     def _new(self, path: str, what: str) -> NewFile:
         self._probe()  # a root that is gone (an unmounted disk) is not made anew
+        self._check(os.path.dirname(path), what)
         self._unfinished.sweep()
         return NewFile(path, what, self._unfinished)
 
@@ -196,6 +202,7 @@ class DirectoryBackend(Refusing):
 
     def _remove(self, path: str, what: str, expect: str | None) -> None:
         self._probe()
+        self._check(os.path.dirname(path), what)
         self._unfinished.sweep()
         newfile.remove(path, self.root, what, expect, version_of)
 
@@ -252,8 +259,10 @@ class DirectoryBackend(Refusing):
             # Without O_NONBLOCK, opening a FIFO would wait for its writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            self._check(path, self._what(key))  # nor is said what is there
             raise self._failed(error, key) from error
         try:
+            self._check(f"/proc/self/fd/{fd}", self._what(key))
             self._device = os.stat(self.root).st_dev
             return fd, self._describe(key, os.fstat(fd), newfile.kept_headers(fd))
         except BaseException:
@@ -262,6 +271,7 @@ class DirectoryBackend(Refusing):
 
     def _info(self, key: str) -> ObjectInfo:
         path = self._path(key)
+        self._check(path, self._what(key))
         try:
             status = os.stat(path)
             self._device = os.stat(self.root).st_dev
@@ -285,7 +295,17 @@ class DirectoryBackend(Refusing):
                 return failed
         return errors.from_os(error, self._what(key))
 
+    def _check(self, path: str, what: str) -> None:
+        """`Denied` if a path leads where this bucket may not."""
+        if not self._allows(os.path.realpath(path)):
+            raise Denied(
+                f"{what or f'file://{self.root}'} leads to what this node keeps to itself, or does not allow: choose "
+                "another, or name it without links",
+                code="AccessDenied",
+            )
+
     def _probe(self) -> None:
+        self._check(self.root, "")
         try:
             known, device = self._device, os.stat(self.root).st_dev  # another thread may learn it meanwhile
             with os.scandir(self.root) as names:
@@ -337,16 +357,20 @@ class DirectoryBackend(Refusing):
     def _entry(self, key: str) -> ListEntry | None:
         if len(key.encode()) > limits.KEY_BYTES_MAX:
             return None
+        path = f"{self.root}/{key}"
         try:
-            status = os.stat(f"{self.root}/{key}")
+            status = os.stat(path)
+            has_names = status.st_nlink > 1 or Path(path).is_symlink()
         except OSError:
             return None  # gone since the directory was read, or a dangling link: not an object
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode) or (has_names and not self._allows(os.path.realpath(path))):
             return None
         return ListEntry(key, status.st_size, version_of(status).strip('"'), status.st_mtime)
 
     def _names(self, folder: str) -> tuple[tuple[int, int], list[str]]:
         path = f"{self.root}/{folder}"
+        if not self._allows(os.path.realpath(path)):
+            return (0, 0), []
         try:
             status = os.stat(path)
             here, mtime_ns = (status.st_dev, status.st_ino), status.st_mtime_ns

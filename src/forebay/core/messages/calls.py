@@ -41,11 +41,13 @@ class BucketNamed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Create or change a bucket. `check`: only if its backend answers and, where it is written back, takes a write.
-    `force`: also if that gives up what the node has not brought to the old place."""
+    `force`: also if that gives up what the node has not brought to the old place. `free`: the caller may send the node
+    anywhere; else the place is one that the node's settings allow, or as it was."""
 
     bucket: Bucket
     check: bool = False
     force: bool = False
+    free: bool = False
 
 
 class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 import forebay
+from forebay.backends.bounds import Bounds
 from forebay.backends.locate import same_place
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets, with_secrets
@@ -72,6 +73,7 @@ class Engine(Protocol):
     clock: Clock
     store: Store
     catching_up: CatchingUp
+    bounds: Bounds
     index: StoreReader
     buckets: Buckets
     cold: ColdReads
@@ -176,6 +178,12 @@ class Verbs:
             check_rules(bucket.cors)
         old = self._kept(bucket.name)
         bucket = with_secrets(bucket, old)
+        if old is None or (old.url, old.options) != (bucket.url, bucket.options):
+            held = not call.free
+        else:  # who may set it anyhow may also take it on as it is
+            held = old.held and (bucket.held or not call.free)
+        bucket = msgspec.structs.replace(bucket, held=held)
+        self._engine.bounds.check(bucket)
         if old is None:
             return hide_secrets(await buckets.put(bucket, probe=call.check))
         moved = not same_place(old, bucket)
@@ -203,7 +211,7 @@ class Verbs:
         async with self._settings:
             if self._kept(bucket.name) is not None:
                 raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
-            return await self._bucket_put(calls.BucketPutCall(bucket, check=True))
+            return await self._bucket_put(calls.BucketPutCall(bucket, free=True))
 
     async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
         async with self._settings:

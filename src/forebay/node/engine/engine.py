@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from forebay.backends.bounds import Bounds
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters
@@ -36,6 +37,7 @@ from forebay.core.machines.pulse import interval_s
 from forebay.core.machines.stall import LOOK_S
 from forebay.core.messages.calls import PutCall, Written
 from forebay.core.messages.wire import Welcome
+from forebay.core.reach import Reach
 from forebay.core.types import Bucket
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node.engine.buckets import PREFIX as BUCKETS
@@ -112,6 +114,7 @@ class Engine:
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
+        self.bounds = Bounds(Reach(settings.allow_backends), settings.own_folders, settings.own_files)
         self._identities = IdentitiesFile(settings.identities, settings.identity_key)
         self._flushing: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
@@ -158,7 +161,7 @@ class Engine:
         self._background = [asyncio.create_task(each) for each in work]
 
     def _open_backend(self, bucket: Bucket, counters: BackendCounters) -> Backend:
-        return open_backend(bucket, counters=counters, node=self.node_id)
+        return open_backend(bucket, counters=counters, node=self.node_id, bounds=self.bounds)
 
     async def _remember_volumes(self) -> None:
         """Load the known volumes, before the node gets an id: a node that has an id and remembers no volumes is of an

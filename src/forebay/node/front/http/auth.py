@@ -217,17 +217,21 @@ class Auth:
                 code="NoSuchBucket",
             ) from None
 
-    def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
-        """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""
-        if identity is ANYONE:
-            return
+    def may(self, identity: Identity, verb: Verb, bucket: str = "") -> bool:
+        """Whether `identity` may `verb` on `bucket`, or on the node itself."""
         question = (identity.name, verb, bucket)
         allowed = self._answers.get(question)
         if allowed is None:
             allowed = identity.may(verb, bucket)
             if len(self._answers) < _ANSWERS_KEPT_MAX:
                 self._answers[question] = allowed
-        if not allowed:
+        return allowed
+
+    def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
+        """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""
+        if identity is ANYONE:
+            return
+        if not self.may(identity, verb, bucket):
             raise Denied(
                 f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
                 code="AccessDenied",

@@ -344,7 +344,8 @@ class Native:
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
             check, force = flag_of(request, "check"), flag_of(request, "force")
-            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force))
+            free = self._auth.may(self._auth.bearer(request), "admin")
+            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force, free))
             exchange.respond(200, JSON, encode(kept))
 
         exchange.spawn(answer())
