@@ -1,9 +1,9 @@
 """The asyncio client: drives the same flows as `sync.py`, on the running loop.
 
-Theory. A flow says what is asked; here is only how bytes move: asyncio's streams, with `patience_s` on every wait. A
-connection is used by one request at a time and kept for the next; what the blocking driver promises of retries, of
-long bodies that are announced first and of answers that come early, holds here too. Files are read in a thread, a piece
-at a time; a stream that is put is read on the loop, so give it data that is there, or a path.
+Theory. A flow decides what is asked; this module only moves bytes, with asyncio's streams and `patience_s` on every
+wait. A connection carries one request at a time and is kept for the next. It keeps the blocking driver's promises about
+retries, long bodies (announced first) and early answers. Files are read in a thread, a piece at a time. A stream that
+is put is read on the loop, so pass one whose data is there, or a path.
 
 Rejected: wrapping the blocking client in threads (a thread for each request, and no cancelling); httpx or aiohttp (a
 second set of rules for what an answer means).

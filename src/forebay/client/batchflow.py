@@ -1,16 +1,16 @@
-"""Reading many items: which requests are made of them, and what becomes of an answer that is cut.
+"""Reads many items: cuts them into requests, and retries what a broken answer left open.
 
-Theory. A list of items becomes one request where it fits, in items and in bytes; what the node has no room for in one
-answer (`BatchFull`) is asked for in the next. Results are put where their items stood.
+Theory. Items become one request where they fit, by number and by bytes. What the node had no room for in one answer
+(`BatchFull`) goes into the next request. Results stand in the order of the items.
 
-The one retry. When a connection ends in the middle of an answer, the items whose frames had not arrived whole are asked
-for once more, on another connection: a node's front that was restarted, or a fetch that failed midway, then costs a
-round trip instead of a training run. An item is always read whole by one request, so no result mixes two versions; the
-versions of different items were never tied together, and `etag` is judged again. A second cut is the items' error.
-A connection that ended before any answer came is followed by one more, too: it stood in the queue of a front that died.
-Nothing else is repeated here: what an item's frame says stands.
+Retry. When a connection ends in the middle of an answer, the items whose frames had not arrived are requested once
+more, on another connection. So a front that was restarted, or a fetch that failed midway, costs a round trip instead of
+a training run. One request always reads an item whole, so no result mixes two versions. Versions of different items
+were never tied together, and `etag` is judged again. A second cut is the items' error. A connection that ended before
+any answer (it stood in the queue of a front that died) is also followed by one more. Nothing else is repeated: the
+error in an item's frame stands.
 
-Invariants. (1) As many results as items, in their order. (2) Of the requests for an item at most two were answered.
+Invariants. (1) There are as many results as items, in their order. (2) At most two requests for an item were answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every request to one node has in common, whoever sends it: where, with whose rights, trusting whom.
+"""What all requests to a node share: its URL, the token, and the certificates to trust.
 
-Theory. The blocking client and the asyncio client differ in how bytes move and in nothing else. So the URL, the token
-and the certificates are read here, once, from arguments and then from the environment.
+Theory. The blocking and the asyncio client differ only in how bytes move. So this module reads these three once, from
+the arguments and then from the environment.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""One connection to a node: send a request, read its answer straight into where it should lie.
+"""One connection to a node: sends a request and receives the answer where it should lie.
 
-Theory. The socket blocks, and the kernel keeps the time (`SO_RCVTIMEO`): a Python-level timeout would put a `poll`
-before each `recv`. The first `recv` takes the head and whatever body came with it; the rest of a body with a known
-length is received by `recv_into` directly into the sink's buffer. (`MSG_WAITALL` saves most of those calls and gains
-nothing that can be measured, but would hide progress on a slow link.) A body in a file goes out by `sendfile`, or in
-pieces where there is TLS. A long one is announced first (`Expect`), so that a node that refuses it says so before it is
-sent; an answer that comes while a body is sent is read, and the connection ends with it.
+Theory. The socket blocks and the kernel keeps the time (`SO_RCVTIMEO`): a timeout of Python's would put a `poll` before
+each `recv`. The first `recv` takes the head and the part of the body that came with it. `recv_into` receives the rest
+of a body of known length directly into the sink's buffer. (`MSG_WAITALL` would save most of those calls, without
+measurable gain, and hide progress on a slow link.) A file's body is sent by `sendfile`, or in pieces over TLS. A long
+body is announced first (`Expect`), so a node can refuse it before it is sent. If an answer arrives while a body is
+sent, it is read and the connection closed.
 
-Errors. What fails before the first byte of an answer on a connection that has served before is `Stale`: the node has
-closed it meanwhile, and the request may be sent again on a fresh one if it is safe to repeat. Anything later is an
-error of the request: half an answer is never mixed with another.
+Errors. If a kept connection fails before the first byte of an answer, the node had closed it: that is `Stale`, and a
+request that is safe to repeat may be sent again on a new connection. Anything later is an error of the request: half an
+answer is never mixed with another.
 
 Invariants. (1) After an error the connection is closed. (2) It is reusable only if the last body was read to its end
 and nothing follows it.

@@ -1,30 +1,30 @@
-"""The host door, the client's side: objects of a node on this host, read from their files.
+"""The client's side of the host door: reads objects of a node on this host from their files.
 
-Theory. Where client and node share a host, bytes need no socket: the client asks the door of a front for descriptors
-(`core/messages/doorwire.py`) and reads them itself; small objects come inside the answer. The door is looked for once,
-by HTTP, and wherever it cannot be (another host, another user, an old node) nothing is said and HTTP is used: this room
-answers `None` for whatever it has not, and whoever asked goes on over HTTP, where errors get their words too.
+Theory. On the node's own host, bytes need no socket. The client asks the door of a front for descriptors
+(`core/messages/doorwire.py`) and reads from them; small objects come inside the answer. The door is looked up once, by
+HTTP. Where there is none (another host, another user, an old node), HTTP is used silently. This module returns `None`
+for everything it cannot read, and the caller goes on over HTTP, which also words the errors.
 
-Descriptors are kept, at most CLIENT_FILES_OPEN_MAX and none unused for CLIENT_FILE_IDLE_S, because each holds its
-object's space on the node's disk after it was evicted. Before each use it is looked, without waiting, whether the node
-has dropped some, and after the freshness that came with one, it is asked for again. A descriptor is closed when nobody
-refers to it any more (`_Held.__del__`), so a thread that reads from one need not be waited for.
+A descriptor holds its object's space on the node's disk, even after eviction. So the client keeps at most
+CLIENT_FILES_OPEN_MAX, and none that is unused for CLIENT_FILE_IDLE_S. Before each use it looks, without waiting,
+whether the node has dropped some. When the freshness that came with a descriptor is over, the client asks for it again.
+A descriptor is closed when nothing refers to it (`_Held.__del__`), so nobody waits for a thread that reads from it.
 
-Reads are `pread`: 2.3 µs for 10 KiB, where `mmap` takes 1.8 and would end the process with SIGBUS on a disk that fails,
-or a file that is cut. What fails or comes short is `None`: over HTTP the node finds out, and reads elsewhere.
+Reads use `pread`: 2.3 µs for 10 KiB. `mmap` takes 1.8, but a failing disk or a truncated file would end the process
+with SIGBUS. A read that fails or is short returns `None`: over HTTP the node notices and reads elsewhere.
 
-Members of shards are ranges of their files where the client has the shard's index (`members.py`), of the version that
-is open; the index is fetched when a shard is asked for again and again.
+A member of a shard is a range of its file, if the client has the index of the open version (`members.py`). The index is
+fetched when a shard is asked for repeatedly.
 
-A fork hands the child copies of all descriptors. It closes its copies at once (the parent's stay, with their leases),
-and finds its own way to the door when it needs one.
+A fork gives the child copies of all descriptors. The child closes them at once (the parent's stay, with their leases)
+and finds the door anew when it needs it.
 
-Rejected: mmap (above); a connection for each thread (one question is answered in tens of microseconds); asking before
-each read whether a descriptor is current (as slow as HTTP).
+Rejected: mmap (above); a connection for each thread (one question takes tens of microseconds); asking before each read
+whether a descriptor is current (as slow as HTTP).
 
-Invariants. (1) Bytes returned are of one version, whole, and of the size asked for. (2) A descriptor is used only while
-the connection it came by is up: without it nobody would say what was dropped. (3) The connection is read and written
-under `_lock`; a look without waiting leaves it to the thread that has it.
+Invariants. (1) Returned bytes are of one version, whole, and of the size asked for. (2) A descriptor is used only while
+its connection is up: without it nobody would say what was dropped. (3) The connection is used under `_lock`; a look
+without waiting leaves it to the thread that has it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""An object to a file: whole or not at all, and resumed where it was cut.
+"""Downloads an object to a file, whole or not at all, and resumes where it was cut.
 
-Theory. Bytes go to a *part* file beside the target and the part is renamed over the target when it is complete, so the
-target is at every moment the old file or the new one. The part's name holds a token of (bucket, key, ETag, boot): a
-later download finds the part, asks the node what the ETag is now, and only if that gives the same token goes on from
-the part's length, with `If-Match`, so two versions never meet in one file. The boot belongs to the token because after
-a machine stop the tail of an unsynced file may be zeros; after a killed process it is whole. An exclusive `flock` on
-the part keeps two downloads to one target apart.
+Theory. Bytes go to a *part* file beside the target, and the complete part is renamed over the target. So the target is
+always the old file or the new one. The part's name holds a token of (bucket, key, ETag, boot). A later download finds
+the part and asks the node for the current ETag. Only if that gives the same token does it go on from the part's length,
+with `If-Match`, so two versions never meet in one file. The boot is in the token because after a machine stop the tail
+of an unsynced file may be zeros; after a killed process it is whole. An exclusive `flock` on the part keeps two
+downloads to one target apart.
 
-Rejected: a side file with the ETag (two files to keep in step); syncing the target (a cache's client fetches again:
-whoever needs durability syncs).
+Rejected: a side file with the ETag (two files to keep in step); syncing the target (a cache's client can fetch again;
+who needs durability syncs).
 
-Invariants. (1) A part holds a prefix of exactly the version its token names. (2) After the lock is taken the name still
-leads to the locked file, else it is opened anew (the other download may have renamed it to the target meanwhile).
-(3) What is not a regular file (a device, a pipe) is written to directly, never replaced.
+Invariants. (1) A part holds a prefix of exactly the version that its token names. (2) After locking, the name still
+leads to the locked file; otherwise it is opened anew, since another download may have renamed it to the target. (3) A
+target that is no regular file (a device, a pipe) is written to directly, never replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Reads what a node's `/-/metrics` prints back into a snapshot, and takes the difference of two.
+"""Parses a node's `/-/metrics` into a snapshot, and subtracts two snapshots.
 
 Theory. The node prints a `core.metrics.Snapshot` in Prometheus's text format; this is the inverse of
-`core.metrics.render`. What a dashboard shows is never a total but a rate between two looks, so `since` subtracts
-counters and histograms and keeps gauges as they are now.
+`core.metrics.render`. A dashboard shows rates between two looks, so `since` subtracts counters and histograms and keeps
+gauges as they are now.
 
-Invariants. (1) `parse(render(snapshot))` is `snapshot`, but for series that hold nothing. (2) A counter that fell (the
+Invariants. (1) `parse(render(snapshot))` is `snapshot`, without series that hold nothing. (2) A counter that fell (the
 node was restarted) counts from zero: a difference is never negative.
 """
 

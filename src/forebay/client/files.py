@@ -1,22 +1,22 @@
-"""Objects as files: one that is read where somebody seeks to, and one that is written and becomes the object.
+"""Objects as files: a reader that can seek, and a writer whose bytes become the object.
 
-Theory of reading. A reader is one version of one object: size and ETag are taken when it is opened, and every byte is
-of that version or the read fails with `Precondition`. On the node's host it reads from the object's file
-(`door.py`), elsewhere over HTTP: where the last read ended, one GET is kept open and its body is taken as it is asked
-for, so a file that is read from end to end is one request, and the kernel and the node read ahead. After a seek it is
-one GET of the range that is asked for, until reading goes on from there. A short way forward is read and thrown away.
-The node ends an answer whose reader rests for a minute; reading on then asks anew, once.
+Reading. A reader is one version of one object: it learns size and ETag when it is opened, and every byte is of that
+version or the read fails with `Precondition`. On the node's host it reads from the object's file (`door.py`). Over HTTP
+it keeps one GET open where the last read ended, so a file that is read from end to end is one request, and the kernel
+and the node read ahead. After a seek it requests exactly the ranges asked for, until reading goes on from there. A
+short way forward is read and thrown away. The node ends an answer whose reader rests for a minute; the reader then
+requests the rest, once.
 
-Theory of writing. What is written waits in memory, and from SPOOL_BYTES on in a temporary file; `close` makes it the
-object, whole. A `with` that ends by an error, `abort`, and a writer that is lost unclosed write nothing.
+Writing. Written bytes wait in memory, and from SPOOL_BYTES on in a temporary file. `close` makes them the object. A
+`with` that ends by an error, `abort`, and a writer that is dropped unclosed write nothing.
 
-A reader can be pickled (it opens nothing where it arrives until it is read) and goes on in a forked child, which leaves
-the parent's connection alone. Neither is for two threads at once.
+A reader can be pickled (it opens nothing until it is read) and works in a forked child, which leaves the parent's
+connection alone. Neither is for two threads at once.
 
-Rejected: a buffer in the reader (`io.BufferedReader` is one, where many small reads are made); uploading while it is
-written (an error then needs an upload to be aborted, and a killed process leaves one at the node).
+Rejected: a buffer in the reader (`io.BufferedReader` is one, for many small reads); uploading during the writing (an
+error then needs an abort, and a killed process leaves an upload at the node).
 
-Invariants. (1) All bytes that a reader gives are of one version. (2) After `close` failed, the object is what it was.
+Invariants. (1) All bytes of a reader are of one version. (2) After a failed `close` the object is what it was.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What each operation asks a node and makes of the answers: generators that yield requests and are sent responses.
+"""The operations on a node as generators: they yield requests and are sent responses.
 
-Theory. A flow knows the native API (docs/protocol.md) and nothing of sockets; a driver (`sync.py`, an asyncio one to
-come) sends what it yields and sends back what arrived: `flow.send(send(request))`. So the two drivers cannot differ in
-meaning, and a flow is tested with a list of responses.
+Theory. A flow knows the native API (docs/protocol.md) and nothing of sockets. A driver (`sync.py`, `aio.py`) sends what
+it yields and returns what arrived: `flow.send(send(request))`. So the two drivers cannot differ in meaning, and a list
+of responses tests a flow.
 
-Errors. An answer that is not a success carries an error of `core.errors` as JSON and is raised as that kind, by one
-function (`raised`); an answer without one (a proxy's page) becomes the kind its status stands for.
+Errors. An answer without success carries a `core.errors` error as JSON, and `raised` raises it as that kind. An answer
+without one (a proxy's page) becomes the kind that its status stands for.
 
-Invariants. (1) A flow does not repeat what a backend failed at: retrying there is the node's, and nobody else's. (2) A
-download that resumes asks for exactly the version its first bytes came from.
+Invariants. (1) A flow never repeats what failed at a backend: the node alone retries that. (2) A download that resumes
+asks for exactly the version of its first bytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Hints as a job gives them: its exact future, and how far it is.
+"""Hints from a job to the node: the exact future of its reads, and how far it is.
 
-Theory. A loader knows its order, so it tells the node what it will read next, and now and then how far it is; the node
-fetches ahead and keeps what is needed soonest (docs/semantics.md says what it does with it). What is told are numbers
-of objects in the job's listing and blocks of them, in the order of reading.
+Theory. A loader knows its order, so it tells the node what it will read next, and now and then its position. The node
+fetches ahead and keeps what is needed soonest (docs/semantics.md). Hints name objects by their number in the job's
+listing, and blocks of them, in the order of reading.
 
-Hints are advice. A node that was restarted has forgotten them and says `NotFound` (`NoSuchHints`) to `at`: tell the
-future again, from where you are. One process of a job speaks for all of it.
+Hints are advice. A restarted node has forgotten them and answers `at` with `NotFound` (`NoSuchHints`): send the future
+again, from the current position. One process of a job speaks for all of it.
 
-Invariant. Accesses are told in pieces of at most PIECE_ACCESSES, in order.
+Invariant. Accesses are sent in order, in pieces of at most PIECE_ACCESSES.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""HTTP/1.1 from the client's side, as values: what to send, what the head of an answer says, how its body is framed.
+"""HTTP/1.1 from the client's side, as values: requests, heads of answers, and how bodies are framed.
 
-Theory. Everything here is bytes in, values out, so the sync driver and the asyncio driver to come read answers by the
-same rules. An answer's body ends in one of three ways: after `length` bytes; after a last chunk; or when the other side
-closes (`length` is None and not `chunked`), which then also ends the connection. A flow (`flows.py`) yields a
-`Request` and is sent a `Response`; a body that should not be collected in memory goes to the request's `sink`.
+Theory. Everything here is bytes in, values out, so both drivers read answers by the same rules. An answer's body ends
+in one of three ways: after `length` bytes; after a last chunk; or when the other side closes (`length` is None and not
+`chunked`), which also ends the connection. A flow (`flows.py`) yields a `Request` and is sent a `Response`. A body that
+should not be collected in memory goes to the request's `sink`.
 
-Rejected: http.client (copies each body, one line at a time for the head: a third of the speed at 1 KiB, see
-`bench`); httptools (native, but then the client would need a compiler on platforms without wheels, for a head of ten
-lines).
+Rejected: http.client (copies each body, and reads heads line by line: a third of the speed at 1 KiB, see `bench`);
+httptools (native, so platforms without wheels would need a compiler, for a head of ten lines).
 
 Invariants. (1) A head that could be read in two ways (two lengths, length and chunks together) is an error, never a
-guess. (2) Nothing that came from outside enters a request line or header without being checked for line breaks.
+guess. (2) Outside text enters a request line or header only after a check for line breaks.
 """
 
 from __future__ import annotations

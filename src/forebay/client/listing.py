@@ -1,9 +1,9 @@
-"""How a client gets a listing: the same one for every process of a job.
+"""Gets a listing from the node: the same one for every process of a job.
 
-Theory. The node lists; here is only patience. While the listing is under way the node answers 202 with how far it is,
-and the flow asks again at once (the node waits). What comes is checked against its own id before anybody uses it.
+Theory. The node makes the listing; the client only waits. Until it is ready the node answers 202 with its progress, and
+the flow asks again at once (the node waits before it answers). The listing is checked against its id before use.
 
-Invariant. A listing that is returned is whole and is what its id says.
+Invariant. A returned listing is whole and is what its id says.
 """
 
 from __future__ import annotations

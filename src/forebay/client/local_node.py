@@ -1,7 +1,7 @@
-"""The node of a directory on this machine, seen from outside: is it running, where, and who holds a port.
+"""Looks at a node of this machine from outside: whether it runs, where it listens, and who holds a port.
 
-Theory. A running node holds an exclusive lock on DIR/node.lock for as long as it lives, so the lock, not a pid in a
-file, says whether it runs: a pid may belong to somebody else by now. DIR/run/node.json then says where it listens.
+Theory. A running node holds an exclusive lock on DIR/node.lock, so the lock says whether it runs. A pid in a file would
+not: it may belong to another process by now. DIR/run/node.json says where the node listens.
 
 Invariants. (1) Nothing here changes the directory. (2) A pid is signalled only while the lock is held.
 """

@@ -1,12 +1,12 @@
 """The results of a batch, and the memory that they are received into.
 
 Theory. The answer to a batch (core/messages/batch.py) is received into *rooms*: pieces of memory that never move, since
-views of them are given out. When its length is known one room holds all of it, and the bytes of an item are copied by
-nobody after the kernel; when it comes in chunks a room that is full is followed by another, and only the frame that had
-begun in it is copied over. Frames are taken apart once, at the end, or when a room is full.
+callers get views of them. If the length is known, one room holds all of it, and after the kernel nothing copies an
+item's bytes. If the answer comes in chunks, a full room is followed by another, and only the frame that had begun in it
+is copied. Frames are parsed once, at the end or when a room is full.
 
-Lifetimes. A result is a view into its room, and keeps all of it alive: one sample that is kept for long keeps its
-batch. `Many.bytes` copies. Results in a caller's buffer (`into`) are valid until that is used again.
+A result is a view into its room and keeps all of the room alive: one sample that is kept for long keeps its batch.
+`Many.bytes` copies. Results in a caller's buffer (`into`) are valid until the buffer is used again.
 
 Rejected: a `bytes` for each item (a copy and an allocation, 1 µs at 10 KiB); resizing one buffer (views forbid it).
 

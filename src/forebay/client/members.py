@@ -1,14 +1,13 @@
-"""The members of shards as a client sees them: which there are, where each one is, one more.
+"""The members of shards at the client: lists, finds and appends them.
 
-Theory. The node's index of a shard (`core/formats/members.py`) comes as one answer of some bytes for each member, and
-is good for the shard's version, so a client keeps it, and asks with the ETag that it has whether it still is: the
-answer to that is one line. What is kept is bounded by members, not shards; the shard that was not asked for longest
-goes first.
+Theory. The node's index of a shard (`core/formats/members.py`) is one answer of some bytes per member, valid for the
+shard's version. So a client caches it, and revalidates it with its ETag; the answer to that is one line. The cache is
+bounded by members, not shards. The shard that was unused for longest goes first.
 
-Most users need names and sizes, and read members by name or in batches. Who reads many samples reads ranges: `find`
-says where a member is. These places are true of the version whose `etag` the members carry: read with it.
+Most users need names and sizes, and read members by name or in batches. Readers of many samples read ranges: `find`
+says where a member is. Those places are true of the version whose `etag` the members carry, so pass it when you read.
 
-Invariant. What `MembersCache.read` gives back was confirmed by the node in the same call.
+Invariant. The node confirmed the result of `MembersCache.read` in the same call.
 """
 
 from __future__ import annotations

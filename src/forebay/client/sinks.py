@@ -1,12 +1,12 @@
-"""Where the bytes of a body go: into a caller's buffer, or to a file descriptor.
+"""Receives bodies into a caller's buffer or a file descriptor.
 
-Theory. A sink hands out memory and the driver receives straight into it. Into a buffer there is no copy at all; to a
-descriptor there is one (the kernel's own), through a piece of memory that is small enough to stay in the processor's
-cache and is used again and again.
+Theory. A sink hands out memory and the driver receives into it. A buffer gets the bytes without any copy. A descriptor
+costs one copy, the kernel's own, through a piece of memory that stays in the processor's cache and is used again and
+again.
 
-Rejected for now: `os.splice` from socket to file through a pipe. It is a fifth to two fifths faster on memory here, but
-is a second way for the same bytes (no TLS, no terminals, no files opened for appending, a pipe for each connection)
-where the disk is what limits a copy.
+Rejected for now: `os.splice` from socket to file through a pipe. It is a fifth to two fifths faster on memory here. But
+it is a second way for the same bytes (no TLS, no terminals, no files opened for appending, a pipe for each connection),
+and disks limit a copy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The blocking client: drives the flows over a small pool of connections.
 
-Theory. A flow yields a request; the client takes an idle connection or opens one, sends, and hands the answer back.
-Nothing is opened before the first request. Connections belong to the process that opened them: after a fork the child
-finds another pid, forgets the parent's sockets and opens its own, so a client made before a `DataLoader` forks its
-workers works in each of them.
+Theory. For each request of a flow the client takes an idle connection or opens one, sends, and returns the answer.
+Nothing is opened before the first request. Connections belong to the process that opened them. A forked child finds
+another pid, forgets the parent's sockets and opens its own, so a client made before a `DataLoader` forks works in each
+worker.
 
-Retry. Only what cannot have been heard is sent again, once: a kept connection that is found closed before any byte of
-an answer came (`Stale`), and only for requests that are safe to repeat. For the others a kept connection is tested
-before its use.
+Retry. A request is sent again only if it was certainly not heard: once, when a kept connection turns out closed before
+any byte of an answer (`Stale`), and only if repeating is safe. Before any other request a kept connection is tested.
 
 Invariants. (1) A connection is in the pool or used by one thread, never both. (2) A connection whose answer was not
 read to its end never returns to the pool.

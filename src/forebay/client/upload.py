@@ -1,8 +1,8 @@
-"""Bytes to an object: in one request where they fit, else in parts.
+"""Uploads bytes to an object: in one request where they fit, otherwise in parts.
 
-Theory. What is in memory or in a file has a size, and up to PUT_BYTES_MAX it is one PUT: the file's bytes go from the
-page cache to the socket. A pipe has no size, and HTTP wants one. So a stream is gathered a part at a time; if the first
-part was all, it is one PUT too. Everything else is an upload in parts, which its last request makes visible as a whole.
+Theory. Data in memory or in a file has a size, and up to PUT_BYTES_MAX it is one PUT: the file's bytes go from the page
+cache to the socket. A pipe has no size, and HTTP wants one. So a stream is gathered a part at a time; if the first part
+is all, it is one PUT too. Everything else is an upload in parts, which its last request makes visible as a whole.
 
 Parts grow as an upload goes on, since there may be only PARTS_MAX of them and nobody knows how many it takes.
 
@@ -11,7 +11,7 @@ open upload of the same key and headers in which every part has the size and MD5
 sends what is missing and completes. Nothing is remembered here, so this works after a crash, and on another machine.
 
 Completing may outlast a request, and its answer may be lost. The node says 202 while it is at work and repeats its
-answer for an hour; so the client asks again, and a lost answer is told from an upload that never was completed.
+answer for an hour. So the client asks again, and can tell a lost answer from an upload that was never completed.
 
 Rejected: resuming an upload of which only some parts match (it may be another writer's); resuming a stream (it cannot
 be read twice).

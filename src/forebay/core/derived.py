@@ -1,12 +1,12 @@
-"""Names of derived objects, and the call that keeps one.
+"""Names of derived objects, and the call that stores one.
 
-Theory. What a node computes from an object is stored in a reserved bucket of its kind, under the source's name
-(`node/store/derived.py` says why). Names of reserved buckets begin with `-`, which no bucket's may. The name of a
-derived object is `BUCKET/=KEY`; where that is longer than a key may be, `BUCKET/#` with the beginning of the key and
-a hash of all of it.
+Theory. The node stores what it computes from an object in a reserved bucket, one for each kind, under the source's name
+(`node/store/derived.py` says why). Names of reserved buckets begin with `-`, which no bucket's name may. A derived
+object is called `BUCKET/=KEY`. Where that is longer than a key may be, it is called `BUCKET/#`, the beginning of the
+key, and a hash of the whole name.
 
-Invariants. (1) Different sources, different names (but for 128-bit collisions). (2) No name is longer than
-KEY_BYTES_MAX. (3) The name of what is derived from any key under a prefix begins with one of `names_under`.
+Invariants. (1) Different sources have different names (except for 128-bit collisions). (2) No name is longer than
+KEY_BYTES_MAX. (3) Names derived from keys under a prefix begin with one of `names_under`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What can go wrong, and what to do next.
+"""The kinds of errors, and what a caller should do about each.
 
-Theory. A caller acts on the *kind* of an error, never on its message. So there are few kinds, split only where a
-caller would do something different, and each kind carries two facts: whether trying again can help (`retry`) and
-which HTTP status says it (`status`). The message is for people and always ends with what to do next. Edges translate
-once, by one table each: `backends/errors.py` (obstore's exceptions to ours), `node/front/native/api.py` and
-`node/front/s3/operations.py` (ours to HTTP and S3 codes).
+Theory. A caller acts on the *kind* of an error, never on its message. So there are few kinds, split only where a caller
+would act differently. Each kind carries two facts: whether trying again can help (`retry`), and its HTTP status
+(`status`). The message is for people and ends with what to do next. Each edge translates with one table:
+`backends/errors.py` (obstore's exceptions to ours), `node/front/native/api.py` and `node/front/s3/operations.py` (ours
+to HTTP and S3 codes).
 
 Rejected: one class per situation (callers cannot keep up with the list); bare status codes (meaningless off HTTP).
 
-Invariants. (1) `kind` is the class name and is unique. (2) Every error survives `to_wire` then `from_wire`.
+Invariants. (1) `kind` is the class name and is unique. (2) Every error survives `to_wire` and `from_wire`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Where to cut a range of keys, knowing only a few of them.
+"""Cuts a range of keys into pieces when only a few of its keys are known.
 
-Theory. A listing goes page by page, so whoever wants it sooner must begin in several places at once, without knowing
-what is where. Between two keys there are as many strings as you like, but real keys use few characters: so a string is
-read as a number whose digits are the characters seen so far (`alphabet`), behind what low and high have in common, and
-the range is cut at equal distances. Cuts that fall into nothing cost one small request each and make the range smaller;
-a few rounds find where the keys are.
+Theory. A listing goes page by page, so a faster one must begin in several places at once without knowing where the keys
+are. There are any number of strings between two keys, but real keys use few characters. So a string is read as a number
+whose digits are the characters seen so far (`alphabet`), behind the common beginning of low and high, and the range is
+cut at equal distances. A cut where nothing is costs one small request and shrinks the range; a few rounds find the
+keys.
 
-Some servers list `a/b` before `a-b`, as if '/' were the lowest character. A cut therefore has only characters above '/'
-where it leaves what low and high have in common, and is *passed* by a key only when it is above in both orders: then
-no server has anything left to list below it.
+Some servers list `a/b` before `a-b`, as if '/' were the lowest character. Behind the common beginning a cut therefore
+uses only characters above '/'. A key *passes* a cut only if it is above it in both orders: then no server has anything
+left to list below the cut.
 
-Invariants. (1) Every cut is strictly between low and high, and cuts rise strictly. (2) `is_past` never says yes to a
+Invariants. (1) Every cut lies strictly between low and high, and cuts rise strictly. (2) `is_past` never holds for a
 key that a server of either order lists before the end.
 """
 

@@ -1,8 +1,8 @@
-"""Every bound in one place, each with its reason and its relation to the others.
+"""All limits, each with its reason and its relation to the others.
 
-Theory. An input without a limit is an outage waiting for its day, and limits scattered over the code contradict each
-other. So they stand here as plain numbers, the reason beside each, and the relations between them are asserted when
-this module is imported. A module that needs a bound imports it from here; a test may not change one.
+Theory. An input without a limit will cause an outage, and limits scattered over the code contradict each other. So all
+limits are plain numbers here, with the reason beside each. Importing this module asserts the relations between them. A
+module that needs a limit imports it from here, and no test changes one.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What is counted, under which names, and how counts of several processes become one.
+"""Names of all metrics, and how counts of several processes are added.
 
-Theory. A hit may cost 10 µs, so counting must cost next to nothing: whoever counts keeps plain integers and plain
-lists, and only when somebody asks are they put into a `Snapshot`, a value that travels and adds up. A series is written
-as Prometheus writes it (`name{label="value"}`), so that merging is adding dictionaries and showing is printing them.
-Histograms have fixed buckets that double from 1 µs: a duration's bucket is a bit length, and any two snapshots add.
+Theory. A hit may cost 10 µs, so counting must cost next to nothing. Counters are plain integers and lists, and only a
+request for metrics turns them into a `Snapshot`, a value that can be sent and added. A series is written as Prometheus
+writes it (`name{label="value"}`), so merging adds dictionaries and showing prints them. Histogram buckets double from 1
+µs: the bucket of a duration is a bit length, and any two snapshots add.
 
-Rejected: prometheus-client's own counters (a lock and a method call each, about 1 µs, and its multiprocess mode writes
+Rejected: prometheus-client's counters (a lock and a method call each, about 1 µs, and its multiprocess mode writes
 files); HDR histograms (a dependency for precision nobody reads).
 
 Invariants. (1) `METRICS` names everything that a snapshot may hold; `Snapshot.check` asserts it. (2) `merge` is
-associative and commutative: counters, gauges and buckets add. (3) Units are in the names: `_seconds`, `_bytes`, and
+associative and commutative: counters, gauges and buckets add. (3) Names contain the unit: `_seconds`, `_bytes`, and
 `_total` for what only grows.
 """
 

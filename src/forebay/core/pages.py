@@ -1,19 +1,17 @@
-"""Two ordered listings of one bucket seen as one: what the backend says, and what only this tier has.
+"""Merges two pages of one bucket's listing: the backend's, and that of what only this node has.
 
-Theory. Both sides list the same (prefix, delimiter, start_after) and answer with a page in byte order of UTF-8 keys; a
-common prefix stands at its own place in that order. A page that is not the last covers the order only up to its
-`next_after`, its *horizon*; beyond it nothing is known. So the merged page ends at the nearer horizon, or when it is
-full, and both sides are asked again from there. Memory is two pages, whatever the bucket's size. Code point order of
-Python text is byte order of UTF-8, so text compares directly.
+Theory. Both sides list the same (prefix, delimiter, start_after) and answer with a page in byte order of UTF-8 keys. A
+common prefix has its own place in that order. A page that is not the last covers the order up to its `next_after`, its
+*horizon*. So the merged page ends at the nearer horizon, or when it is full, and both sides continue from there. Memory
+is two pages, whatever the bucket's size. Python compares text by code point, which is the byte order of UTF-8.
 
-A key that both sides have is shown as `local` has it (it is newer: acknowledged, not yet flushed); a key in `removed`
-(deleted here, not yet there) is not shown.
+A key that both sides have is shown as `local` has it, which is newer: acknowledged and not flushed yet. A key in
+`removed` (deleted here, not there yet) is left out.
 
-Rejected: collecting both sides and sorting (a bucket of a hundred million keys); a heap of streams (two is all there
-are).
+Rejected: sorting both sides (a bucket may have a hundred million keys); a heap of streams (there are only two).
 
 Invariants. (1) Following `next_after` to the end shows every item once, in order. (2) A page holds at most `limit`
-items. (3) A page that is not the last moves `next_after` on.
+items. (3) A page that is not the last advances `next_after`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sizes and rates as people write them: `24GiB`, `500 MB`, `3GB/s`.
+"""Parses sizes and rates as people write them: `24GiB`, `500 MB`, `3GB/s`.
 
-Theory. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB, and the short K, M, G and T, of 1024, as `dd` and
-systemd have them; a bare number is bytes. Rejected: one meaning for all of them (vendors sell in thousands, and kernels
-count otherwise: 7 % at a gigabyte).
+Theory. KB, MB, GB and TB are powers of 1000. KiB, MiB, GiB and TiB, and the short K, M, G and T, are powers of 1024, as
+in `dd` and systemd. A bare number is bytes. Rejected: one meaning for all of them (vendors count in thousands and
+kernels do not: 7 % at a gigabyte).
 
-Invariants. What is not understood is refused, never taken for a number of bytes.
+Invariants. Text that is not understood is refused, never taken for a number of bytes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The index record: everything a front must know to serve a hit, in one small value.
+"""The index record: everything a front needs to serve a hit, in one small value.
 
-Theory. A hit is one index lookup, one decode and one send, so whatever can be computed when an object lands is computed
-then: `head` holds the response's static header lines, ready to send. Block checksums are *not* here (a front never
-checks them; they would make a lookup as heavy as the object is large): they live beside, keyed by object id.
+Theory. A hit is one index lookup, one decode and one send. So everything that can be computed when an object lands is
+computed then: `head` holds the response's static header lines, ready to send. Block checksums are stored elsewhere, by
+object id. Fronts never check them, and they would make a lookup as heavy as the object is large.
 
-Presence. An object is a run of blocks of `block_bytes`; `complete` says that all are present, else `present` is a
-bitmap, least significant bit first. A block is marked present only when it landed whole and its checksum is stored.
+An object is a run of blocks of `block_bytes`. If `complete` is set all are present; otherwise `present` is a bitmap,
+least significant bit first. A block is marked present only when all of it has landed and its checksum is stored.
 
-Invariants. (1) `inline` is set exactly when the object lives in its record (size <= INLINE_BYTES_MAX); then it is
-complete. (2) `complete` implies `present == b""`. (3) One object id belongs to one (bucket, key, version) for ever.
+Invariants. (1) `inline` is set exactly when the object's bytes are in its record (size <= INLINE_BYTES_MAX); then it is
+complete. (2) `complete` implies `present == b""`. (3) An object id belongs to one (bucket, key, version) for ever.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Names that were probably meant: `did_you_mean` for messages, `known_arguments` for Python's keyword arguments.
+"""Suggests the name that was probably meant: `did_you_mean` for messages, `known_arguments` for keyword arguments.
 
-Theory. A name that nobody knows is nearly always a slip of one that is known. difflib's ratio finds it; one suggestion
-is enough. Python itself says this of keyword arguments from 3.13 on.
+Theory. An unknown name is nearly always a misspelling of a known one. difflib's ratio finds it, and one suggestion is
+enough. Python itself suggests keyword arguments from 3.13 on.
 
-Invariants. (1) What is suggested is a known name. (2) A call with known arguments is passed on as it came.
+Invariants. (1) A suggestion is a known name. (2) A call with known arguments is passed on unchanged.
 """
 
 from __future__ import annotations

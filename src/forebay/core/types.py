@@ -1,12 +1,12 @@
 """Values that two or more rooms share: frozen, validated, printable.
 
-Theory. A value that can be built can be trusted: constructors that take outside input check it and raise `Invalid`
-with what to do. One struct serves memory and wire (msgspec); unknown fields are ignored and new fields have defaults,
-so versions can mix. A type with a single user lives with its user, not here.
+Theory. A value that exists can be trusted: constructors check outside input and raise `Invalid` with what to do. One
+struct serves memory and wire (msgspec). Unknown fields are ignored and new fields have defaults, so versions can mix. A
+type with a single user lives with its user.
 
-Versions. A *version* pins an object's bytes. It is an opaque string: the backend's ETag (S3, Azure, HTTP),
-`generation` (GCS) or, for files, a token of inode, mtime and size. Two reads that carry the same version return bytes
-of the same object; comparing for equality is all that may be done with it.
+A *version* pins an object's bytes. It is an opaque string: the backend's ETag (S3, Azure, HTTP), `generation` (GCS) or,
+for files, a token of inode, mtime and size. Reads with equal versions return bytes of the same object. Versions can
+only be compared for equality.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Which volumes a node has, and what one that is not here may own.
+"""Decides which volumes a node has, and what an absent volume may own.
 
-Theory. What only this node has lies on its volumes, so a volume that is not there must not look like one on which
-nothing was written. The node therefore remembers each volume outside of all of them: its id, where it lay, its weight
-in placement, and in which buckets it may own something. The first owned write of a bucket on a volume is remembered
-before it is acknowledged; the bucket is forgotten when the volume was seen to owe nothing of it. Between the two the
-memory is a superset of the truth, which is all that safety needs and costs a write of the memory once, not per object.
+Theory. Data that only this node has lies on its volumes, so an absent volume must not look like an empty one. The node
+therefore remembers each volume outside of all volumes: its id, its path, its weight in placement, and the buckets in
+which it may own something. A bucket is remembered before the first owned write to it on that volume is acknowledged. It
+is forgotten when the volume was seen to owe nothing in it. In between, the memory is a superset of the truth. That is
+all that safety needs, and it costs one write per bucket, not one per object.
 
-A key may be owned by an absent volume if the volume owes something in the key's bucket and the key belongs to it among
-*all* known volumes, absent ones included: that is where it was written. Writes that come while the key's volume is
-absent (and owes nothing in the bucket) go to another volume, which then holds keys that placement would not look for
-there. Such a volume is remembered to hold the bucket *astray*: absent, it may own any key of the bucket.
+An absent volume may own a key if it owes something in the key's bucket and the key belongs to it among *all* known
+volumes, absent ones included: that is where the key was written. While a key's volume is absent and owes nothing in the
+bucket, writes go to another volume. That volume then holds keys where placement would not look for them. It is
+remembered to hold the bucket *astray*: when absent, it may own any key of the bucket.
 
-`judge` compares the memory with what lies at each path, and says of each volume:
+`judge` compares the memory with what lies at each path, and gives each volume a verdict:
 
     present   its mark is there (at whatever path), or was lost and can be made again
     fresh     an order to make it, or the node's first start: nothing was ever here
@@ -21,11 +21,11 @@ there. Such a volume is remembered to hold the bucket *astray*: absent, it may o
     new       nobody ordered it: it is left alone until somebody does
 
 Rejected: remembering every owned key (a second durable index, on the wrong disk); refusing to start (one disk of eight
-would stop the node); trusting a list of ids on the other volumes (a node with one volume has none).
+would stop the node); a list of ids on the other volumes (a node with one volume has none).
 
-Invariants. (1) Nothing is made or emptied at a path where a known volume lay. (2) A volume that owes something and is
-not present is never judged away: only `give up` forgets it. (3) While an absent volume owes something no other volume
-is taken in: placement among the known volumes stays what it was when that volume was written.
+Invariants. (1) Nothing is made or emptied at a path where a known volume lay. (2) Only `give up` forgets a volume that
+owes something and is not present. (3) While an absent volume owes something, no other volume is taken in: placement
+among the known volumes stays as it was when that volume was written.
 """
 
 from __future__ import annotations

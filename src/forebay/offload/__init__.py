@@ -1,8 +1,8 @@
-"""Offloading tensors by their lifetime: trace a step, plan moves, replay them, run them behind compute.
+"""Offloads tensors while they wait: traces a step, plans moves, replays the plan, and runs it behind the computing.
 
     from forebay.offload import DiskTier, HostTier, Offload
 
-See docs/offload.md. Names are loaded when they are first asked for: plans work without torch.
+See docs/offload.md. Names are loaded when they are first used: plans work without torch.
 """
 
 from __future__ import annotations

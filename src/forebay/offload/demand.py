@@ -1,29 +1,27 @@
-"""Steps without a plan, within the budget: what an operator uses is brought, and what was used longest ago leaves.
+"""Runs steps without a plan within the budget: brings what an operator uses, and evicts the least recently used.
 
-Theory. Before there is a plan, and in steps that are not like the one that it was made for, nobody knows what will be
-needed when. But every operator below autograd passes a dispatch mode together with its tensors. Those that are away are
-brought before it runs; and if they and what the operator makes do not fit, storages leave until they do, least recently
-used first. It is what virtual memory does with pages, and as slow as that: nothing is fetched ahead, everything waits.
-What somebody else holds until its backward pass (a batch, mostly) would not be gone if it left: a profile has it as
-temporary. A training step goes through its layers forward and then backward, so what was used longest ago is mostly
-what is needed last. What can leave are parameters, gradients, optimizer state, and what autograd saves.
+Theory. Before there is a plan, and in steps that differ from the planned one, nobody knows what will be needed when.
+But every operator below autograd passes a dispatch mode with its tensors. Those that are away are loaded before it
+runs. If they and the operator's outputs do not fit, storages leave, least recently used first. This is virtual memory
+for tensors, and as slow: nothing is fetched ahead. A training step goes through its layers forward and then backward,
+so the least recently used storage is mostly the one needed last. Parameters, gradients, optimizer state and what
+autograd saves can leave. A batch cannot: its owner holds it until the backward pass, so nothing would be freed.
 
-How much an operator makes is asked of it beforehand, on tensors of the meta device, once for each combination of shapes
-and arguments; of operators that have no answer it is taken to be as much as their largest tensor. What operators need
-within is not known: an accelerator's allocator says when memory is short, and then more leaves, and the operator, if it
-writes nothing, is run again.
+The size of an operator's outputs is found beforehand on tensors of the meta device, once per combination of shapes and
+arguments. An operator without such an answer counts as its largest tensor. Memory that operators need inside is
+unknown. If an accelerator's allocator runs short, more leaves, and an operator that writes nothing is run again.
 
-Memory is what the accelerator's allocator says is allocated. In host memory it is a ledger: storages that operators
-brought forth, while they live, without those of which the bytes are away. A ledger that begins in the middle of a step
-is told how much there is that was made before it and is neither the model's nor saved.
+On an accelerator, memory is what its allocator reports. In host memory a ledger counts the storages that operators made
+and that live, without those whose bytes are away. A ledger that begins within a step is told how much older memory is
+neither the model's nor saved.
 
-Also here: the same around a forward pass between two steps, when no gradients are taken.
+The same works around a forward pass without gradients between two steps.
 
 Rejected: acting at points only (autograd uses tensors below Python, where only a dispatch mode sees it coming); asking
 fake tensors for sizes (they look at storages, and those that are away have none).
 
-Invariants. (1) What an operator uses is here while it runs. (2) Memory stays within the budget, as far as leaving can
-help; by how much it did not is in `facts.over_bytes`. (3) Nothing here keeps a storage alive.
+Invariants. (1) What an operator uses is here while it runs. (2) Memory stays within the budget as far as eviction can
+help; `facts.over_bytes` is the rest. (3) Nothing here keeps a storage alive.
 """
 
 from __future__ import annotations

@@ -1,31 +1,30 @@
-"""`Offload`: a training step in less memory than it needs, by moving what waits.
+"""`Offload`: runs a training step in less memory than it needs, by moving tensors that wait.
 
-Theory. The first steps are watched, within the budget: what an operator uses is brought, and what was used longest ago
-leaves (`demand`). One of them is plain (in the very first, optimizers make their state), one goes under the profiler.
-From that comes a trace, and with the measured speed of the tiers a plan, and from then on each step follows it
-(`runner`). What moves: parameters and optimizer state, and gradients, emptied and filled in place; and what autograd
-saves, by tickets (`tickets`).
+Theory. The first steps run within the budget without a plan (`demand`). One of them is plain, since optimizers make
+their state in the very first, and one is profiled. The profile gives a trace. Trace and measured speed of the tiers
+give a plan, and each step from then on follows it (`runner`). Parameters, gradients and optimizer state are emptied and
+filled in place. What autograd saves moves by tickets (`tickets`).
 
-The first plan is made from a profiler's times, which looking has changed. So stretches between points are timed while
-steps follow it, without what they waited for tensors and memory, and after TIMED_STEPS the plan is made again. Later it
-is looked at every now and then: where steps take longer or shorter than predicted by DRIFT_SHARE, tiers are measured
-anew, and the plan is made anew. (On an accelerator the profiler has the device's own times, and these stay.)
+The first plan uses a profiler's times, which profiling inflates. So steps that follow it are timed between points,
+without their waits, and after TIMED_STEPS the plan is made again. Later it is checked now and then: if steps differ
+from the prediction by DRIFT_SHARE, the tiers are measured and the plan is made anew. (An accelerator's profiler has the
+device's own times, and those stay.)
 
-Steps that are not like the one that was profiled go on without a plan, within the budget all the same, from the point
-where that is seen; from the next point outside the backward pass if it is seen there. After PATIENCE such steps in a
-row the next ones are watched anew. Where all fits into the budget nothing is moved, and nothing of this is on the way.
+A step that differs from the profiled one continues without a plan, within the budget, from the point where that shows,
+or from the next point outside the backward pass. After PATIENCE such steps in a row the next ones are profiled anew. If
+everything fits into the budget, nothing moves and nothing of this is on the way.
 
-Between steps some of the model is away. Whatever touches it from Python, in a step or between, has it brought back
-first (`guard`). A forward pass without gradients brings what it uses, within the budget; one with gradients,
-`model.state_dict()` and `optimizer.state_dict()` bring all of it. To save or change everything by other means, or from
-another thread, use `with off.whole():`.
+Between steps part of the model is away. Whatever touches it from Python has it loaded first (`guard`). A forward pass
+without gradients loads what it uses, within the budget. One with gradients, `model.state_dict()` and
+`optimizer.state_dict()` load all of it. To save or change everything in another way, or from another thread, use
+`with off.whole():`.
 
 Refused, with the reason: a model that is compiled as a whole (its saved tensors come back all at once, so nothing is
 gained), other saved-tensor hooks around the step (only the innermost are called), optimizers that cannot step in
 chunks, models on several devices.
 
-Invariants. (1) Numbers are those of the same step without this, bit by bit. (2) After `close` model and optimizer are
-as they were given, whole and without hooks.
+Invariants. (1) Results equal those without offloading, bit by bit. (2) After `close`, model and optimizer are as they
+were given, whole and without hooks.
 """
 
 from __future__ import annotations

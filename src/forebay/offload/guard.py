@@ -1,25 +1,24 @@
-"""Between whoever touches a tensor and memory that is not there.
+"""Loads a storage before Python touches it.
 
-Theory. A storage that is away has no memory, and one that is being loaded has memory with anything in it. On a CPU
-touching the one ends the process, and touching the other gives wrong numbers; torch checks neither. A plan makes sure
-of what the profiled step uses, but programs also log a norm every hundred steps, or look at a weight between two steps.
-So every call of torch from Python, functions and methods of tensors alike, passes this guard, which looks for storages
-that are not here and has them brought. It is on the way only while something may be away.
+Theory. A storage that is away has no memory, and one that is being loaded has undefined memory. On a CPU, touching the
+first ends the process, and touching the second gives wrong numbers; torch checks neither. A plan covers what the
+profiled step uses, but programs also log a norm every hundred steps or look at a weight between steps. So every call of
+torch from Python, functions and methods of tensors alike, passes this guard. It looks for storages that are not here
+and loads them. It is active only while something may be away.
 
-It also tells storages of what writes them: a good copy on a tier is good no more. Torch counts writes, but in each
-tensor by itself, and several may lie over one storage; and some functions write without being counted. Functions say
-by their names that they write, and which argument. Storages that are handed out, for torch to save them for instance,
-stay for the rest of the step; those that somebody else will hold by their address, as other libraries' arrays do, stay
-for good.
+The guard also reports writes, since a write makes the copy on a tier stale. Torch counts writes per tensor, but several
+tensors may share a storage, and some functions write without being counted. The names of functions tell that they
+write, and which argument. A storage that is handed out, for torch to save for instance, stays for the rest of the step.
+One whose address others will hold, as other libraries' arrays do, stays for good.
 
-The guard is a `TorchFunctionMode` at the *bottom* of this thread's stack of them. Modes are taken off the top by
-whoever put them there, when their `with` ends; whatever ends when, ours is not in between.
+The guard is a `TorchFunctionMode` at the *bottom* of the thread's stack. Others take their modes off the top when their
+`with` ends, so ours is never in between.
 
-Not covered: other threads, and C++ that reaches tensors by itself (autograd's backward, which goes through the tickets
-of saved tensors; collectives, whose tensors are not moved).
+Not covered: other threads, and C++ that reaches tensors by itself (autograd's backward, which uses the tickets of saved
+tensors; collectives, whose tensors do not move).
 
-Rejected: errors instead of bringing (the program was right before it had less memory); looking at sizes of storages
-only (misses what is being loaded).
+Rejected: errors instead of loading (the program was right before it had less memory); looking at sizes of storages only
+(misses what is being loaded).
 """
 
 from __future__ import annotations

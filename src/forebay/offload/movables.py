@@ -1,26 +1,24 @@
-"""One storage that comes and goes: where it is, and how it gets from here to a tier and back.
+"""One storage that moves: where it is, and how it gets to a tier and back.
 
-Theory. What moves is a storage, and all tensors over it with it. Two kinds. A *lasting* one (of a parameter, a
-gradient, optimizer state) is emptied in place, `untyped_storage().resize_(0)`, and filled in place, so that everybody
-who holds the tensor holds it still. A *saved* one is autograd's: what we gave autograd to keep is a ticket, so to let
-go of the storage frees it, as soon as nobody else has it either.
+Theory. A storage moves with all tensors over it. There are two kinds. A *lasting* storage (of a parameter, a gradient,
+optimizer state) is emptied in place, `untyped_storage().resize_(0)`, and filled in place, so holders of the tensor keep
+it. A *saved* storage is autograd's. Autograd holds our ticket instead, so dropping the storage frees it once nobody
+else holds it.
 
-Storing does not take a tensor away. It is here until its store is complete *and* somebody looks (`settle`, at points);
-who wants it before then just has it. A store that fails leaves it here.
+Storing does not take a tensor away. It stays until its store is complete *and* somebody looks (`settle`, at points).
+Whoever wants it before then has it. A failed store leaves it here.
 
-A copy in a tier is good as long as the tensor was not written since. For lasting ones torch counts writes
-(`Tensor._version`), but not all: those of fused optimizers are not counted, nor those through `.data`. So whoever knows
-of a write says so (`written`): who sees operators, by what they say that they write; who follows a plan, by what the
-profiled step wrote. Of inference tensors torch counts none: no copy of them outlives their way back, and their store is
-waited for, since nobody could say whether they were written meanwhile. Saved ones may be written as long as nobody asks
-for what was saved before: autograd would refuse that, and so do we (`Original`).
+A copy on a tier is good until the tensor is written. For lasting storages torch counts writes (`Tensor._version`), but
+not those of fused optimizers or through `.data`. So whoever knows of a write reports it (`written`): the dispatch mode,
+by what operators declare; the runner, by what the profiled step wrote. Torch counts no writes to inference tensors, so
+their copies do not outlive their way back, and their stores are waited for. A saved storage may be written as long as
+nobody asks for the value saved before: autograd refuses that, and so do we (`Original`).
 
-Whatever Python frees it may free anywhere: a graph in a cycle goes when the collector runs, on a tier's worker or in
-the midst of a tier's own work, with its lock held. So what dies does nothing but leave its `Remains` to the books, and
-the thread that trains buries them when it next works for the engine.
+Python may free an object anywhere: the collector may run on a tier's worker, or while a tier holds its lock. So an
+object that dies only leaves its `Remains` to the books, and the training thread buries them later.
 
 Invariants. (1) While a transfer is under way nobody resizes or writes the storage. (2) `ensure` returns with the bytes
-here, or raises. (3) A slot is given back after its storage has died. (4) Counts change on the thread that trains.
+here, or raises. (3) A slot is released after its storage has died. (4) Counts change only on the training thread.
 """
 
 from __future__ import annotations

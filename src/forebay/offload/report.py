@@ -1,11 +1,11 @@
 """What an engine did and why, for people: a report of its steps, and the story of one tensor or kind.
 
-Theory. Everything here is read off what is there already: the trace, the plan, its replay, and the facts of each step.
-Steps that were not like the profiled one, and the first that followed the plan (it begins with all here), are counted
-and left out of the medians.
+Theory. The report reads the trace, the plan, its replay, and the facts of each step. Steps that differed from the
+profiled one, and the first one under the plan (it begins with everything here), are counted and left out of the
+medians.
 
-Endurance. Disks are worn out by what is written: bytes a step over the time of a step make bytes a year, to be compared
-with the disk's rated TBW (terabytes written).
+Writing wears disks out. Bytes per step over the time of a step give bytes per year, to compare with the disk's rated
+TBW (terabytes written).
 """
 
 from __future__ import annotations

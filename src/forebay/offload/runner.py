@@ -1,19 +1,19 @@
-"""Following an itinerary through one step after the other.
+"""Follows an itinerary through one step after the other.
 
-Theory. At each point: what finished is seen; what the plan sends away begins to go; what is used until the next point
-is made sure of, waited for if it must be; if what lives until the next point does not fit, stores under way are waited
-for, and then what is needed last goes, unplanned; and what the plan fetches begins to come, if there is memory, else at
-a later point.
+Theory. At each point the runner does this. It notes what finished. It begins the stores that the plan asks for. It
+makes sure of what is used until the next point, and waits if it must. If memory until the next point does not suffice,
+it waits for stores under way, and then evicts what is needed last, unplanned. It begins the loads that the plan asks
+for, now if there is memory, otherwise at a later point.
 
-A point whose name is not the one expected means that the step is not the one that was profiled: an evaluation in
-between, one more accumulation; and so does a saved tensor that is larger than it was (`is_larger`): another batch. Then
-the runner is *lost* for the rest of the step: it moves nothing more, and says so to who goes on without a plan.
+A point with another name than expected means that the step differs from the profiled one (an evaluation in between, one
+more accumulation). So does a saved tensor that is larger than it was (`is_larger`): another batch. Then the runner is
+*lost* for the rest of the step: it moves nothing more, and `demand` takes over.
 
-A tier that fails to store is done without for the rest of the step: what was to go there goes to another tier, or
-stays. If the step does not fit then it fails, but never once the optimizer has begun to update: half a step would be
-worse than memory above the budget.
+A tier that fails to store is not used for the rest of the step: its tensors go to another tier, or stay. If the step
+then does not fit, it fails, but never once the optimizer has begun to update: half a step would be worse than memory
+above the budget.
 
-Invariant. Whatever a stretch uses, as far as the trace knew it, is here before the stretch begins.
+Invariant. What a stretch uses, as far as the trace knows, is here before the stretch begins.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What autograd holds of a step in place of tensors: tickets, by which what was saved is found wherever it is.
+"""Tickets that autograd holds in place of saved tensors.
 
-Theory. `pack` is given every tensor that autograd saves. A parameter's is kept as it is, with somebody who brings its
-bytes. Any other is known by the number of its storage (`saved`), and if it may move, autograd gets a ticket: how the
+Theory. `pack` receives every tensor that autograd saves. A parameter's tensor is kept as it is, with a hook that loads
+its bytes. Any other is known by the number of its storage (`saved`). If that may move, autograd gets a ticket: how the
 tensor looked, and the `Saved` storage, which may be anywhere when the tensor is asked for.
 
-What may move are the names of a plan. Without a plan (`moving` is None) it is every storage of `size_bytes_min`.
+A plan names the storages that may move. Without a plan (`moving` is None) every storage of at least `size_bytes_min`
+may.
 
 Invariant. A tensor that is asked for has the bytes that were saved, or an error is raised, as torch does.
 """

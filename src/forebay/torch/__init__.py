@@ -1,9 +1,9 @@
-"""Datasets and a loader for PyTorch: random access by the batch, an exact order, and resuming where the job stopped.
+"""Datasets and a loader for PyTorch: batched random access, an exact order, and exact resuming.
 
-`ObjectDataset`, `ShardDataset` and `TokenDataset` say what a sample is; `DataLoader` feeds them to a training loop and
-its `state_dict()` says where that is. See docs/training.md.
+`ObjectDataset`, `ShardDataset` and `TokenDataset` define what a sample is. `DataLoader` feeds samples to a training
+loop, and its `state_dict()` holds the job's position. See docs/training.md.
 
-Names are loaded when they are first asked for: planning an offload (`forebay.offload`) works without torch.
+Names are loaded when they are first used: planning an offload (`forebay.offload`) works without torch.
 """
 
 from __future__ import annotations

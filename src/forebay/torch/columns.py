@@ -1,12 +1,12 @@
-"""The objects of a dataset as columns: keys in byte order, sizes, etags; its fingerprint; and what changed.
+"""The objects of a dataset as columns (keys in byte order, sizes, etags), and a fingerprint of them.
 
-Theory. A bucket is listed once for a job; what every rank and worker then holds is columns of bytes and numbers, not
-objects of Python: some 60 bytes an object, shared between forked workers, since nothing in them is counted by the
-interpreter. A fingerprint is small and says that two listings are the same; and when they are not, from about where on:
-besides a hash of everything it has RUNGS short hashes of the listing's first 1/RUNGS, 2/RUNGS, … of its objects.
+Theory. A job lists its bucket once. Each rank and worker then holds columns of bytes and numbers, about 60 bytes an
+object. Forked workers share them, since the interpreter counts no references in them. A fingerprint is small. It tells
+whether two listings are the same, and if not, from about where on they differ: besides a hash of everything it has
+RUNGS short hashes of the first 1/RUNGS, 2/RUNGS, … of the objects.
 
-Invariants. (1) `sizes`, `key_ends` and `etag_ends` have one entry for each object. (2) Equal fingerprints: the same
-keys, sizes and etags, but for a collision of 128-bit hashes.
+Invariants. (1) `sizes`, `key_ends` and `etag_ends` have one entry for each object. (2) Equal fingerprints mean the same
+keys, sizes and etags, except for a collision of 128-bit hashes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How many samples shards have: found out as an epoch comes to them, a little ahead of it.
+"""Counts the samples of shards, a little ahead of the epoch that comes to them.
 
-Theory. What is in a shard is only known once it was read, so a count costs as much as the shard. `of` waits for counts,
-`ahead` has them found out meanwhile; both are done by at most THREADS threads, what is waited for first, and by none
-while there is nothing to do. What was counted is kept. What failed is not, and is tried again by whoever asks again.
+Theory. Only reading a shard tells what is in it, so a count costs as much as the shard. `of` waits for counts, and
+`ahead` starts them early. At most THREADS threads count, first what somebody waits for; no thread stays while there is
+nothing to do. Counts are kept. Failures are not: the next caller tries again.
 
-Indices are places (`place_of`): a block (a shard, or the head of one) and the number of the sample in it. So whoever
-fetches a sample needs to know of that block alone, and a worker process need not have counted anything.
+An index is a place (`place_of`): a block (a shard, or the head of one) and a sample's number in it. So fetching a
+sample needs only that block's count, and a worker process need not have counted anything.
 
-Invariants. (1) A shard is counted at most once at a time. (2) A process that was forked while others counted begins
-with what was known, and waits for nobody that it does not have.
+Invariants. (1) A shard is counted at most once at a time. (2) A process forked during counting begins with the known
+counts and waits for no thread that it does not have.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What all datasets share: a listing, many samples in one request, and pickling that carries no sockets.
+"""The base of all datasets: the listing, batched reads, and pickling without sockets.
 
-Theory. A dataset is map-style, so a worker has no state: it is told indices and fetches them, a batch at a time, with
-one request (`__getitems__`). What differs between kinds is which bytes make a sample. Listed once, in the process that
-makes the dataset; a worker that is forked shares the columns, one that is spawned gets them when they are few, and
-else lists again and checks that it finds the same.
+Theory. A dataset is map-style, so a worker has no state: it gets indices and fetches them, a batch in one request
+(`__getitems__`). The kinds of datasets differ in which bytes make a sample. The process that makes the dataset lists
+the bucket once. A forked worker shares the columns. A spawned worker receives them if they are few, and otherwise lists
+again and checks that it finds the same.
 
-Damage. `on_error="raise"` stops at the first sample that cannot be had; `"skip"` leaves it out of its batch and counts
-it. A batch of which nothing is left is an error under both, since a rank without a batch would stall the others. A
-dataset that changed while it is read is never skipped over.
+Damage. `on_error="raise"` stops at the first sample that cannot be read. `"skip"` leaves it out of its batch and counts
+it. A batch with no sample left is an error under both, since a rank without a batch would stall the others. A dataset
+that changes while it is read always raises.
 
-Invariants. (1) Sample i is the same bytes in every process: reads name the version that was listed. (2) A pickle holds
-no descriptor, thread or lock.
+Invariants. (1) Sample i is the same bytes in every process: reads name the listed version. (2) A pickle holds no
+descriptor, thread or lock.
 """
 
 from __future__ import annotations

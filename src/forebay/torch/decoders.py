@@ -1,9 +1,8 @@
-"""From bytes to a sample's parts, by the extension of their name.
+"""Decodes the parts of a sample by the extension of their name.
 
 Theory. The conventions are WebDataset's where it has one: `.cls` is a whole number, `.json` a value, `.txt` a string,
-`.npy` an array, images are pictures. Nothing is decoded that could run code: pickles (`.pt`, `.pth`, `.pkl`) are
-refused unless the caller hands in a decoder and thereby says that the data may be trusted. An unknown extension stays
-bytes.
+`.npy` an array, images are pictures. Formats that could run code (pickles: `.pt`, `.pth`, `.pkl`) are refused, unless
+the caller passes a decoder and thereby trusts the data. An unknown extension stays bytes.
 
 Invariants. (1) A decoder gets all bytes of one part and never keeps them. (2) No decoder here executes what it reads.
 """

@@ -1,22 +1,22 @@
-"""Reading past the node: the same versions, straight from the bucket's backend.
+"""Reads the listed versions straight from the bucket's backend when the node is gone.
 
-Theory. When the node is gone, what it served is still in the bucket. A job that may read the bucket itself need not
-stand still: the keys, sizes and etags are known from the listing, and a sample is an object or a range of one. So
-items become requests to the backend, PARALLEL of them at once, each of which must answer with the etag that was listed.
-Nothing is cached and no range is read twice: this is slower than a node, and meant for the time until one is back.
+Theory. What a node served is still in the bucket, so a job that may read the bucket need not stop. The listing gives
+keys, sizes and etags, and a sample is an object or a range of one. Items become requests to the backend, PARALLEL at
+once, each of which must answer with the listed etag. Nothing is cached and no range is read twice. This is slower than
+a node, and serves until one is back.
 
-Where the bucket is, the node told when the dataset was made, or the user gave. Secrets never come from the node: they
-are found in this process's environment and profiles, as the node finds its own, or given by the user.
+The node named the bucket's place when the dataset was made, or the user gave it. Secrets never come from the node: this
+process's environment and profiles have them, or the user gives them.
 
-obstore, which reads fastest, hangs in a process that was forked from one that used it. So a backend is opened in each
-process on first use, on a loop in a thread of its own; and a child of a process that had obstore loaded reads by the
-wire, which has no state that a fork could break.
+obstore, which reads fastest, hangs in a process forked from one that used it. So each process opens its backend on
+first use, on a loop in a thread of its own. A child of a process that had loaded obstore reads by our own requests,
+which have no state that a fork could break.
 
-What only the node can do stays with it: unpacking deflated members and compressed shards, and objects that it has not
-written to the backend yet. `Refused` says so; whoever asked goes on waiting for the node.
+Some things only the node can do: unpack deflated members and compressed shards, and read objects that it has not
+written to the backend yet. Those raise `Refused`, and the caller waits for the node.
 
-Invariants. (1) A value is bytes of the version that was asked for, or an error. (2) A pickle has settings, and no
-connection, thread or loop.
+Invariants. (1) A value is bytes of the wanted version, or an error. (2) A pickle holds settings, and no connection,
+thread or loop.
 """
 
 from __future__ import annotations

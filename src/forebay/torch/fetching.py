@@ -1,23 +1,21 @@
-"""From indices to a batch, wherever that happens; and threads that do it ahead of the training loop.
+"""Makes batches from indices, in worker processes or in threads ahead of the training loop.
 
-Theory. Workers, be they threads or processes, do the same: fetch, decode, collate. What they hand over is the batch and
-what it was spent on; an error of ours travels as a value, so that it arrives in the training process as the kind it is,
-and the step that it belongs to is raised in its turn.
+Theory. Threads and processes do the same work: fetch, decode, collate. They return the batch and how long each part
+took. An error of ours is returned as a value, so the training process gets its kind, and it is raised at its own step.
 
-Threads are enough where nothing is decoded: the time goes into sockets and copies, which leave the interpreter to
-others, and a batch need not be sent from one process to another. One of them does it while batches are at the node:
-several would only wait for each other (the interpreter's lock: 140,000 samples of 10 KiB a second with one, half of
-that with two). When bytes have to come from further away, the others join in, until they come from near again. They
-are daemons, so that a program that ends is
-not kept by a read that waits for a node.
+Threads are enough where nothing is decoded: sockets and copies release the interpreter's lock, and no batch moves
+between processes. While batches come from the node's disks, one thread works alone, since several only wait for the
+lock (140,000 samples of 10 KiB a second with one, half of that with two). When bytes come from further away, the other
+threads join in until they are near again. Threads are daemons, so a read that waits for a node does not keep a program
+from ending.
 
-Worker processes end with the training process, however that ends: each watches it through a descriptor of the process
-itself. torch's own watch looks at the parent every 5 s, and under `forkserver` the parent is not the training process:
-workers of one that was killed would stay for good.
+A worker process ends with the training process, however that ends: it watches the process's own descriptor. torch looks
+at the parent every 5 s, and under `forkserver` the parent is not the training process: workers of a killed one would
+stay for good.
 
-Decoders ask for a megabyte and give it back, for each sample. glibc returns such memory to the kernel at once, or not,
-by what else is on its heap, and getting it again costs a page fault for every 4 KiB: 670,000 in an epoch of 2,000
-pictures of 100 KB, a fifth of the workers' time. So worker processes keep what they were given, up to KEPT_BYTES.
+Decoders allocate and free a megabyte for each sample. Depending on its heap, glibc returns such memory to the kernel at
+once, and getting it back costs a page fault for every 4 KiB: 670,000 in an epoch of 2,000 pictures of 100 KB, a fifth
+of the workers' time. So worker processes keep freed memory, up to KEPT_BYTES.
 
 Invariants. (1) Results come in the order of the steps. (2) At most `depth` batches are made or kept ahead. (3) After
 `close` no new fetch begins.

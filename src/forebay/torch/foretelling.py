@@ -1,23 +1,22 @@
-"""Telling the node what the job will read next, while the job reads.
+"""Tells the node what the job will read next, while the job reads.
 
-Theory. The order is computed, so its future is known exactly, for all ranks. Rank 0 tells it, from a thread, as
-accesses in the order of the epoch: one for each sample, the blocks that its bytes lie in. It keeps the node an epoch
-ahead (or as much as it may say), going on into the next epoch before this one ends, and says now and then how far the
-job is. With that the node fetches what comes next and keeps what is needed soonest.
+Theory. The order is computed, so the future is known exactly, for all ranks. A thread of rank 0 sends it as accesses in
+the order of the epoch: for each sample, the blocks of its bytes. It stays an epoch ahead of the job (or as much as the
+node allows), goes on into the next epoch before this one ends, and now and then sends the job's position. So the node
+fetches what comes next and keeps what is needed soonest.
 
-In an epoch that goes from window to window over shards that nobody has counted yet (`shards.py`), an access is a whole
-shard, and the job is where its window begins: that is what is known. Some windows are told at a time, so that the link
-is not shared with what is needed much later. What comes after such an epoch is told when all is counted, which is some
-windows before its end.
+In an epoch that goes window by window over uncounted shards (`shards.py`), an access is a whole shard, and the position
+is where the job's window begins. A few windows are told at a time, so that later data takes no share of the link. The
+epoch after it is told when all shards are counted, some windows before the end.
 
-Accesses are numbered from where the job began, over epochs. The loader only leaves word of where it is; when that is a
-place that the numbers do not lead to (a restart, a jump to another epoch), the future is told anew from there.
+Accesses are numbered from where the job began, across epochs. The loader only leaves its cursor here. A cursor that the
+numbers do not lead to (a restart, a jump to another epoch) makes the thread tell the future anew from there.
 
-All of this is advice: a node that does not understand it, or forgot it, or is away, costs a few requests in a thread
-and nothing else. A client of its own talks to the node, so that workers are never forked while it holds a lock.
+All of this is advice. If the node does not understand it, forgot it or is away, it costs a few requests in a thread.
+The thread has a client of its own, so workers are never forked while it holds a lock.
 
-Invariants. (1) Never more than AHEAD_BLOCKS_MAX blocks are known ahead of the position. (2) The loader's thread never
-waits for this one, but in `close`.
+Invariants. (1) The node never knows more than AHEAD_BLOCKS_MAX blocks ahead of the position. (2) The loader's thread
+waits for this one only in `close`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """`forebay.torch.DataLoader`: batches in an exact order, from exactly where the job stopped.
 
 Theory. A thin layer over `torch.utils.data.DataLoader`, which moves batches between processes, or over threads of this
-process (`workers=0`). What it adds: the order is the schedule's, so nothing about it is kept in workers; the state
-counts the batches that were *given out*, not those under way; and a meter says how long steps waited, and for what.
+process (`workers=0`). It adds three things. The schedule gives the order, so workers hold nothing of it. The state
+counts the batches that were *given out*, not those under way. A meter says how long steps waited, and for what.
 
-One rule for iteration: a loop yields an epoch, or what the state that was loaded leaves of it. So the first loop over a
-loader that was restored yields the rest of its epoch; one that is left early is begun anew by the next, since whoever
-looks at a first batch, or validates on a few, does not mean to have less of the data; and a loop that came to its end
-is followed by the next epoch. With `continues`, a loop that is left early is continued by the next. So is one that an
-error of the loader ended: it is the step that is tried again. `set_epoch` with the epoch that is under way changes
-nothing, so that trainers that call it at the top of every epoch do not undo a resume; `restart` begins an epoch anew.
+Iteration has one rule: a loop yields an epoch, or what a loaded state leaves of it. So the first loop over a restored
+loader yields the rest of its epoch. A loop that is left early is begun anew by the next one: looking at a first batch,
+or validating on a few, should not cost data. A loop that came to its end is followed by the next epoch. With
+`continues`, the next loop continues one that was left early. It also continues one that an error of the loader ended,
+with the step that failed. `set_epoch` with the current epoch changes nothing, so trainers that call it at the top of
+every epoch do not undo a resume; `restart` begins an epoch anew.
 
-Rejected. Counting in the sampler (it runs ahead of what is used by all that is prefetched); state in workers (their
-number would be in it); continuing always (`next(iter(loader))` then takes a batch from the epoch, and the sanity check
-of a trainer half of the first validation, and nobody sees it).
+Rejected. Counting in the sampler (it runs ahead by all that is prefetched); state in workers (it would depend on their
+number); always continuing (`next(iter(loader))` would take a batch out of the epoch, and a trainer's sanity check half
+of the first validation, unnoticed).
 
-Invariants. (1) A batch that was given out is in the state before its receiver runs; one that was not is not. (2) After
-an error or an interrupt no worker is left that is waited for, and the state is at the first step not given out.
+Invariants. (1) The state includes a batch before its receiver runs, and no batch that was not given out. (2) After an
+error or an interrupt nothing waits for a worker, and the state is at the first step not given out.
 """
 
 from __future__ import annotations

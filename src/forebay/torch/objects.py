@@ -1,7 +1,7 @@
-"""A sample is an object.
+"""A dataset in which each object is a sample.
 
-Theory. The simplest layout: one file for each image or document. Opened one by one it is the slowest; asked for by the
-batch it needs no repacking.
+Theory. The simplest layout: one file for each image or document. Opened one by one it is the slowest. Read by the batch
+it needs no repacking.
 
 Invariant. Sample i is the object with the i-th key in byte order.
 """

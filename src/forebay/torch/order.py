@@ -1,23 +1,22 @@
-"""Which sample stands at which position of an epoch: computed, not stored.
+"""Computes which sample stands at which position of an epoch.
 
-Theory. A permutation of n numbers that any process can ask about any position, without having the rest: a Feistel
-network over the bits of the index. k bits (the fewest that hold n - 1) are split in a high part of ceil(k/2) and a low
-part of floor(k/2) bits; ROUNDS times, one part is XORed with a keyed hash of the other, in turns. Each round can be
-undone, so the whole is a bijection of 0..2^k-1; a result of n or more is sent through again until it is below n
-(cycle walking), which keeps it a bijection of 0..n-1 and takes less than two passes on average. The keys come from
-(seed, epoch, stream) by splitmix64. The exact arithmetic is fixed by docs/order-vectors.json: a saved state means the
-same order in every release.
+Theory. The order is a permutation of n numbers that any process can ask about any position without storing it: a
+Feistel network over the bits of the index. k bits (the fewest that hold n - 1) are split in a high part of ceil(k/2)
+and a low part of floor(k/2) bits. ROUNDS times, in turns, one part is XORed with a keyed hash of the other. Each round
+can be undone, so the whole is a bijection of 0..2^k-1. A result of n or more goes through again until it is below n
+(cycle walking), which keeps a bijection of 0..n-1 and takes less than two passes on average. The keys come from (seed,
+epoch, stream) by splitmix64. docs/order-vectors.json fixes the exact arithmetic: a saved state means the same order in
+every release.
 
-Everything is done for arrays of positions at once: one index costs some 50 ns in runs of a few thousand, and 1 µs or
-more if asked for alone, so callers ask in runs.
+Everything works on arrays of positions: in runs of a few thousand an index costs some 50 ns, alone 1 µs or more.
 
-A block shuffle keeps near in the epoch what is near in storage: blocks (shards, or runs of keys) are permuted, cut in
-that order into windows of at most so many bytes, and the samples of each window are permuted. Only a window's blocks
-are needed at one time. Its memory is three numbers a block. The cut is by bytes, which the listing tells, so windows
-are known before anybody has counted the samples in them: what a shard holds is asked for when its window is reached.
+A block shuffle keeps samples that are near in storage near in the epoch. It permutes blocks (shards, or runs of keys),
+cuts them in that order into windows of a number of bytes, and permutes the samples of each window. Only one window's
+blocks are needed at a time. It stores three numbers a block. The cut is by bytes, which the listing has, so windows are
+known before anybody has counted their samples: a shard is counted when its window is reached.
 
-Rejected. A stored permutation (8 bytes a sample, in every worker, before the first batch); a shuffle buffer (order
-depends on how it is read, and its content must be in the state); halves of equal width (up to four passes instead of
+Rejected. A stored permutation (8 bytes a sample, in every worker, before the first batch); a shuffle buffer (the order
+depends on how it is read, and the state must hold its content); halves of equal width (up to four passes instead of
 two); NumPy's generators (they give a whole permutation or none, and their streams may change between releases).
 
 Invariants. (1) `at` is a bijection of 0..n-1 for every n, seed, epoch and stream. (2) It depends on nothing else.

@@ -1,16 +1,16 @@
-"""Which positions of an epoch a rank takes in each step.
+"""Divides the positions of an epoch among ranks and steps.
 
-Theory. Position p goes to step p // (batch * world) after the position from which the epoch is begun or resumed; in a
-step, ranks take consecutive runs. So what all ranks together have consumed after a step is one number, and a run that
-resumes there with another world size or batch goes on with exactly the positions that are left, in the same order.
+Theory. Position p belongs to step p // (batch * world), counted from where the epoch is begun or resumed. In a step,
+ranks take consecutive runs. So one number says what all ranks together have consumed after a step. A run that resumes
+there with another world size or batch goes on with exactly the remaining positions, in the same order.
 
-The end of the epoch is uneven. `short`: the last step is dealt out as evenly as it goes; `drop`: it is left out;
-`fill`: it is made whole with samples from the epoch's start. All ranks always have the same number of steps, since a
-rank without one would leave the others waiting in their first collective operation. So a short step with fewer samples
-than ranks is filled up to one sample for each: the one case in which `short` repeats any.
+The end of the epoch is uneven. `short` divides the last step as evenly as possible, `drop` leaves it out, and `fill`
+completes it with samples from the epoch's start. All ranks have the same number of steps, since a rank without one
+would leave the others waiting in their first collective operation. So a short step with fewer samples than ranks is
+filled up to one sample each: the only case in which `short` repeats any.
 
-Invariants. (1) Under `short` and `fill` each position from `start` on is taken by one rank in one step, and under
-`drop` each of a whole step. (2) No rank takes an empty run. (3) `steps` is the same on all ranks.
+Invariants. (1) Under `short` and `fill` one rank takes each position from `start` on, in one step; under `drop` each of
+a whole step. (2) No rank takes an empty run. (3) `steps` is the same on all ranks.
 """
 
 from __future__ import annotations

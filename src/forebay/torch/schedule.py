@@ -1,15 +1,15 @@
-"""Which samples come in which batch, for this rank, from any point of any epoch on; and the state that says the point.
+"""Computes this rank's batches from any point of any epoch on, and the state that names the point.
 
-Theory. A schedule is arithmetic over an `Order` and a `Partition`; it holds no position of its own. Whoever gives
-batches out does: `DataLoader` counts the batches that its user has received, `BatchSampler` those that it has yielded,
-for loaders that keep the books themselves (torchdata's StatefulDataLoader).
+Theory. A schedule is arithmetic over an `Order` and a `Partition` and holds no position. Whoever gives out batches
+does: `DataLoader` counts the batches that its user has received, `BatchSampler` those that it has yielded, for loaders
+that keep the books themselves (torchdata's StatefulDataLoader).
 
-Indices are computed for some thousand samples at a time, since one alone costs as much as a hundred. Of an order that
-goes window by window no more is asked than the step and what tells whether another follows: how long the epoch is may
-come out only at its end.
+Indices are computed for some thousand samples at a time, since one alone costs as much as a hundred. From an order of
+windows the schedule takes only the step and what tells whether another follows: the epoch's length may be known only at
+its end.
 
-Invariants. (1) The batches from (epoch, samples) on depend on nothing but the schedule's arguments. (2) An epoch that
-has no steps left is the start of the next.
+Invariants. (1) The batches from (epoch, samples) on depend only on the schedule's arguments. (2) An epoch without steps
+left is the start of the next.
 """
 
 from __future__ import annotations

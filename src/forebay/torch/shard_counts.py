@@ -1,10 +1,10 @@
-"""How many samples shards have, as told: by the user, or by an index that lies beside them.
+"""The number of samples in each shard, from the user or from an index beside the shards.
 
 Theory. WebDataset's `wids` keeps an index beside shards, `shardindex.json`: `{"shardlist": [{"url": "train-0.tar",
-"nsamples": 1000, …}, …]}`. URLs there may be of another place, so shards are known by the last part of their keys; the
-user may give whole keys as well. Whether there is one is a matter of the listing, which all ranks share.
+"nsamples": 1000, …}, …]}`. Its URLs may be of another place, so a shard is known by the last part of its key; the user
+may also give whole keys. The listing, which all ranks share, says whether there is an index.
 
-What is told is a promise: `len` believes it, and a shard that holds another number is an error when it is read. It has
+These counts are promises: `len` believes them, and a shard with another number is an error when it is read. They have
 no part in the order.
 """
 

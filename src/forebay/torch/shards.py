@@ -1,21 +1,21 @@
-"""A sample is the members of a shard that share a name: WebDataset's layout, read in place and in any order.
+"""A dataset in which a sample is the members of a shard that share a name: WebDataset's layout, read in any order.
 
-Theory. The node knows where each member of a tar or zip lies. From its names, a layout is computed for each shard, as
+Theory. The node knows where each member of a tar or zip lies. A layout is computed from the names for each shard, as
 columns: which members make which sample, where they begin, how long they are. Parts of a sample usually lie side by
-side, so they are read as one range when what is between them is small. Layouts are kept while they fit
-LAYOUTS_BYTES_MAX and asked for again at need, so a worker holds no more of them than that.
+side, so they are read as one range if little is between them. Layouts are kept up to LAYOUTS_BYTES_MAX and fetched
+again when needed, so that bounds a worker's memory.
 
-To know what is in a tar is to have read it. So nothing is read when a dataset is made; an epoch comes to one window of
-shards after the other (`order.Windows`), and has those counted that it comes to. The first epoch goes like that even
-if it is shuffled, since a permutation over all samples would begin by asking for most of the shards. Which epochs those
-are depends on nothing that one rank may know and another not: see docs/design/0007-cold-shards.md.
+Knowing what is in a tar means reading it. So making a dataset reads nothing. An epoch goes from window to window of
+shards (`order.Windows`) and has those counted that come next. The first epoch does so even if it is shuffled, since a
+permutation over all samples would begin by reading most shards. Which epochs do so depends on nothing that ranks may
+know differently: see docs/design/0007-cold-shards.md.
 
-Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, the rest is
-the part's extension. Names without either are not samples. Where WebDataset takes only neighbours for one sample, here
-all members of a shard with one key are one, and of two with the same name the last counts, as tar has it.
+Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, and the rest
+is the part's extension. Names without either are no samples. WebDataset joins only neighbours into one sample; here all
+members of a shard with one key are one sample, and of two with the same name the last counts, as in tar.
 
-Invariants. (1) Sample i: shards in byte order of their keys, samples in the order in which their first members appear.
-(2) A layout is of the version of the shard that was listed.
+Invariants. (1) Samples are numbered by shard, in byte order of their keys, then in the order in which their first
+members appear. (2) A layout is of the listed version of its shard.
 """
 
 from __future__ import annotations

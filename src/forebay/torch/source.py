@@ -1,15 +1,15 @@
-"""Where a dataset's bytes come from: one narrow seam, the node behind it, and the patience in front of it.
+"""The seam from which a dataset reads, the node behind it, and the layer that waits for a node.
 
-Theory. Datasets ask for three things: the objects under a prefix, the members of a shard, and many pieces of bytes at
-once. `NodeSource` asks a node through the client. `Patient` is the only layer that tries again: a training job has
-hours, so it waits for a node that restarts or is busy, for at most `patience_s`, and says how long it waited. What is
-asked for a second time is only what failed. Between the two stands the way past a node that is gone (`switch.py`).
+Theory. Datasets need three things: the objects under a prefix, the members of a shard, and many pieces of bytes at
+once. `NodeSource` gets them from a node through the client. `Patient` is the only layer that retries: a training job
+has hours, so it waits up to `patience_s` for a node that restarts or is busy, and reports how long. It repeats only
+what failed. Between the two stands the way past a node that is gone (`switch.py`).
 
-A source made in one process works in another: it pickles as the arguments of its client, opens nothing before its
-first use, and the client forgets its parent's sockets after a fork.
+A source works in every process: it pickles as the arguments of its client, opens nothing before its first use, and the
+client forgets its parent's sockets after a fork.
 
-Invariants. (1) `get_many` gives as many values as items, in their order. (2) Only errors after which the same request
-can succeed are waited for; others are the caller's.
+Invariants. (1) `get_many` gives as many values as items, in their order. (2) It waits only for errors after which the
+same request can succeed; the caller gets the others.
 """
 
 from __future__ import annotations

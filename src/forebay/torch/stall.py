@@ -1,12 +1,11 @@
-"""How long steps waited for data, and why.
+"""Measures how long steps waited for data, and why.
 
-Theory. A step waits from the moment it asks for a batch until it has it. What the batch itself took says why: bytes
-that were not at the node, or shards that nobody had looked into (`cold`), a node that was busy or away (`busy`), bytes
-read past a node that is gone (`direct`), decoding (`decode`), and else reading what was there (`read`). When batches
-are made ahead, most of that is hidden, and only what shows is counted: the wait is shared out in proportion. Cost:
-about 2 µs a step, two looks at the clock among them.
+Theory. A step waits from the moment it asks for a batch until it has it. The time that the batch itself took gives the
+reasons: bytes that were not at the node, or shards not looked into yet (`cold`), a node that was busy or away (`busy`),
+bytes read past a node that is gone (`direct`), decoding (`decode`), and the rest (`read`). Batches made ahead hide most
+of that. Only the visible wait is counted, and divided in proportion. It costs about 2 µs a step.
 
-Invariant. The reasons together are the wait.
+Invariant. The reasons add up to the wait.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where a job is in its data: five values, whatever the number of ranks and workers.
+"""The position of a job in its data: five values, whatever the number of ranks and workers.
 
-Theory. The order is computed from (seed, epoch, index), so all there is to remember is how many samples of which epoch
-the whole job has consumed, and of which dataset. World size, workers, batch size and what was being prefetched are not
-in it: a run that resumes with others goes on with the same remaining samples in the same order.
+Theory. The order is computed from (seed, epoch, index). So the state is how many samples of which epoch the whole job
+has consumed, and of which dataset. World size, workers, batch size and prefetched batches are not in it: a run that
+resumes with others goes on with the same remaining samples in the same order.
 
-Where an order goes window by window (`order.Windows`), the state also says in which window it is, so that nobody has to
-count what lies before it; it is a place that the order alone decides, like all the rest.
+For an order of windows (`order.Windows`), the state also names the window, so nobody has to count what lies before it.
+The order alone decides that place, like all the rest.
 
 Invariants. (1) As JSON it is less than STATE_BYTES_MAX. (2) `samples` is less than the epoch's samples, or both are 0:
 an epoch that is over is saved as the start of the next. (3) `before` is at most `samples`.

@@ -1,18 +1,18 @@
-"""The node while it answers; the bucket's backend when it has been away too long; the node again when it is back.
+"""Switches from the node to the bucket's backend when the node is away too long, and back.
 
-Theory. `NodeOrBackend` stands between the patience (`source.Patient`, which tries again) and the node. It remembers
-since when the node fails. When that is longer than `after_s`, and the node does not say that it is ready either, what
-is asked goes to the backend (`direct.py`), with a warning in the log. While it does, a thread looks every LOOK_S at
-most whether the node is ready again, so no read waits for a node that is not there.
+Theory. `NodeOrBackend` stands between the patience (`source.Patient`) and the node, and remembers since when the node
+fails. After `after_s`, if the node does not say that it is ready either, reads go to the backend (`direct.py`), with a
+warning in the log. Meanwhile a thread looks every LOOK_S at most whether the node is ready again, so no read waits for
+an absent node.
 
-A node that answers is not away, however busy it is or whatever its backend does: that is waited for.
+A node that answers is not away, however busy it or its backend is: reads wait for it.
 
 Each process finds out by itself: workers share nothing. A bucket that cannot be read here (no credentials, another
-machine's directory) is refused once, with a warning; the node is then waited for as if there were no other way, and the
-error at the end of the patience says why there was none.
+machine's directory) is refused once, with a warning. Then the node is waited for, and the error at the end of the
+patience says why there was no other way.
 
-Invariants. (1) Nothing is read past the node before it failed for `after_s`. (2) Answers say how many of their items
-came past the node.
+Invariants. (1) Nothing is read past the node before it has failed for `after_s`. (2) Answers say how many of their
+items came past the node.
 """
 
 from __future__ import annotations

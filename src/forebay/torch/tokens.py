@@ -1,11 +1,11 @@
-"""A sample is a window of tokens in a file of nothing but tokens.
+"""A dataset in which a sample is a window of tokens in a file of tokens.
 
 Theory. Token files are arrays of little-endian uint16 or uint32, perhaps after a header. Window w of a file begins
-`w * stride` tokens into it; a window that would not be whole is left out. Windows do not cross files, because files
-begin and end where documents do, unless the caller says that the files are one text. A batch is read into one array
-and becomes one tensor: rows are views of it, and the loader's collation hands on the whole.
+`w * stride` tokens into it; an incomplete window is left out. Files begin and end where documents do, so windows do not
+cross files, unless the caller says that the files are one text. A batch is read into one array and becomes one tensor:
+rows are views of it, and the loader's collation passes on the whole.
 
-Invariant. Sample i is found by a search over one number for each file; nothing is read before it is asked for.
+Invariant. A search over one number for each file finds sample i; nothing is read before it is asked for.
 """
 
 from __future__ import annotations

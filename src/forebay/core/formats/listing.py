@@ -1,8 +1,8 @@
 """The listing of everything under a prefix, as bytes, with an id that is a hash of it.
 
-Theory. A training job lists its bucket once, and every rank and worker of it then speaks of the same objects by their
-number. So a listing is a value: columns in one run of bytes, read in place (a `Listing` of a million objects is made
-in the time it takes to hash them), sent as a file, shared between processes, and compared by its id.
+Theory. A training job lists its bucket once, and all its ranks and workers then name objects by number. So a listing is
+a value: columns in one run of bytes, read in place, sent as a file, shared between processes, and compared by its id. A
+`Listing` of a million objects is made in the time it takes to hash them.
 
 The bytes, numbers little-endian, every column padded to eight bytes:
 
@@ -10,21 +10,21 @@ The bytes, numbers little-endian, every column padded to eight bytes:
     sizes u64 × n · modified f64 × n · key ends × n · keys · etags
 
 Key ends are u32, or u64 when the keys have more than 4 GiB. Keys are UTF-8 without separators. ETags are 16 raw bytes
-each when all of them are 32 hexadecimal digits (`hex`: what S3 gives for objects that were not put in parts), else ends
-and text (`text`).
+each if all have 32 hexadecimal digits (`hex`: S3's, for objects that were not put in parts), otherwise ends and text
+(`text`).
 
-The id covers bucket, prefix, keys, sizes and etags. Times are no part of it where there is an etag: an object that was
-flushed to its backend, or copied back to it, is what it was, and a job that comes back for it must not be turned away.
+The id covers bucket, prefix, keys, sizes and etags. It leaves out the time of an object with an etag: an object that
+was flushed to its backend, or copied back, is the same object, and a job that resumes must not be turned away.
 
-Listings come in *pieces* (pages, or what is left of a page), from several places in the bucket at once. Pieces that
-rise from one to the next are put together without looking into them; if they do not (a server with an order of its own,
-ranges that overlap), all entries are sorted, and of equal keys the last is kept.
+Listings come in *pieces* (pages, or the rest of a page) from several places in the bucket at once. Pieces that rise
+from one to the next are joined without looking into them. If they do not (a server with an order of its own, ranges
+that overlap), all entries are sorted, and of equal keys the last is kept.
 
-Rejected: Arrow or Parquet (a dependency of 40 MB for three columns); front-coded keys (half the bytes, but no key can
-be read without its block, and sendfile costs less than decoding); gzip on the way (0.5 s for a million objects).
+Rejected: Arrow or Parquet (a dependency of 40 MB for three columns); front-coded keys (half the bytes, but reading a
+key needs its block, and sendfile costs less than decoding); gzip on the way (0.5 s for a million objects).
 
-Invariants. (1) Keys rise strictly, in byte order. (2) Equal ids: the same keys, sizes and etags, but for a collision of
-128-bit hashes. (3) Bytes that are not a whole listing raise `Corrupt`, whatever they are.
+Invariants. (1) Keys rise strictly, in byte order. (2) Equal ids mean the same keys, sizes and etags, except for a
+collision of 128-bit hashes. (3) Bytes that are not a whole listing raise `Corrupt`.
 """
 
 from __future__ import annotations

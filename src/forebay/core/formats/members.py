@@ -1,19 +1,18 @@
-"""The index of a shard: the names of its members, and where each one's bytes are.
+"""The index of a shard: the names of its members, and where the bytes of each are.
 
-Theory. A shard is read a member at a time and at random, so where the members are is found out once, and kept. A shard
-has thousands to millions of them: the index holds columns (one text of all names, arrays of numbers), not objects, so
-that it is encoded, sent and decoded at memory speed. Numbers by name come from a dictionary that is made when the first
-name is looked up.
+Theory. A shard is read one member at a time and at random, so the members' places are found once and kept. A shard has
+up to millions of members. The index holds columns (one text of all names, arrays of numbers), not objects, so encoding,
+sending and decoding run at memory speed. A dictionary from names to numbers is made when the first name is looked up.
 
-Numbers are 8 bytes, little-endian. Columns that would say the same of all members are empty: `packed`, `methods` and
+Numbers are 8 bytes, little-endian. A column that would say the same of all members is empty: `packed`, `methods` and
 `crcs` where every member is a plain range (each tar, and a zip that only stores).
 
-What is a member: a regular file of a tar, a file of a zip. Names are as the archive has them, UTF-8; bytes that are not
-are carried as surrogates and cannot be asked for over HTTP. Of several members of one name the last counts, as both
-formats have it; all are listed.
+A member is a regular file of a tar, or a file of a zip. Names are the archive's, in UTF-8; other bytes become
+surrogates and cannot be named over HTTP. Of several members with one name the last counts, as both formats have it; all
+are listed.
 
-Invariants. (1) All columns that are not empty have as many entries as there are names. (2) `decode` of what `encode`
-made is equal, column by column. (3) Every place lies inside the shard (or its plain form).
+Invariants. (1) Every column that is not empty has as many entries as there are names. (2) `decode(encode(index))` is
+equal to `index`, column by column. (3) Every place lies inside the shard (or its plain form).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Tar archives by their headers: where each file's bytes are, where the archive ends, and how to write one more.
+"""Reads the headers of a tar archive: where each file's bytes are, and where the archive ends. Also appends a file.
 
-Theory. A tar is headers of 512 bytes, each followed by its file's bytes, rounded up to 512. So the places of all
-members are found by hopping from header to header, and a member is a range of it. Understood are ustar, GNU (long
-names, sizes in base 256) and pax (`path` and `size`, for one header or globally), as `tarfile` of the standard library
-reads them; it is the oracle of the tests. Members are regular files: directories, links and devices have no bytes.
-Sparse files are refused, because their bytes are no range.
+Theory. A tar has headers of 512 bytes, each followed by its file's bytes, rounded up to 512. So hopping from header to
+header finds all members, and each member is a range of the archive. It understands ustar, GNU (long names, sizes in
+base 256) and pax (`path` and `size`, for one header or globally), as the standard library's `tarfile` does; `tarfile`
+is the oracle of the tests. Members are regular files: directories, links and devices have no bytes. Sparse files are
+refused, because their bytes are no range.
 
 The scan reads through small gaps and hops over large ones: a system call costs as much as copying some kilobytes.
 
-The sum of a header's bytes is taken from Adler-32, whose lower half is that sum modulo 65,521, plus 1: it is in C, and
-a sum in Python would be half of the cost of a member.
+A header's checksum comes from Adler-32, whose lower half is the sum of the bytes modulo 65,521, plus 1. Adler-32 is in
+C; a sum in Python would be half of the cost of a member.
 
-Rejected: `tarfile` itself (30 µs a member, and it takes an archive that ends early for one that ends).
+Rejected: `tarfile` itself (30 µs a member, and it accepts an archive that ends early).
 
-Invariants. (1) Every range given lies inside the archive. (2) What is written here, `tarfile` reads.
+Invariants. (1) Every range lies inside the archive. (2) `tarfile` reads what is written here.
 """
 
 from __future__ import annotations

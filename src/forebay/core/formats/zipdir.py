@@ -1,15 +1,15 @@
-"""Zip archives by their central directory: where each file's bytes are, and how they are packed.
+"""Reads the central directory of a zip archive: where each file's bytes are, and how they are packed.
 
-Theory. A zip ends with a record that says where its central directory is, which lists every file with size, checksum
-and the place of its local header. Behind that header, whose length only it knows, are the bytes. So the directory is
-read in one piece, and then 30 bytes for each file; the files themselves are not read. Zip64 is understood, and an
-archive that stands behind other bytes (a program that unpacks itself), as `zipfile` of the standard library does; it is
-the oracle of the tests. Members are stored (a range of the archive) or deflated; of others, and of encrypted ones, the
-place is known, and the bytes are refused when they are asked for.
+Theory. A zip ends with a record that locates its central directory. The directory lists every file with its size,
+checksum and local header. The bytes follow that header, which alone knows its own length. So the directory is read in
+one piece, then 30 bytes for each file, and no file's bytes. It understands Zip64, and archives behind other bytes
+(programs that unpack themselves), as the standard library's `zipfile` does; `zipfile` is the oracle of the tests.
+Members are stored (a range of the archive) or deflated. Others, and encrypted ones, are located, and reading them is
+refused.
 
 Rejected: `zipfile` itself (40 µs a member, and an object for each).
 
-Invariants. (1) Every range given lies inside the archive. (2) A name holds no NUL.
+Invariants. (1) Every range lies inside the archive. (2) A name holds no NUL.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What processes say to each other: front and engine, client and front. Values and their frames."""
+"""The messages between processes, front and engine or client and front, and their frames."""

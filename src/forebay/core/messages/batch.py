@@ -1,14 +1,14 @@
-"""Many items in one request, and the frames of the answer.
+"""A request for many items, and the frames of its answer.
 
-Theory. A batch names objects, ranges of them, or members of shards, and is answered in its own order by one stream: for
-each item a header of 24 bytes and then its bytes, or the error that a GET of it would have been. The header is fixed
-and flat because it is read hundreds of thousands of times a second, by Python.
+Theory. A batch names objects, ranges of objects, or members of shards. One stream answers them in the same order. Each
+item has a header of 24 bytes, then its bytes or the error that a GET would have returned. The header is fixed and flat
+because Python reads hundreds of thousands of them a second.
 
-A range that runs past the end is answered to the end, as HTTP has it; one that holds no byte is outside, but for all of
-an empty object. What does not fit into BATCH_BYTES_MAX is answered with an `Invalid` of code FULL: the reader asks for
-those again, in the next batch.
+A range that runs past the end is answered up to the end, as in HTTP. A range without a byte is an error, except for all
+of an empty object. Items that do not fit into BATCH_BYTES_MAX are answered with an `Invalid` of code FULL; the reader
+requests those again in the next batch.
 
-Invariants. (1) As many frames as items, in their order, or the answer ends early and is no answer. (2) A frame with
+Invariants. (1) There are as many frames as items, in their order; an answer that ends early is none. (2) A frame with
 status 200 carries exactly the bytes asked for; any other carries a msgpack `ErrorOnWire`.
 """
 

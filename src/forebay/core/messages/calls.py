@@ -1,13 +1,12 @@
 """Calls from a front to the engine: one question, one answer, each a plain msgpack map.
 
-Theory. `wire.Call` carries a verb and bytes; this table says what those bytes are. Whoever asks uses `encode_call` and
-`decode_answer`, whoever answers uses `decode_call` and `encode_answer`, so the two sides cannot disagree without a type
-error here. Maps, not arrays: these are rare, people read them (the native API shows most of them as JSON unchanged),
-and fields may be added with defaults. A call that fails is answered with `wire.Failed`, never with an answer that means
-failure.
+Theory. `wire.Call` carries a verb and bytes, and this table gives their types. One side uses `encode_call` and
+`decode_answer`, the other `decode_call` and `encode_answer`, so the two cannot disagree without a type error here. Maps
+are used rather than arrays: calls are rare, people read them (the native API shows most of them as JSON), and fields
+can be added with defaults. A failed call is answered with `wire.Failed`, never with an answer that means failure.
 
 Invariants. (1) Every verb has one argument type and one answer type. (2) An answer fits a frame: listings come in
-pages, jobs report counts and a few samples of what went wrong.
+pages, jobs report counts and a few samples of errors.
 """
 
 from __future__ import annotations

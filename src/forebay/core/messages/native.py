@@ -1,9 +1,9 @@
-"""What clients of the native API say that no call to the engine says in the same words.
+"""Messages of the native API that no call to the engine expresses.
 
 Theory. Most of the native API is `calls.py` as JSON. A Complete is not: its path and query name the upload, and its
-headers hold the conditions, as those of a PUT do. So its body is a type of its own, which client and front share.
+headers hold the conditions, like a PUT's. So its body has a type of its own, which client and front share.
 
-Invariants. (1) Whatever decodes fits the call that a front makes of it: numbers have bounds.
+Invariants. (1) Everything that decodes fits the call that a front makes of it: numbers have bounds.
 """
 
 from __future__ import annotations

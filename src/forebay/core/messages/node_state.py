@@ -1,6 +1,6 @@
-"""How a node says it is: its processes, volumes and buckets, and the map of nodes.
+"""The state of a node: its processes, volumes and buckets, and the map of nodes.
 
-Theory. Plain values, which travel as those of `calls.py` do. People read them as JSON, so fields have names and may be
+Theory. Plain values, sent like those of `calls.py`. People read them as JSON, so fields have names, and fields can be
 added with defaults.
 
 Invariant. A value holds what was true of the node at one moment.

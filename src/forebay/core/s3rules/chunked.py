@@ -1,20 +1,20 @@
-"""The aws-chunked coding of a body: chunks that may be signed, and a trailer behind them. Pure.
+"""Decodes aws-chunked bodies: chunks that may be signed, and a trailer behind them.
 
 Theory. An SDK that does not want to read a body twice sends it in chunks of its own, inside the HTTP body:
 
     size-in-hex[;chunk-signature=…] CRLF data CRLF   … the last one has size 0 and no data …   name:value CRLF … CRLF
 
-`Content-Encoding: aws-chunked` or an `x-amz-content-sha256` that begins with STREAMING- says so, and
-`x-amz-decoded-content-length` how many bytes there are without the framing. Trailers carry checksums, and behind signed
-chunks a signature. A chunk's bytes are handed on before its signature is known to be right (a chunk may be as large as
-the body), so nothing that came through here may be shown before `finish` was called.
+`Content-Encoding: aws-chunked`, or an `x-amz-content-sha256` that begins with STREAMING-, announces the coding, and
+`x-amz-decoded-content-length` gives the size without framing. Trailers carry checksums and, behind signed chunks, a
+signature. A chunk may be as large as the body, so its bytes are handed on before its signature is checked. Nothing that
+came through here may be shown before `finish` was called.
 
-Some clients leave out the empty line at the end; what is missing then says nothing, so `finish` does not insist on it.
+Some clients leave out the empty line at the end. It carries no information, so `finish` does not insist on it.
 
-Rejected: requiring S3's least chunk of 8 KiB (it keeps S3's bookkeeping small, ours does not need it).
+Rejected: S3's least chunk of 8 KiB (it keeps S3's bookkeeping small; ours does not need it).
 
-Invariants. (1) However the bytes are cut, the same pieces, joined, and the same trailers come out. (2) No input costs
-more than its length times a constant, and no more than one line is kept.
+Invariants. (1) However the bytes are cut, the joined pieces and the trailers are the same. (2) No input costs more than
+its length times a constant, and at most one line is kept.
 """
 
 from __future__ import annotations

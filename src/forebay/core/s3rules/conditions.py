@@ -1,21 +1,20 @@
 """What a request's Range and If-* headers mean for one version of an object.
 
-Theory. A read is decided in two steps that must not be mixed: first the *conditions* (does the caller want this version
-at all?), then the *range* (which of its bytes?). RFC 9110 section 13.2.2 fixes the order of the conditions, and S3
-follows it: If-Match, else If-Unmodified-Since; then If-None-Match, else If-Modified-Since; then Range, which If-Range
-may switch off. A header that cannot be understood is ignored, as the RFC asks (13.1.3, 14.2); only a well-formed range
-that lies outside the object is an error (416). S3 answers a request for several ranges with the whole object, which
-the RFC allows too (a server may ignore Range), so a second range switches the first off.
+Theory. A read is decided in two steps: first the *conditions* (does the caller want this version at all?), then the
+*range* (which bytes of it?). RFC 9110 section 13.2.2 fixes the order of the conditions, and S3 follows it: If-Match,
+else If-Unmodified-Since; then If-None-Match, else If-Modified-Since; then Range, which If-Range may switch off. A
+malformed header is ignored, as the RFC asks (13.1.3, 14.2). Only a well-formed range outside the object is an error
+(416). S3 answers a request for several ranges with the whole object, which the RFC allows (a server may ignore Range).
 
-Entity tags arrive quoted, or bare from clients that copy them out of a listing; both are understood. If-Match and
+Entity tags arrive quoted, or bare from clients that copy them from a listing; both are understood. If-Match and
 If-Range compare strongly (a weak tag never matches), If-None-Match weakly (RFC 9110, 8.8.3.2). Times compare in whole
-seconds, since that is all an HTTP date can say.
+seconds, since an HTTP date has no more.
 
 Rejected: `email.utils` for dates (accepts almost anything, and "almost" differs between versions of Python);
-multipart/byteranges (no S3 client asks for it, S3 does not serve it).
+multipart/byteranges (no S3 client asks for it, and S3 does not serve it).
 
-Invariants. (1) Nothing here raises for any input text, except `resolve` with `InvalidRange`. (2) The answer is a
-function of the headers, the entity tag and the modification time alone.
+Invariants. (1) No input text raises, except `resolve` with `InvalidRange`. (2) The answer depends only on the headers,
+the entity tag and the modification time.
 """
 
 from __future__ import annotations

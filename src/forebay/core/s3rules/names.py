@@ -1,15 +1,15 @@
-"""Which bucket and key a request names: path style and virtual-host style.
+"""Finds the bucket and key that a request names, in path style or virtual-host style.
 
-Theory. A key is bytes, not a path: it is what stands after the bucket's `/`, percent-decoded exactly once and read as
-UTF-8. Nothing is normalised, so `a//b`, `../x` and `./` are keys like any other, `%2F` and `/` mean the same, and `+`
-is a plus sign (only queries of forms mean a space by it). The bucket comes from the host name when that ends with one
-of the node's base domains (`corpus.localhost`), else from the first piece of the path.
+Theory. A key is bytes, not a path: the text behind the bucket's `/`, percent-decoded exactly once and read as UTF-8.
+Nothing is normalised. `a//b`, `../x` and `./` are keys like any other, `%2F` and `/` mean the same, and `+` is a plus
+sign (it means a space only in queries of forms). The bucket comes from the host name if that ends with one of the
+node's base domains (`corpus.localhost`), and otherwise from the first piece of the path.
 
-Rejected: guessing virtual-host style from any dotted host (a node reached as `gpu1.example.com` would lose its first
-label); mapping `+` to a space as some S3 servers do (a key with a plus could not be asked for unescaped).
+Rejected: virtual-host style for any dotted host (a node reached as `gpu1.example.com` would lose its first label); `+`
+as a space, as some S3 servers have it (a key with a plus could not be named unescaped).
 
-Invariants. (1) One target and host name one (bucket, key), or `Invalid` is raised. (2) Quoting a key and splitting the
-result gives the same key back.
+Invariants. (1) A target and host name one (bucket, key), or raise `Invalid`. (2) Quoting a key and splitting the result
+gives the same key.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What a signer may say of a body (`x-amz-content-sha256`), and how a body that arrives is held against it.
+"""Checks an arriving body against what its signer said of it (`x-amz-content-sha256`).
 
-Theory. Four ways: the SHA-256 of the whole body; UNSIGNED; aws-chunked with each chunk signed (CHUNKS), with a signed
-trailer behind (CHUNKS_TRAILER); aws-chunked with nothing signed but a trailer of checksums behind (UNSIGNED_TRAILER).
-Signatures of chunks form a chain that starts from the request's: a chunk cannot be moved, repeated, left out or taken
-from another request, and an end that did not come is noticed because the last chunk is signed too.
+Theory. There are four ways: the SHA-256 of the whole body; UNSIGNED; aws-chunked with each chunk signed (CHUNKS),
+perhaps with a signed trailer (CHUNKS_TRAILER); aws-chunked with an unsigned trailer of checksums (UNSIGNED_TRAILER).
+Signatures of chunks form a chain that starts from the request's. So no chunk can be moved, repeated, left out or taken
+from another request. The last chunk is signed too, so a missing end is noticed.
 
     payload = verified.payload                      from sigv4.Verifier.verify(..., body=None), before the body
     if signs_sha256(payload): ... check_payload_sha256(payload, hexdigest)
     if payload in (CHUNKS, CHUNKS_TRAILER): chunks = ChunkVerifier(verified); chunks.check(...) for each
 
-Rejected: the forms of Signature Version 4a (elliptic curves, for keys that hold in several regions; there is one here).
+Rejected: Signature Version 4a (elliptic curves, for keys that are valid in several regions; there is one here).
 
 Invariants. (1) Signatures are compared in constant time. (2) A form that cannot be checked is refused before the body.
 """

@@ -1,12 +1,12 @@
-"""An object's tags: what may be one, and the query string in which they travel.
+"""Parses and formats an object's tags.
 
 Theory. Tags are a set of pairs that S3 keeps beside an object. They arrive as a query string (the header
-`x-amz-tagging` of a PUT, CopyObject or CreateMultipartUpload) or as XML (PutObjectTagging); here they are kept as that
-query string, among the object's stored headers, in one canonical spelling. Tags are metadata for people and billing, so
-their characters are those that every store takes: letters, digits and spaces of any script, and `+ - = . _ : / @`.
+`x-amz-tagging` of a PUT, CopyObject or CreateMultipartUpload) or as XML (PutObjectTagging). The node keeps them as that
+query string in one canonical spelling, among the object's stored headers. Tags are metadata for people and billing. The
+allowed characters are those that every store takes: letters, digits and spaces of any script, and `+ - = . _ : / @`.
 
-Among the stored headers stand the tags and their number, which S3 says with every read. Towards a backend they are no
-headers but an argument of their own: `without_tags` takes them out.
+The stored headers hold the tags and their number, which S3 reports with every read. A backend takes tags as an argument
+of their own, so `without_tags` removes them from the headers.
 
 Invariant. `format_tags(parse_tags(text))` is the same for every spelling of the same tags in the same order.
 """

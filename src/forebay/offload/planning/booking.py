@@ -1,11 +1,11 @@
-"""Room that is booked: bytes that channels can move during each operator, and bytes that tiers can hold.
+"""Books capacity: bytes that channels can move during each operator, and bytes that tiers can hold.
 
 Theory. Both are columns over the operators of a step, on a circle: position `N + k` is operator k of the next step. A
-store takes room from its beginning onwards until all its bytes have some; a load takes room backwards from where it is
-needed. With the sums over the column, where either ends is a binary search, done for many candidates at once. All is
-counted in whole bytes: sums of floats would rise and fall by their rounding, and what is ranked by them with it.
+store takes capacity forwards from its beginning, a load backwards from where it is needed. With the column's running
+sums, a binary search finds where either ends, for many candidates at once. Everything is counted in whole bytes: sums
+of floats would vary by rounding, and the ranking with them.
 
-Invariant. Nothing is booked above what there is.
+Invariant. Nothing is booked above the capacity.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""The best of several plans: each is replayed, and the quickest step wins.
+"""Chooses the best of several plans: each is replayed, and the quickest step wins.
 
-Theory. No rank is best on all traces, and a replay costs less than a wrong guess. So each rank plans, as it is and with
-its loads hoisted, and each plan is replayed. The quickest predicted step wins; of steps that differ by less than
-TIE_SHARE, the one that moves fewer bytes, then fewer moves. All of them are kept for people to see.
+Theory. No rank is best on all traces, and a replay costs less than a wrong guess. So each rank makes a plan, once as it
+is and once with its loads hoisted, and each plan is replayed. The quickest predicted step wins. Between steps that
+differ by less than TIE_SHARE, the plan that moves fewer bytes wins, then the one with fewer moves. All plans are kept
+for people to see.
 
-Beyond the bandwidth. Where the disks are too slow for the budget, which on one disk is the normal case, greedy stops
-with memory above the budget: no period is left whose moves find free slots. The step has to wait there in any case, and
-what is moved then, unplanned, is moved late and fetched late. So plans are also made as if the disks were OVERBOOKED
-times as fast, and replayed with the disks as they are: their moves are late as well, but begin as early as they can.
-On a network of 24 layers at 40 to 80 % of its need and 2 to 32 GB/s this took 4 to 40 % off the step; neither the paper
-nor G10 has it, and at 2 GB/s without it their greedy takes longer than moving everything each time does.
+Overbooking. Disks are often too slow for the budget; with one disk that is the normal case. Greedy then stops with
+memory above the budget, since no remaining period finds free slots. The step must wait there anyway, and unplanned
+moves start late in both directions. So plans are also made as if the disks were OVERBOOKED times as fast, and replayed
+with the real disks: their moves are late too, but begin as early as they can. On a network of 24 layers at 40 to 80 %
+of its need and 2 to 32 GB/s this took 4 to 40 % off the step. Neither TERAIO nor G10 has it, and at 2 GB/s their greedy
+without it is slower than moving everything each time.
 
-`whole_layer` stands for what offloaders without lifetimes do (ZeRO-Infinity and its like): all that persists leaves
-after every use and comes back one point ahead, whether memory is short then or not.
+`whole_layer` stands for offloaders without lifetimes (ZeRO-Infinity and its like): everything persistent leaves after
+every use and comes back one point ahead, whether or not memory is short.
 """
 
 from __future__ import annotations

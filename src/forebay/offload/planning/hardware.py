@@ -1,8 +1,8 @@
-"""What there is to move tensors to, and how quickly: a value that plans and replays take as given.
+"""Where tensors can move and how fast: a value that plans and replays take as given.
 
-Theory. A move out of the accelerator's memory takes the link; one to disk takes the link and the disk, and is as quick
-as the slower of both. Each direction is a channel of its own: links and good disks read and write at once. On a machine
-without an accelerator there is no link: its bandwidth is infinite.
+Theory. A move out of the accelerator's memory takes the link. A move to disk takes the link and the disk, at the speed
+of the slower one. Each direction is a channel of its own: links and good disks read and write at once. A machine
+without an accelerator has no link: its bandwidth is infinite.
 """
 
 from __future__ import annotations

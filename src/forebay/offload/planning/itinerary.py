@@ -1,10 +1,8 @@
-"""A plan as the engine follows it: at each point of the step what leaves, what is fetched, and what is needed until the
-next.
+"""A plan as the engine follows it: for each point, what leaves, what is fetched, and what is needed until the next.
 
-Theory. A plan speaks of operators; an engine only sees points. Each of the plan's moves begins at a point, since plans
-are made on them. Between two points lies a stretch: the storages that its operators use have to be here when it begins,
-and what it needs at the most is known from the trace. So following a plan takes, at each point, three short lists and a
-number, which are made once.
+Theory. A plan speaks of operators, but an engine sees only points. Plans are made on points, so each move begins at
+one. Between two points lies a stretch. The storages that its operators use must be here when it begins, and the trace
+gives its peak memory. So following a plan takes three short lists and a number at each point, which are made once.
 
 Invariant. Names of points are those of the trace, in its order.
 """

@@ -1,12 +1,12 @@
-"""When tensors wait: the inactive periods of a trace, on the circle of its operators.
+"""The periods in which tensors wait, on the circle of a trace's operators.
 
-Theory. A period is what lies between two uses of a tensor that follow one another. Operators are counted on from lap to
-lap (`N + k` is operator k of the next step), so a period that goes round the end of the step is like any other. Its
-memory can be had from the first point after the use before it (`leave`) until the use behind it (`need`), less what the
-moves take. A period is `clean` if the tensor was not written in the use before it nor since the period before, so that
-a copy from then is still good; `writes_before` counts the writes that lie between.
+Theory. A period lies between two consecutive uses of a tensor. Operators are counted on from lap to lap (`N + k` is
+operator k of the next step), so a period around the end of the step is like any other. Its memory is free from the
+first point after the use before it (`leave`) until the use behind it (`need`), less the time of the moves. A period is
+`clean` if the tensor was not written in the use before it, nor since the previous period: then an earlier copy is still
+good. `writes_before` counts the writes between.
 
-Invariant. Per tensor, periods come in the order of their beginnings, and each begins in the first lap.
+Invariant. A tensor's periods come in the order of their beginnings, and each begins in the first lap.
 """
 
 from __future__ import annotations

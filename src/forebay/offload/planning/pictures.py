@@ -1,11 +1,11 @@
-"""Pictures of a trace and of a plan: what needs memory when, what waits how long, and what disks would do.
+"""Plots of a trace and of a plan: what needs memory when, what waits how long, and what faster disks would give.
 
-Three of them. The memory curve stacks what lives at each operator by kind, with the budget as a line and, under a plan,
-the curve as it was replayed. Lifetimes show the largest tensors as bars from their first to their last use, dark where
-an operator uses them and light where they only wait: the light is what can be had. The sweep shows step time against
-the disks' bandwidth, on logarithmic axes: the knee is what to buy.
+There are three. The memory curve stacks what lives at each operator by kind, with the budget as a line and, under a
+plan, the replayed curve. Lifetimes show the largest tensors as bars from their first to their last use, dark where an
+operator uses them and light where they wait: the light part is what offloading can free. The sweep shows step time
+against the disks' bandwidth, on logarithmic axes: the knee is what to buy.
 
-Time, not the number of operators, is on the horizontal axis: what counts is how long something lasts.
+The horizontal axis is time, not the number of operators, because durations matter.
 """
 
 from __future__ import annotations

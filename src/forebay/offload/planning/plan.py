@@ -1,29 +1,30 @@
-"""Which tensors leave when, and when they come back: greedy over inactive periods, with bandwidth booked.
+"""Plans which tensors leave when and when they return: greedy over inactive periods, with booked bandwidth.
 
-Theory (TERAIO, arXiv 2506.06472, algorithm 1; G10, MICRO 2023). For each channel every operator has room for
-`bandwidth * time` bytes. A period is worth what pressure it takes away: operators above the budget between the end of
-its store and the beginning of its load. Greedy takes the period of the highest rank, books its slots, subtracts its
-bytes from the memory curve, until nothing is above the budget or nothing is worth anything. What remains above is not
-an error: the step then waits, and `replay` says how long.
+Theory (TERAIO, arXiv 2506.06472, algorithm 1; G10, MICRO 2023). On each channel every operator has capacity for
+`bandwidth * time` bytes. A period is worth the pressure that it removes: operators above the budget between the end of
+its store and the beginning of its load. Greedy takes the period of the highest rank, books its slots and subtracts its
+bytes from the memory curve, until nothing is above the budget or no period is worth anything. Memory that stays above
+is no error: the step then waits, and `replay` says how long.
 
-What differs from the paper. Slots lie on a circle, and moves round the end of the step are booked like others. A tensor
-that was not written since its last store is dropped without storing it. Ranks are several (`Rank`), since none is best
-on all traces: printed, the paper's benefit over cost does not depend on the size; `area` is G10's. Between tiers: disk
-if it relieves as much, else host memory while it has room.
+Differences from the paper. Slots lie on a circle, so moves around the end of the step are booked like others. A tensor
+that was not written since its last store leaves without a store. There are several ranks (`Rank`), since none is best
+on all traces: the paper's printed benefit over cost does not depend on the size; `area` is G10's. Between tiers, disk
+is taken if it relieves as much, otherwise host memory while it has room.
 
-Nothing can begin or end but at a point, so the circle is one of *stretches*, from one point to the next: a stretch
-takes the time of its operators and needs what the worst of them needs. There are some thousands of them where there are
-tens of thousands of operators. A store counts as complete, and a tensor as needed, at the edge on the safe side.
+Moves begin and end only at points, so the circle consists of *stretches* from point to point. A stretch takes the time
+of its operators and needs the peak of their memory. There are thousands of stretches for tens of thousands of
+operators. A store counts as complete, and a tensor as needed, at the edge on the safe side.
 
-Ranking anew after every choice what may have changed is what takes the time. What a period is worth never rises while
-slots fill and pressure falls, so what it was worth once is a bound. Kept is a *front*, the FRONT periods of the highest
-bounds; after a choice only these are ranked anew, all at once; their best is the best of all as long as no bound
-outside is higher, else the front is drawn anew. The one exception, periods of a tensor of which a copy was just
-planned, have their bounds lifted. So the choice is that of ranking everything each time (tests do, and compare). A heap
-that ranks only its top anew does the same, one period at a time: it took eighty times as long.
+Ranking everything anew after each choice would take too long. A period's worth never rises while slots fill and
+pressure falls, so its earlier worth is a bound. The planner keeps a *front*, the FRONT periods with the highest bounds,
+and ranks only these anew after a choice, all at once. The front's best is the best of all unless a bound outside is
+higher; then the front is drawn anew. The one exception: a planned copy of a tensor lifts the bounds of its other
+periods. So the choice is that of ranking everything each time (tests compare). A heap that ranks only its top gives the
+same, one period at a time: it took eighty times as long.
 
-Invariants. (1) No channel of an operator is booked above its room, nor a tier. (2) A tensor is away only between two of
-its uses. (3) The same trace, hardware and rank give the same plan, on every machine: ties go to the earlier period.
+Invariants. (1) No channel of an operator and no tier is booked above its capacity. (2) A tensor is away only between
+two of its uses. (3) The same trace, hardware and rank give the same plan on every machine: ties go to the earlier
+period.
 """
 
 from __future__ import annotations

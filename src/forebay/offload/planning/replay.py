@@ -1,21 +1,21 @@
-"""One training step under a plan, simulated: how long it takes, and what it waits for.
+"""Simulates a training step under a plan: how long it takes, and what it waits for.
 
-Theory. Operators run in order, each as long as the trace says. One may start when the tensors that it uses are here and
-there is memory for what it brings forth and for its workspace. At a point the moves bound to it are asked for. Each
-tier has a server in each direction that takes moves by when they are needed, those that an operator waits for first.
-A store gives its memory back when it is complete; a load takes memory when it starts, so it waits until there is some.
-A tensor that is asked for while its store is under way is simply kept.
+Theory. Operators run in order, each as long as the trace says. An operator starts when its tensors are here and there
+is memory for its outputs and its workspace. A point requests the moves bound to it. Each tier has one server in each
+direction, which takes first the moves that an operator waits for, then those needed soonest. A store frees its memory
+when it is complete. A load takes memory when it starts, and waits until there is some. A tensor that is needed during
+its store is kept.
 
-What no plan foresaw: when an operator waits for memory and nothing is under way that would give any, the tensor that is
-needed last leaves, unplanned. So a step always ends, if each operator's own tensors fit.
+If an operator waits for memory and nothing under way would free any, the tensor that is needed last leaves, unplanned.
+So a step always ends if each operator's own tensors fit.
 
-The two tiers share the link. A host move that begins while the disk's server is busy gets what that leaves of the link.
+The two tiers share the link. A host move that begins while the disk's server is busy gets the rest of the link.
 
 A step is replayed until its time repeats, at most LAPS_MAX times: tensors that are away over the end of a step make the
-first one easier or harder than the others. Where a plan lets a tensor stay away over the end, it is away at the start.
+first one easier or harder. If a plan leaves a tensor away over the end, it is away at the start.
 
-Invariants. (1) Memory is never above the budget, but where an operator's own tensors are. (2) No operator runs without
-its tensors. (3) Compute, stalls for tensors and stalls for memory add up to the step.
+Invariants. (1) Memory exceeds the budget only where an operator's own tensors do. (2) No operator runs without its
+tensors. (3) Compute, stalls for tensors and stalls for memory add up to the step.
 """
 
 from __future__ import annotations

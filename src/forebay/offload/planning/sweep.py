@@ -1,7 +1,7 @@
-"""Which disks to buy: the step time over bandwidths, by replay.
+"""Which disks to buy: replays step times over bandwidths.
 
 Theory. For each bandwidth the best plan is chosen and replayed. The *knee* is the slowest disk with which a step takes
-at most KNEE of what it takes with the fastest one tried: more bandwidth than that buys little.
+at most KNEE of the time that it takes with the fastest one tried: more bandwidth buys little.
 """
 
 from __future__ import annotations

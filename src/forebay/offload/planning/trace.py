@@ -1,17 +1,16 @@
-"""What one training step does with memory: a value, from wherever it comes.
+"""What one training step does with memory, as a value.
 
-Theory. A trace is operators in their order with the time that each takes, the *points* between them at which an engine
-can act, and tensors with the operators that use them. All else follows: how much memory each operator needs, and when a
-tensor waits. Traces come from a run, from fake tensors or from a file, and are the same kind of value: nothing here
-needs torch.
+Theory. A trace holds operators in order with their times, the *points* between them at which an engine can act, and
+tensors with the operators that use them. Everything else follows: the memory that each operator needs, and when a
+tensor waits. Traces come from a run, from fake tensors or from a file. Nothing here needs torch.
 
-A tensor is a storage. It lives from `births` to `deaths` (both operators included); a *persistent* one lives always,
-and its uses go round: after the last of this step comes the first of the next. A use may write; what was not written
-since it was stored has a good copy.
+A tensor is a storage. It lives from `births` to `deaths`, both operators included. A *persistent* one lives always, and
+its uses go round: the last use of this step is followed by the first of the next. A use may write. A tensor that was
+not written since its store has a good copy.
 
-Invariants (checked when a trace is made, `Invalid` says which does not hold). (1) Uses of a tensor rise and lie within
-its life. (2) Points rise, the first is before the first operator. (3) Sizes and times are not negative, one step has at
-most OPERATORS_MAX operators and TENSORS_MAX tensors.
+Invariants (checked when a trace is made; `Invalid` names the broken one). (1) Uses of a tensor rise and lie within its
+life. (2) Points rise, and the first is before the first operator. (3) Sizes and times are not negative, and a step has
+at most OPERATORS_MAX operators and TENSORS_MAX tensors.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Which bytes of a range are free, and who gets which: placement that is decided once and then stays.
+"""Allocates stretches of a range.
 
-Theory. Plans place tensors before the step that moves them, so room is taken rarely and a search over all that is free
-costs nothing that matters. The smallest stretch that is big enough is taken (best fit: big ones stay whole for big
-tensors), from its beginning. What is given back merges with its free neighbours at once.
+Theory. Plans place tensors before the step that moves them, so allocation is rare and may search all free stretches.
+It takes the smallest stretch that suffices (best fit keeps big ones whole for big tensors), from its beginning. A
+released stretch merges with its free neighbours at once.
 
-Everything is in blocks of BLOCK_BYTES: direct I/O asks for that alignment, and so no two tensors share a block.
+Everything is in blocks of BLOCK_BYTES: direct I/O needs that alignment, and so no two tensors share a block.
 
-Rejected: buddies and powers of two (up to half of the room lost inside slots); first fit (it saves a search that nobody
+Rejected: buddies and powers of two (up to half of the room lost inside slots); first fit (saves a search that nobody
 waits for, and breaks big stretches for small tensors).
 
-Invariants (`check`). (1) Free stretches rise, do not touch and lie within the range. (2) Free and taken make the range.
+Invariants (`check`). (1) Free stretches rise, do not touch and lie within the range. (2) Free and taken stretches make
+up the range.
 """
 
 from __future__ import annotations

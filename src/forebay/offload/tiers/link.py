@@ -1,4 +1,4 @@
-"""How quick the way between host memory and an accelerator's is, in each direction: copies, timed."""
+"""Measures the speed of copies between host memory and an accelerator's, in each direction."""
 
 from __future__ import annotations
 

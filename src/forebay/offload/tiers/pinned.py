@@ -1,12 +1,11 @@
-"""Pages of host memory that a tier owns, pinned once an accelerator is to copy to or from them.
+"""Pages of host memory that a tier owns, pinned when an accelerator first copies to or from them.
 
-Theory. A device copies by itself, and at the full speed of its link, only to and from pages that cannot be moved or
-swapped meanwhile; from others the driver copies by way of pages of its own. Pinning takes milliseconds and may hold up
-the device, so it is done once, by the first transfer that needs it: who moves host memory only pins nothing, and never
-starts CUDA.
+Theory. A device copies by itself, at the full speed of its link, only to and from pages that cannot be moved or
+swapped. For others the driver copies through pages of its own. Pinning takes milliseconds and may hold up the device,
+so the first transfer that needs it does it once. Moving host memory pins nothing and never starts CUDA.
 
-Pages come from the kernel and are registered with the accelerator afterwards. torch's own allocator of pinned memory
-rounds up to powers of two, so that a tensor of 1.1 GiB takes 2 (see MemAscend, arXiv 2505.23254).
+Pages come from the kernel and are registered with the accelerator afterwards. torch's allocator of pinned memory rounds
+up to powers of two, so a tensor of 1.1 GiB would take 2 (see MemAscend, arXiv 2505.23254).
 
 Invariant. Pages are unpinned before they go back to the kernel.
 """

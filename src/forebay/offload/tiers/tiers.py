@@ -1,23 +1,23 @@
-"""Where tensors wait while they are away: what the engine may ask of a tier, whatever it is made of.
+"""What the engine may ask of a tier, the place where tensors wait while they are away.
 
-Theory. A tier has room, and slots in it. A slot is reserved once, when a plan is made, and from then on is where one
-tensor goes: at run time there is no allocation and nothing to look up. `store` and `load` return at once with a ticket;
-bytes move on the tier's own threads (queues.py). `HostTier` is memory, `DiskTier` is files.
+Theory. A tier has room, divided into slots. A plan reserves a slot for each tensor once, so at run time nothing is
+allocated or looked up. `store` and `load` return a ticket at once; bytes move on the tier's own threads (queues.py).
+`HostTier` is memory, `DiskTier` is files.
 
-Memory that is handed in is any buffer of bytes in host memory, or a torch tensor of uint8, there or on an accelerator
-(device_memory.py); it has to stay as it is until its ticket is done. Tensors in host memory are looked at through their
-address and never turned into numpy arrays: `.numpy()` forbids torch, for good, to resize the storage below, which is
-what the engine empties storages with.
+The caller passes a buffer of bytes in host memory, or a torch tensor of uint8, there or on an accelerator
+(device_memory.py), and must leave it alone until its ticket is done. Tensors in host memory are accessed by address and
+never turned into numpy arrays: `.numpy()` forbids torch for good to resize the storage, and that is how the engine
+empties storages.
 
-A store that fails leaves the tensor where it was, in memory: the engine keeps it. A slot then holds nothing, as it does
-from the moment that a store is asked for until it is done. A load that fails leaves its destination undefined.
+A failed store leaves the tensor in memory, and the engine keeps it. The slot then holds nothing, as during a store. A
+failed load leaves its destination undefined.
 
 Rejected: a typing.Protocol beside the class that both tiers share (two lists of the same promises); loads that wait for
 the store of the same slot (the bytes are still in memory then: the engine must not read them back).
 
-Invariants. (1) Of a slot there is one store under way, or any number of loads, or nothing. (2) What a load returns
-without an error is what the last store of that slot took. (3) Slots never overlap, and are not moved. (4) A tier is
-used by the process that opened it: threads do not live on in a fork.
+Invariants. (1) A slot has one store under way, or any number of loads, or nothing. (2) A load without an error returns
+what the last store of that slot took. (3) Slots never overlap and never move. (4) The process that opened a tier uses
+it: threads do not survive a fork.
 """
 
 from __future__ import annotations

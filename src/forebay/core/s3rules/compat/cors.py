@@ -1,21 +1,20 @@
-"""Which pages of other origins may use a bucket: a CORS rule held against a request, as S3 does it.
+"""Decides which pages of other origins may use a bucket: applies CORS rules to a request as S3 does.
 
-Theory. A browser asks twice. Before a request that a plain form could not make it sends a *preflight* (OPTIONS with the
-method and the header names it is about to use) and goes on only if the answer allows them. On the *actual* request it
-sends `Origin` and shows the answer to the page only if that allows the origin. The server forbids nothing here: CORS
-tells browsers what to show, and what a caller may do is decided by identities as ever.
+Theory. A browser asks twice. Before a request that a plain form could not make, it sends a *preflight* (OPTIONS with
+the method and header names that it will use) and goes on only if the answer allows them. With the *actual* request it
+sends `Origin`, and shows the answer to the page only if the answer allows the origin. CORS only tells browsers what to
+show; identities decide what a caller may do.
 
-A bucket has a list of rules, and the first that fits decides. A preflight must find its origin, its method and all
-its header names in one rule; an actual request its origin and method. A rule that allows every origin with a plain `*`
-is answered with `*`, any other with the origin itself and with credentials allowed: the difference that S3 makes. Since
-the answer depends on request headers, it says so in `Vary`; otherwise a cache on the way would hand one page's answer
-to another.
+The first of a bucket's rules that fits decides. A preflight must find its origin, its method and all its header names
+in one rule; an actual request its origin and method. A rule with a plain `*` is answered with `*`; any other with the
+origin itself and with credentials allowed, as S3 does. The answer depends on request headers, so it sends `Vary`;
+without that, a cache on the way would give one page's answer to another.
 
-Rejected: regular expressions made of the patterns (one wildcard is a prefix and a suffix); merging rules that fit (S3
-takes the first, and rules written for S3 rely on their order).
+Rejected: regular expressions made of the patterns (one wildcard is a prefix and a suffix); merging the rules that fit
+(S3 takes the first, and rules written for S3 rely on their order).
 
-Invariants. (1) Nothing that came from the request is in the answer but an origin or header name that a rule allowed.
-(2) `check_rules` has passed for every rule kept.
+Invariants. (1) The answer holds nothing from the request except an origin or header name that a rule allowed. (2)
+Every stored rule has passed `check_rules`.
 """
 
 from __future__ import annotations

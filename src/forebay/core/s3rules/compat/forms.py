@@ -1,18 +1,17 @@
-"""A browser's form as it arrives (multipart/form-data): its fields, then the bytes of its file, whatever their number.
+"""Parses a browser's form as it arrives (multipart/form-data): its fields, then its file.
 
-Theory. A form upload is one body: parts between lines of a boundary, small fields first, the file last. The file may be
-five gigabytes, so the parser is fed pieces and hands on what it can: a `Field` when that is complete, `FileStarts` when
-the file's head is, then the file's bytes piece by piece. All it holds back of a file is what may be the beginning of a
-boundary. The boundary line starts with a carriage return and holds no other, so only the last one in a piece can begin
-it, and a search for the whole line is the only pass over the bytes.
+Theory. A form upload is one body: parts between boundary lines, small fields first, the file last. The file may have
+five gigabytes, so the parser takes pieces and returns what is complete: a `Field`, `FileStarts` after the file's head,
+then the file's bytes. Of a file it holds back only what may begin a boundary. A boundary line starts with a carriage
+return and has no other, so only the last one in a piece can begin it, and the bytes are searched once.
 
-S3 takes everything up to the file for the form and ignores what comes behind it; so do we. The part named `file` is the
-file, whether it has a file name or not (some clients give every part one).
+S3 takes everything up to the file for the form and ignores the rest; so do we. The part named `file` is the file,
+whether or not it has a file name (some clients give every part one).
 
 Rejected: the standard library's e-mail parser (wants the whole body, and guesses where a form must be refused).
 
-Invariants. (1) The bytes handed on between `FileStarts` and `FileEnds` are the file's, all and in order, however the
-body was cut into pieces. (2) At most FORM_BYTES_MAX bytes are held between two pieces.
+Invariants. (1) The bytes between `FileStarts` and `FileEnds` are the file's, complete and in order, however the body
+was cut. (2) At most FORM_BYTES_MAX bytes are held between two pieces.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""The policy of a form upload (POST): what its signer allowed the holder of the form to send.
+"""Applies the policy of a form upload (POST): what its signer allowed the form's holder to send.
 
 Theory. A site that lets visitors upload signs a *policy*, a JSON document with an expiration and conditions, and puts
-it into a form beside the signature. The visitor's browser then fills the form and sends it here, without the site. So
-the policy is the whole grant: every field of the form must be wanted by some condition, and every condition must hold.
-The signature itself (`core/s3rules/sigv4.py`) covers the policy's text and nothing else.
+it into a form. The visitor's browser fills the form and sends it here without the site. So the policy is the whole
+grant: a condition must want every field of the form, and every condition must hold. The signature itself
+(`core/s3rules/sigv4.py`) covers only the policy's text.
 
-Field names and operators are compared in lower case, values exactly. `${filename}` in the key stands for the name of
-the file, and is put in before conditions are judged: what is judged is what will be done.
+Field names and operators are compared in lower case, values exactly. `${filename}` in the key is replaced by the file's
+name before the conditions are judged.
 
-Signatures of Version 2 (`AWSAccessKeyId`, `signature`) are taken for forms: many libraries still make them, and they
-cover the policy's text as those of Version 4 do, with an HMAC that is not broken.
+Forms may use signatures of Version 2 (`AWSAccessKeyId`, `signature`). Many libraries still make them. They cover the
+policy's text as those of Version 4 do, with an HMAC that is not broken.
 
-Rejected: ignoring fields that no condition names (a holder of the form could set metadata, tags or a redirect that the
-signer never thought of); insisting on conditions for checksums, as one could read S3's documents (its own suites send
-them without).
+Rejected: ignoring fields that no condition names (the form's holder could set metadata, tags or a redirect that the
+signer never thought of); insisting on conditions for checksums (S3's own test suites send them without).
 
-Invariants. (1) A form passes only if each field but those in `_FREE` and `_IGNORED` is named by a condition. (2)
-Nothing but `Denied` and `Invalid` is raised, whatever the input.
+Invariants. (1) A form passes only if a condition names each of its fields, except those in `_FREE` and `_IGNORED`. (2)
+Only `Denied` and `Invalid` are raised, whatever the input.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""AWS Signature Version 2, the verifying side, for presigned URLs alone.
+"""Verifies AWS Signature Version 2, for presigned URLs only.
 
-Theory. boto3 and awscli 1 still presign this way unless they are told otherwise or the region forbids it, so a URL that
-"just works" against S3 does against us. It signs the method, the object's path, the subresources of the query, content
-type and MD5, every `x-amz-*` header and when it expires: HMAC-SHA1, whose strength as a MAC nobody has broken. It does
-not sign the host or other query parameters, so nothing else may be allowed by it: requests that are signed in a header
-must use Version 4.
+Theory. boto3 and awscli 1 presign this way unless they are told otherwise or the region forbids it, so a URL that works
+at S3 works here. It signs the method, the object's path, the subresources of the query, content type and MD5, every
+`x-amz-*` header and the expiry with HMAC-SHA1, which is not broken as a MAC. It does not sign the host or other query
+parameters. So it is accepted for nothing else: requests that are signed in a header must use Version 4.
 
-What is signed begins with the bucket even where the request names the bucket by its host, and the host itself is not
-signed. So the caller says which object the request is *taken* for (`resource`, by the rules that answer it), and only
-that one may have been signed: if both readings were tried, a URL for the key `b/k` of one bucket would open the key `k`
-of the bucket `b` to whoever writes another Host.
+The signed text begins with the bucket, even where the request names the bucket by its host, and the host itself is not
+signed. So the caller passes the object that the request is *taken* for (`resource`), and only that one may have been
+signed. If both readings were tried, a URL for the key `b/k` of one bucket would open the key `k` of the bucket `b` to
+anybody who writes another Host.
 
 Source: "Signing and authenticating REST requests (AWS signature version 2)", Amazon S3 User Guide.
 
