@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +17,7 @@ import typer
 from forebay.cli import show
 from forebay.cli.options import AsJson, BucketName, Debug, Url, open_client
 from forebay.cli.outcome import one_line, verb
+from forebay.core.backend_options import HIDDEN, is_secret
 from forebay.core.errors import Exists, Invalid
 from forebay.core.messages.calls import CachedEntry
 from forebay.core.quantity import parse_size
@@ -62,7 +66,9 @@ Cors = Annotated[
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="NAME=VALUE", help="For the backend: endpoint, region, profile … Repeatable."),
+    typer.Option(
+        "--option", metavar="NAME=VALUE", help="For the backend: endpoint, region … A secret: =@FILE or =env:VAR."
+    ),
 ]
 
 
@@ -72,11 +78,40 @@ Force = Annotated[
 
 
 def parse_option(text: str) -> tuple[str, str]:
-    """`key=value` of --option."""
+    """Name and value of an --option: NAME=VALUE, NAME=@FILE, NAME=env:VARIABLE, or the NAME of a secret alone, which is
+    asked for. Warns of a secret that stands in the command line."""
     name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals and name and is_secret(name, "") and sys.stdin.isatty():
+        return name, getpass.getpass(f"{name}: ")
     if not equals or not name:
-        raise Invalid(f"--option {text!r} is not NAME=VALUE: write it like --option region=eu-central-1")
-    return name.strip(), value
+        also = f", or {name}=@FILE, {name}=env:VARIABLE" if is_secret(name, "") else ""
+        raise Invalid(f"--option {text!r} is not NAME=VALUE: write it like --option region=eu-central-1{also}")
+    if value.startswith("@"):
+        return name, _read_value(name, value[1:])
+    if value.startswith("env:"):
+        found = os.environ.get(value[4:], "")
+        if not found:
+            raise Invalid(f"--option {text}: there is no {value[4:]!r} in the environment: export it")
+        return name, found
+    if value and value != HIDDEN and is_secret(name, value):
+        print(
+            f"warning: the value of {name} stands in the command line, where others on this machine read it: write "
+            f"{name}=@FILE or {name}=env:VARIABLE, or leave the value out to be asked",
+            file=sys.stderr,
+        )
+    return name, value
+
+
+def _read_value(name: str, file: str) -> str:
+    try:
+        found = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Invalid(f"--option {name}=@{file} cannot be read ({error}): name a text file") from None
+    value = found.removesuffix("\n").removesuffix("\r")
+    if not value:
+        raise Invalid(f"--option {name}=@{file}: the file is empty: write the value into it")
+    return value
 
 
 def check_url(url: str) -> str:
