@@ -1,8 +1,8 @@
-"""Live shell completion: bucket names and keys from the node, and nothing, quietly, when there is no node.
+"""Shell completion of bucket names and keys, from the node.
 
-Theory. The shell starts the program anew for each Tab, so this must be quick and must never print an error: one
-listing page with a short patience. Bash breaks words at `:`, so for `s3://cor` the program sees `//cor` and must answer
-in kind.
+Theory. The shell starts the program for each Tab, so this must be quick: one page of a listing, with a short patience.
+It never prints an error; without a node it suggests nothing. Bash breaks words at `:`, so for `s3://cor` the program
+gets `//cor` and must answer in kind.
 """
 
 from __future__ import annotations

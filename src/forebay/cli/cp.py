@@ -1,11 +1,10 @@
-"""`forebay cp`: from here to the node, from the node to here, or inside the node.
+"""`forebay cp`: copies files to objects, objects to files, or objects inside the node.
 
-Theory. Which way it goes is written in the arguments: what begins with `s3://` is an object, anything else a local
-path (and `-` standard input or output). The work is `get`'s and `put`'s, so that there is one way to do each; a copy
-inside the node moves no bytes through here. With `-r` the copy is like a sync that deletes nothing: what is there
-already is left out.
+Theory. The arguments give the direction: `s3://` begins an object, anything else is a local path, and `-` is standard
+input or output. `get` and `put` do the work, so there is one way for each. A copy inside the node moves no bytes
+through this process. `-r` leaves out what the target has already and deletes nothing.
 
-Invariant. Two local paths are never copied: that is `cp`'s.
+Invariant. Two local paths are refused: the shell's `cp` copies those.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`forebay get`: objects to local files, whole or not at all, resumed where it was cut.
+"""`forebay get`: copies objects to local files, each whole or not at all, and resumes what was cut.
 
-Theory. One object is `client.download`: bytes go to a part file beside the target, which is renamed when it is whole,
-so Ctrl-C leaves the old target and a part from which the same command goes on. Many objects (`-r`) are the listing's
-pages through a few threads; a file that is there already with the object's size and time is not fetched again, which
-is what makes the whole resumable: the same command again does the rest.
+Theory. One object is `client.download`: bytes go to a part file beside the target, and the complete part is renamed.
+Ctrl-C leaves the old target and the part, from which the same command goes on. For many objects (`-r`) a few threads
+work through the listing. A file that has the object's size and time is not fetched again, so the same command does the
+rest.
 
-Invariants. (1) A key never names a file outside the target directory. (2) One object that fails does not stop the
-others; the exit code says that some failed.
+Invariants. (1) No key names a file outside the target directory. (2) An object that fails does not stop the others; the
+exit code says that some failed.
 """
 
 from __future__ import annotations

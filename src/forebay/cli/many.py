@@ -1,9 +1,9 @@
-"""Many objects at once: a few threads, one tally, one progress line, and Ctrl-C at any moment.
+"""Works on many objects at once: a few threads, one tally, one progress line, and Ctrl-C at any moment.
 
-Theory. Units (a listing's entries, a directory's files) come from an iterator in the main thread and wait in a short
-queue, so that a million of them cost no memory; a few threads take one after the other. One that fails is counted and
-named, and the others go on; a node that is not there at all ends everything. The main thread never blocks for long,
-since only it hears Ctrl-C; workers notice when they next report progress.
+Theory. The main thread takes units (a listing's entries, a directory's files) from an iterator and puts them into a
+short queue, so a million of them need no memory. A few threads work through the queue. A unit that fails is counted and
+named, and the others go on. If the node is not there at all, everything ends. Only the main thread hears Ctrl-C, so it
+never blocks for long; workers notice when they next report progress.
 
 Invariants. (1) After `run` no worker is at work. (2) Each unit is done, skipped or failed, unless `run` raised.
 """

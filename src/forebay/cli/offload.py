@@ -1,10 +1,10 @@
-"""`forebay offload`: what moving tensors out of the accelerator's memory would cost, before anything is bought or run.
+"""`forebay offload`: simulates what moving tensors out of the accelerator's memory would cost.
 
-Theory. A trace (a file, made by `forebay.offload.tracing.profile` or by `forebay offload trace`) is planned and
-replayed here; no accelerator, no node and for `plan` and `show` no torch are needed. All numbers are simulated, and say
-so.
+Theory. A trace (a file, made by `forebay.offload.tracing.profile` or `forebay offload trace`) is planned and replayed.
+That needs no accelerator and no node, and `plan` and `show` need no torch. All numbers are simulated, and the output
+says so.
 
-Invariant. What is printed is the replay's, never the plan's hopes.
+Invariant. The printed numbers are the replay's, not the plan's.
 """
 
 from __future__ import annotations

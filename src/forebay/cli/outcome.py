@@ -1,8 +1,8 @@
-"""How a verb ends: the exit code, and the one line that says what went wrong and what to do next.
+"""How a verb ends: its exit code, and one line with what went wrong and what to do next.
 
-Theory. A verb is a plain function that returns nothing (or an exit code) and raises `core.errors` kinds; `verb` wraps
-it and is the only place that turns an error into text and a number. Scripts act on the number or, with `--json`, on
-the kind; people read the line. A traceback is for who asks for it (`--debug`).
+Theory. A verb is a plain function that returns nothing or an exit code, and raises `core.errors` kinds. `verb` wraps
+it, and only `verb` turns an error into text and a number. Scripts act on the number or, with `--json`, on the kind;
+people read the line. `--debug` prints the traceback.
 
 Invariants. (1) Errors go to standard error, as one line of text or one line of JSON. (2) Every kind of error has an
 exit code, and docs/cli.md lists them (a test compares).

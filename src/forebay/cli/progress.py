@@ -1,7 +1,7 @@
-"""A progress line with rate and time left on a terminal, and nothing where nobody looks.
+"""A progress line with rate and remaining time, on terminals only.
 
-Theory. Progress goes to standard error, so that output stays clean, and only to a terminal. The caller sets how much is
-done and how much there is; drawing happens ten times a second whatever the caller does.
+Theory. Progress goes to standard error, so output stays clean, and only to a terminal. The caller sets how much is done
+and how much there is; a thread draws ten times a second, whatever the caller does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""`forebay put`: local files to objects, each whole or not at all.
+"""`forebay put`: copies local files to objects, each whole or not at all.
 
-Theory. One file is `client.put`. Many (`-r`) are a directory's files through a few threads; one whose object is there
-already, with its size and not older than the file, is not sent again, which is what makes the whole resumable: the same
-command again does the rest. `--checksum` compares bytes instead of times, where the object's ETag tells them (MD5, or
-the node's own xxh3-128); where it does not (multipart uploads), the time decides.
+Theory. One file is `client.put`. For many (`-r`) a few threads work through a directory. A file whose object has its
+size and is not older is not sent again, so the same command does the rest. `--checksum` compares bytes instead of times
+if the object's ETag allows it (MD5, or the node's own xxh3-128). For other ETags (multipart uploads) the time decides.
 
-Invariants. (1) A file that becomes shorter while it is sent is not stored. (2) One file that fails does not
-stop the others; the exit code says that some failed.
+Invariants. (1) A file that becomes shorter while it is sent is not stored. (2) A file that fails does not stop the
+others; the exit code says that some failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How things are printed: JSON for programs, aligned columns for people.
+"""Prints JSON for programs and aligned columns for people.
 
-Theory. `--json` prints one document, or one line for each thing where there may be many (`ls`); its fields are those of
-`core/messages/calls.py` or are listed in docs/cli.md, and stay. For people: plain aligned columns, no boxes, so that
-`cut`, `sort` and a narrow terminal work too, and importing rich (80 ms) is left to the verbs that draw.
+Theory. `--json` prints one document, or one line for each thing where there may be many (`ls`). Its fields are those of
+`core/messages/calls.py` or are listed in docs/cli.md, and they stay. People get plain aligned columns without boxes,
+which suit `cut`, `sort` and narrow terminals. Importing rich (80 ms) is left to the verbs that draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What `forebay top` shows, computed from two looks at the metrics: pure, so that it can be tested with numbers.
+"""Computes what `forebay top` shows from two snapshots of the metrics. Pure, so tests use plain numbers.
 
-Theory. Everything that happens is a difference between two snapshots divided by the time between them; everything that
-is is the later snapshot's gauge. Percentiles come from histogram differences and are upper bounds (buckets double).
+Theory. A rate is the difference between two snapshots divided by the time between them; a state is the later snapshot's
+gauge. Percentiles come from histogram differences and are upper bounds (buckets double).
 """
 
 from __future__ import annotations

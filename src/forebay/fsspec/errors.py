@@ -1,8 +1,8 @@
-"""Our errors as those that code written for files expects: one table.
+"""Translates our errors into `OSError`s: the one table at this edge.
 
-Theory. Whoever reads through fsspec knows `FileNotFoundError`, `PermissionError`, `FileExistsError` and `OSError`, and
-Python makes the right one of them from an errno. So a kind of `core.errors` becomes an errno, with our message and the
-path; the error it came from is its `__cause__`, for who wants the kind or the code.
+Theory. Users of fsspec expect `FileNotFoundError`, `PermissionError`, `FileExistsError` and `OSError`, and Python
+chooses among them by errno. So each kind of `core.errors` has an errno, and the `OSError` carries our message and the
+path. The original error is its `__cause__`, with the kind and the code.
 
 Invariant. Every kind has an errno.
 """

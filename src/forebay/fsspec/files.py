@@ -1,15 +1,15 @@
-"""The files that `ForebayFileSystem.open` gives out.
+"""The files that `ForebayFileSystem.open` returns.
 
-Theory. Reading is `files.ObjectReader` (one version, from the node's own file on its host, one GET where it is read
-from end to end) under Python's buffered reader, whose buffer is small: what is asked for in large pieces passes it by,
-and small reads and lines are served at the speed of C. fsspec's caches read megabytes ahead, which is wrong for the
-columns of a Parquet file beside a node; who names one (`cache_type`) gets it.
+Theory. Reading is `files.ObjectReader` (one version, from the node's own file on its host, one GET when it is read from
+end to end) under Python's buffered reader with a small buffer. Large reads pass the buffer by; small reads and lines
+run at the speed of C. fsspec's caches read megabytes ahead, which is wrong for the columns of a Parquet file beside a
+node. `cache_type` selects one anyway.
 
-Writing is `files.ObjectWriter`: what is written becomes the object when the file is closed, or nothing does. In a
-transaction closing it keeps the bytes, and `commit` makes the object. Appending reads a small object first, and writes
-it back on the condition that nobody changed it meanwhile.
+Writing is `files.ObjectWriter`: closing the file makes the object, whole. In a transaction closing keeps the bytes, and
+`commit` makes the object. Appending reads a small object first, and writes it back on the condition that nobody changed
+it.
 
-Invariants. (1) All bytes that a file gives are of one version. (2) What fails is an `OSError`.
+Invariants. (1) All bytes of a file are of one version. (2) Every failure is an `OSError`.
 """
 
 from __future__ import annotations

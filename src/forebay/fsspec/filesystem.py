@@ -1,22 +1,20 @@
-"""`forebay://bucket/key` for fsspec: whatever opens its files through fsspec reads and writes a node.
+"""`forebay://bucket/key` for fsspec: programs that open files through fsspec read and write a node.
 
-Theory. A path is a bucket and a key; which node is an option of the filesystem (or FOREBAY_URL), so a path means the
-same object on every host of a cluster, each of which may have its own node. Directories do not exist: a path is one if
-a key begins with it and a slash (or if it is a bucket). Each operation is the flow that the clients have for it; here
-are paths, fsspec's conventions, and what is done in few round trips: a batch for many reads, one listing for a tree.
-Where fsspec would take any error for "not there", ours are raised: a node that does not answer is no empty bucket.
+Theory. A path is a bucket and a key. The node is an option of the filesystem (or FOREBAY_URL), so a path means the same
+object on every host, each of which may have its own node. There are no directories: a path is one if it is a bucket, or
+if a key begins with it and a slash. Each operation is a flow of the clients. This module adds paths, fsspec's
+conventions, and fewer round trips: a batch for many reads, one listing for a tree. Where fsspec takes any error for
+"not there", ours are raised: a node that does not answer is no empty bucket.
 
-Listings are kept for `listings_expiry_time` seconds (default LISTING_KEPT_S), since readers of datasets ask for each
-file again after they have listed it; what this process changes is forgotten at once. A file that is opened asks the
-node, always.
+Listings are kept for `listings_expiry_time` seconds (default LISTING_KEPT_S), since readers of datasets look up each
+file after they have listed it. Changes of this process are forgotten at once. Opening a file always asks the node.
 
-Rejected: `forebay://HOST:PORT/bucket/key` (fsspec strips a path of its host without knowing the instance, so that one
-made for another node would read there instead, silently; a bucket's name holds no colon, so it is refused). Making a
-bucket for a path that names one which is not there (a slip of the pen would be a bucket on one node alone). Deleting
-buckets by `rm`.
+Rejected: `forebay://HOST:PORT/bucket/key` (fsspec strips a path of its host without knowing the instance, so a path for
+another node would silently read here; a bucket's name holds no colon, so it is refused). Making a bucket for a path
+whose bucket is missing (a typing error would become a bucket on one node). Deleting buckets by `rm`.
 
 Invariants. (1) Errors are `OSError`s (`fsspec/errors.py`). (2) An instance, and its pickle, is one node with one
-identity: what the environment said is part of what instances are told apart by.
+identity: the environment's values are part of what tells instances apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What listings and heads say, as fsspec wants to be told it, and a tree of directories made of one listing.
+"""Converts listings and heads into fsspec's form, and makes a tree of directories from one listing.
 
-Theory. Directories are nothing but beginnings of keys, so one listing of all keys under a path tells every directory
-in it. A key that ends with a slash is how some programs say that a directory is there: it is a directory, no file.
+Theory. Directories are only beginnings of keys, so one listing of all keys under a path shows every directory in it.
+Some programs mark a directory with a key that ends with a slash: it is a directory, no file.
 
 Invariants. (1) Names have no protocol, and no slash at their end. (2) Every directory of a tree is in its parent.
 """

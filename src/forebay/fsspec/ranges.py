@@ -1,8 +1,8 @@
-"""Many ranges at once: which requests they are, and what the answers are to fsspec.
+"""Reads many ranges: cuts them into requests, and converts the answers into fsspec's form.
 
-Theory. A batch is one round trip, and its answer lies in memory once as it came and once as the `bytes` that fsspec
-promises; so a request asks for no more than BATCH_BYTES. A range outside of the object holds no bytes, as it does for
-every file of Python, and is no error.
+Theory. A batch is one round trip. Its answer is in memory twice, as received and as the `bytes` that fsspec promises.
+So one request asks for at most BATCH_BYTES. A range outside of the object is empty, as for every file in Python, and no
+error.
 """
 
 from __future__ import annotations

@@ -1,32 +1,30 @@
-"""Bytes in an accelerator's memory, as tiers move them: when they may be copied, by whom, and when that is over.
+"""Copies bytes of an accelerator's memory for tiers, at a safe time, and knows when a copy is over.
 
-Theory. A device runs what it is given later, in the order of a *stream*. So when a tensor is handed to a tier its
-bytes may still have to be computed (a store), or its memory, just allocated, may still be used by what was queued
-before it was free (a load). Both are over when the device gets past what the caller's current stream holds now. That
-place is marked with an *event* as the transfer is asked for, on the caller's thread, and no byte is copied before it.
+Theory. A device executes its work later, in the order of a *stream*. So when a tensor is given to a tier, its bytes may
+still have to be computed (a store), or its memory may still be used by work queued before it was freed (a load). Both
+are over when the device has passed everything now in the caller's current stream. An *event* marks that place when the
+transfer is requested, on the caller's thread, and no byte is copied before it.
 
-Copies are made on the tier's workers. Each has a stream of its own on each device, which waits for the event, then
-copies; and the worker sleeps until that is over. So tickets stay what they are in host memory: done means that the
-bytes are there, for every stream and for whoever has no idea of streams. And nobody else has to be told who uses the
-memory: it is held here until the ticket is done, and from then on no copy touches it.
+The tier's workers make the copies. Each worker has its own stream on each device. The stream waits for the event and
+copies, and the worker sleeps until that is over. So a done ticket means what it means in host memory: the bytes are
+there, for every stream. The memory is held here until the ticket is done, and no copy touches it afterwards.
 
-A worker that waits for the device holds up the pieces behind it. Where one stream computes that costs nothing: what was
-asked for later waits for a later place of the same stream.
+A worker that waits for the device holds up the pieces behind it. With one computing stream that costs nothing: later
+requests wait for a later place of the same stream.
 
-The event is of one stream, the caller's current one on that device. Who wrote the tensor on another has the current
-one wait for that first, as before any other use.
+The event covers one stream, the caller's current one on that device. Whoever wrote the tensor on another stream makes
+the current one wait for that first, as before any other use.
 
-`accelerators` says by the type of its device which memory is handled so. It is all of CUDA that tiers know, and where
-tests put a stand-in.
+`accelerators` says by device type which memory is handled this way. Tiers know nothing else of CUDA, and tests put a
+stand-in there.
 
-Rejected: copies on the caller's stream (they would stand in line with the computing that is to hide them); tickets
-that are done when a copy is queued, with an event for the next user (the disk cannot write what is not there yet, and
-all who use a ticket would have to know of streams); `record_stream` (memory is then free at a time that nobody knows);
-a blocking `copy_`, or synchronizing the stream (both turn round on a core until the copy is over, and cores are what
-the step needs).
+Rejected: copies on the caller's stream (they would queue behind the computing that is to hide them); tickets that are
+done when a copy is queued, with an event for the next user (the disk cannot write what is not there yet, and all users
+of tickets would have to know of streams); `record_stream` (frees memory at an unknown time); a blocking `copy_`, or
+synchronizing the stream (both spin on a core until the copy is over, and the step needs the cores).
 
-Invariants. (1) No byte is copied before the device got past what the caller's stream held when the transfer was asked
-for. (2) Of a call of `copy_out` or `copy_in` nothing is under way once it has returned.
+Invariants. (1) No byte is copied before the device passed what the caller's stream held when the transfer was
+requested. (2) When `copy_out` or `copy_in` has returned, nothing of it is under way.
 """
 
 from __future__ import annotations

@@ -1,37 +1,36 @@
-"""Disks as a tier: a file in each directory, written and read around the page cache, every piece with a checksum.
+"""Disks as a tier: one file in each directory, read and written with direct I/O, with a checksum for each piece.
 
-Theory. The tier's room is one range that is dealt out to the directories in turns of a piece: piece 0 to the first,
-piece 1 to the second, and so on. A tensor larger than a piece moves on several disks at once, and small ones spread
-over them. Where a slot is follows from its beginning: nothing is looked up, and nothing about it is on the disk.
+Theory. The tier's room is one range, dealt out to the directories a piece at a time. A tensor larger than a piece moves
+on several disks at once, and small ones spread over them. The place of a slot follows from its beginning: nothing is
+looked up, and the disk holds nothing about it.
 
-Direct I/O wants addresses and lengths that are aligned. Memory that is (pinned buffers are) goes to the disk as it is;
-only the last, broken block takes the way through a bounce buffer, in the same call. Other memory goes through bounce
-buffers whole. Each thread owns one, made when the tier opens: none is allocated, waited for or shared while pieces
-move. An accelerator's memory goes through them whole as well: the disk cannot reach it, and its bytes have to come by
-for their checksum. The first such piece has its thread's buffer pinned. While a store waits for the device its bytes
-are not on the way to the disk, and a load has them in host memory before it needs the device.
+Direct I/O needs aligned addresses and lengths. Aligned memory (pinned buffers) goes to the disk as it is. Only the
+last, partial block goes through a bounce buffer, in the same call. Other memory goes through bounce buffers whole. Each
+thread owns one, made when the tier opens, so none is allocated, awaited or shared while pieces move. An accelerator's
+memory also goes through them whole: the disk cannot reach it, and its checksum is computed on the way. The first such
+piece has its thread's buffer pinned. A store that waits for the device does not occupy the disk, and a load has its
+bytes in host memory before it needs the device.
 
-Each piece has a 64-bit checksum, taken while it is written and compared when it is read: a wrong byte would be a wrong
-gradient that nobody ever sees; what an accelerator's memory gets is compared before it is copied there. A piece read
-straight into the caller's memory that does not match is read once more through the bounce buffer before it counts as
-`Corrupt`: a fork during a direct read into private memory may leave the parent with a page that the disk did not write
-to (open(2)), and bounce buffers are kept out of forks.
+Each piece has a 64-bit checksum, computed when it is written and compared when it is read: a wrong byte would be a
+wrong gradient that nobody sees. Bytes for an accelerator are compared before they are copied there. If a piece read
+straight into the caller's memory does not match, it is read once more through the bounce buffer before it is `Corrupt`.
+A fork during a direct read into private memory may leave the parent with a page that the disk did not write to
+(open(2)); bounce buffers are kept out of forks.
 
-Where GPUDirect Storage is truly there (`gpudirect`), an accelerator's pieces of whole blocks take that way, and their
-checksums are the device's. The first that fails ends that for the tier, and goes through host memory as all others; so
-does a piece that came back with other bytes, before it counts as `Corrupt`.
+Where GPUDirect Storage really works (`gpudirect`), an accelerator's pieces of whole blocks use it, and the device
+computes their checksums. The first failure ends that for the tier, and the piece goes through host memory like all
+others. So does a piece that comes back with other bytes, before it is `Corrupt`.
 
-Without direct I/O each piece is written back before it counts as stored. So errors of the disk are seen by the transfer
-that they belong to, and memory does not fill with dirty pages.
+Without direct I/O each piece is written back before it counts as stored. So a transfer sees its own disk errors, and
+memory does not fill with dirty pages.
 
-`limit_bytes_s` emulates slower disks: (write, read), each shared by all directories. It stands in for hardware in tests
-and in benchmarks that say so.
+`limit_bytes_s` emulates slower disks: (write, read), each shared by all directories. Tests use it, and benchmarks that
+say so.
 
-Rejected: io_uring and libaio (no client in the standard library; the kernel splits a piece of 8 MiB into requests that
-are under way at once, so a few threads fill the disk's queue); one checksum for a slot (pieces end in any order);
-RAID 0 by the user as the only way to use several disks (it is one more thing to set up, and cannot say which disk
-fails); larger pieces for accelerators, as host_tier.py has them (learning of the end of a copy is nothing beside what
-the disk takes for a piece).
+Rejected: io_uring and libaio (no client in the standard library; the kernel splits a piece of 8 MiB into concurrent
+requests, so a few threads fill the disk's queue); one checksum for a slot (pieces end in any order); RAID 0 by the user
+as the only way to use several disks (one more thing to set up, and it cannot say which disk fails); larger pieces for
+accelerators, as host_tier.py has them (noticing the end of a copy is nothing beside the disk's time for a piece).
 
 Invariants. (1) Reads and writes stay within a slot's own pieces. (2) A load ends without an error only if each piece
 has the checksum of the store. (3) The caller's source is only read.

@@ -1,21 +1,20 @@
-"""GPUDirect Storage: bytes between disks and a GPU without a stop in host memory, where that is truly so.
+"""GPUDirect Storage: moves bytes between disks and a GPU without host memory, where that really works.
 
-Theory. cuFile always works: without what it needs it copies through host memory by itself ("compat mode"), and calls
-that a success. That is what the tiers do already, so it is never called GPUDirect here. What it truly needs and what
-can be seen from here: a CUDA device, the kernel module nvidia-fs, directories on ext4 (in ordered mode) or XFS, and
-kvikio, which binds cuFile. Not seen: whether disk and GPU are below one PCIe switch, whether the IOMMU is off, RAID
-below the file system. `gdscheck -p` knows more.
+Theory. cuFile always works: without its requirements it copies through host memory ("compat mode") and calls that a
+success. The tiers do that already, so it is not called GPUDirect here. The real requirements that can be checked are a
+CUDA device, the kernel module nvidia-fs, directories on ext4 (in ordered mode) or XFS, and kvikio, which binds cuFile.
+Not checked: whether disk and GPU share a PCIe switch, whether the IOMMU is off, RAID below the file system.
+`gdscheck -p` knows more.
 
-Where nothing is missing, `ways` opens the tier's files once more, with compat mode forbidden, so that cuFile refuses
-instead of copying; then a block goes to each disk and back. Only what comes back right is used.
+If nothing is missing, `ways` opens the tier's files once more, with compat mode forbidden, so cuFile refuses instead of
+copying. Then a block goes to each disk and back, and only what comes back right is used.
 
-All of this was written without such a machine. What the tiers do with a way is tested on a stand-in; kvikio was loaded
-where no device is, and said so, and refused to open a file without compat mode.
+All of this was written without such a machine. Tests run the tiers with a stand-in. kvikio was loaded where there is no
+device; it said so, and refused to open a file without compat mode.
 
-Rejected: `torch.cuda.gds` (each of its calls holds the interpreter's lock until the disk is done, so the step would
-stand still, and hiding it behind the step is what it is for); to count the way by PCI P2PDMA that newer cuFile has
-without nvidia-fs (it is switched on in a file of settings and by options of two kernel modules, and what of that is in
-force is not to be seen): such machines are told no.
+Rejected: `torch.cuda.gds` (each of its calls holds the interpreter's lock until the disk is done, so the step it should
+hide behind would stand still); PCI P2PDMA, which newer cuFile uses without nvidia-fs (a settings file and options of
+two kernel modules enable it, and nothing shows what is in force): the answer for such machines is no.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Host memory as a tier: buffers of just the size of their tensors, reused, and pinned for an accelerator's memory.
+"""Host memory as a tier: buffers of exactly the size of their tensors, reused, and pinned for an accelerator.
 
-Theory. A slot has a buffer of its own, so an accelerator copies to and from it without a stop in between, by a worker
-or by the caller (`memory`). Making one costs: its pages are zeroed, and pinning takes milliseconds. So a buffer whose
-slot is released stays for the next slot that it fits: one of its size, or smaller by at most an eighth. When the room
-is used up, those that have waited longest go first. The first transfer of an accelerator's memory pins the buffer
-(pinned.py), on the worker, so that the thread that trains does not wait for it.
+Theory. Each slot has its own buffer, so an accelerator copies to and from it directly, by a worker or by the caller
+(`memory`). Making a buffer is expensive: its pages are zeroed, and pinning takes milliseconds. So the buffer of a
+released slot stays for the next slot of its size, or of up to an eighth less. When the room is used up, the buffers
+that have waited longest go first. The first transfer of an accelerator's memory pins the buffer (pinned.py), on the
+worker, so the training thread does not wait for it.
 
-Here an operator's wait is a copy in memory or on the accelerator's link, so one thread in each direction is enough, and
-pieces only keep urgent moves from waiting. They are larger than a disk's: between two of them the link rests, until the
-worker has learnt that the device is through and has given it the next. At 50 GB/s a piece of 8 MiB would be over in
-0.17 ms, so that the rests counted; one of 32 MiB takes 0.67 ms, and copied in memory, at 10 GB/s, 3.4 ms, for which an
-urgent move can wait. Nothing has a checksum: bytes that memory got wrong would be wrong anywhere.
+A transfer here is a copy in memory or over the accelerator's link, so one thread in each direction is enough, and
+pieces only serve to let urgent moves pass. They are larger than a disk's. Between two pieces the link rests until the
+worker has noticed the end and given the device the next one. At 50 GB/s a piece of 8 MiB would be over in 0.17 ms, so
+the rests would count; one of 32 MiB takes 0.67 ms, and in memory, at 10 GB/s, 3.4 ms, for which an urgent move can
+wait. Nothing has a checksum: bytes that memory got wrong would be wrong anywhere.
 
-Rejected: one range with slots in it, like the disks' (pinned ahead it costs all of the room at the start, and pinned as
-it is used a copy may not cross from one pinned part to the next).
+Rejected: one range with slots in it, as on disks (pinned ahead, it costs all of the room at the start; pinned as it is
+used, a copy may not cross from one pinned part to the next).
 
-Invariants. (1) Buffers of slots and idle ones together are never more than the room. (2) A buffer is of one slot, or
+Invariants. (1) Buffers of slots and idle ones together never exceed the room. (2) A buffer belongs to one slot, or is
 idle.
 """
 

@@ -1,26 +1,25 @@
-"""Transfers under way: in which order pieces move, on which threads, and how a caller learns of their end.
+"""Queues of transfers: the order in which pieces move, their threads, and how a caller learns of the end.
 
-Theory. A tier has one queue in each direction, so that what leaves never stands before what an operator waits for. A
-transfer is cut into pieces; each piece belongs to a lane (a disk) with threads of its own, and a thread always takes
-the next piece of the best transfer that has one in its lane: urgent ones first, then the smallest `due`, then who asked
-first. So one transfer uses all disks, a slow disk holds up nobody else's, and what becomes urgent waits for the pieces
-under way and for nothing more. Python runs once per piece; the moving itself is left to calls that give up the
-interpreter's lock.
+Theory. A tier has one queue in each direction, so tensors that leave never delay those that an operator waits for. A
+transfer is cut into pieces. Each piece belongs to a lane (a disk) with its own threads. A thread takes the next piece
+of the best transfer that has one in its lane: urgent ones first, then the smallest `due`, then the oldest request. So
+one transfer uses all disks, a slow disk delays only its own pieces, and an urgent transfer waits only for the pieces
+under way. Python runs once per piece; the calls that move bytes release the interpreter's lock.
 
-A ticket stands for a transfer. It is *done* when no thread touches its memory any more, whatever the outcome: a piece
-that fails drops those that did not begin, and the ticket waits for those that did. The owner's bookkeeping is done
-first, then the callback `then` is called, then waiters go on: whoever sees a ticket done sees both.
+A ticket stands for a transfer. It is *done* when no thread touches its memory any more, whatever the outcome: a failed
+piece drops those that had not begun, and the ticket waits for those that had. First the owner's bookkeeping runs, then
+the callback `then`, then waiters go on: whoever sees a ticket done sees both.
 
-`Throttle` makes a direction slower than it is, to stand in for slower disks. It books time on a line that all threads
-share: a piece ends when the line says, or when it really ended if that is later.
+`Throttle` slows a direction down, to stand in for slower disks. It books time on a line that all threads share: a piece
+ends when the line says, or when it really ended if that is later.
 
-Rejected: concurrent.futures (no order but that of asking, and what has begun cannot give way between pieces); one heap
-of pieces (an urgent transfer of a thousand pieces is then a thousand changes); whole transfers as the unit (an operator
-would wait for a tensor of gigabytes to pass).
+Rejected: concurrent.futures (no order except that of asking, and work that has begun cannot give way between pieces);
+one heap of pieces (making a transfer of a thousand pieces urgent is a thousand changes); whole transfers as the unit
+(an operator would wait for a tensor of gigabytes to pass).
 
-Invariants. (1) Each piece is carried at most once, and none after its ticket is done. (2) A ticket is done exactly
-once, and its callback called exactly once, without the lock. (3) A thread takes no piece while its lane has one of a
-better transfer. (4) All fields of queues and tickets change under the one lock of their tier.
+Invariants. (1) Each piece is moved at most once, and none after its ticket is done. (2) A ticket is done exactly once,
+and its callback called exactly once, without the lock. (3) A thread takes no piece while its lane has one of a better
+transfer. (4) All fields of queues and tickets change under the one lock of their tier.
 """
 
 from __future__ import annotations

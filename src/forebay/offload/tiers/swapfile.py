@@ -1,27 +1,25 @@
-"""The file in which a disk tier keeps its bytes in one directory: how it is made, opened and cleaned up after.
+"""The file in which a disk tier keeps its bytes in one directory: makes, opens and cleans it up.
 
-Theory. What is in it is worth nothing to anyone but the process that wrote it, so it shall end with that process,
-however that ends. The file is made, locked, and loses its name at once; only then it gets its room. From there on the
-kernel frees it when the last descriptor closes, after SIGKILL and a power failure too. What a file without a name
-costs: `ls` and `du` do not show it (`df` does, `lsof +L1` names its process). A forked child has the descriptors too,
-and so keeps the room until it ends.
+Theory. The bytes are worthless to every other process, so they must end with this one, however it ends. The file is
+made, locked and unlinked at once, and only then gets its room. From there on the kernel frees it when the last
+descriptor closes, also after SIGKILL and power failures. The price: `ls` and `du` do not show a file without a name
+(`df` does, and `lsof +L1` names its process). A forked child has the descriptors too, and keeps the room until it ends.
 
-A name is left behind by a process that died between making and unlinking (an empty file), and on file systems that
-refuse to unlink what is open (a full one; it keeps its name until it is closed). So every open looks for such: a file
-of ours that nobody has locked and whose maker is gone, since the machine started anew or no such process runs, is
-removed. Removing a name harms nobody even if that is wrong (process numbers of another container mean nothing here):
-its maker works on through its descriptor.
+A name stays if a process dies between making and unlinking (an empty file), and on file systems that refuse to unlink
+an open file (a full one; it keeps its name until it is closed). So every open removes files of ours that nobody has
+locked and whose maker is gone: the machine was restarted, or no such process runs. Even a wrong guess is harmless
+(process numbers of another container mean nothing here): the maker goes on through its descriptor.
 
-Direct I/O (O_DIRECT) keeps a stream of gigabytes out of the page cache, which would otherwise take the memory that the
-offload is to save. Whether a file system has it, and which addresses it takes, is found by trying. Where it has not,
-pieces are written back and dropped from the cache one by one (`buffered`): slower, and said so.
+Direct I/O (O_DIRECT) keeps a stream of gigabytes out of the page cache, which would take the memory that the offload is
+to save. Trying shows whether a file system has it, and with which alignment. Where it has not, pieces are written back
+and dropped from the cache one by one (`buffered`): slower, and reported.
 
-Rejected: O_TMPFILE (not on all file systems, so there would be two ways to test); a fixed name that is kept for the
-next run (its contents are worthless, and two jobs may share a directory); asking by STATX_DIOALIGN (absent before Linux
-6.1; trying answers everywhere).
+Rejected: O_TMPFILE (not on all file systems, so there would be two ways to test); a fixed name for the next run (its
+contents are worthless, and two jobs may share a directory); STATX_DIOALIGN (absent before Linux 6.1; trying answers
+everywhere).
 
-Invariants. (1) While it is open the file is locked by its owner (flock). (2) All its room is allocated before it is
-used, where the file system can. (3) `close` leaves no name.
+Invariants. (1) While it is open the owner locks the file (flock). (2) All its room is allocated before it is used,
+where the file system can. (3) `close` leaves no name.
 """
 
 from __future__ import annotations

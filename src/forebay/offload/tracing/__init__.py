@@ -1,1 +1,1 @@
-"""From a running step to a trace: operators, storages, times, and models of sizes that fit no machine here."""
+"""Makes traces from running steps, and from models of sizes that fit no machine here."""

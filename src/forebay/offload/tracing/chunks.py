@@ -1,19 +1,18 @@
-"""An optimizer's step in chunks of parameters, so that not all of its state has to be in memory at once.
+"""Runs an optimizer's step in chunks of parameters, so that not all of its state must be in memory at once.
 
-Theory. Most optimizers update a parameter from its own gradient and state and from numbers of its group. For these one
-step over everything and one step for each chunk, in any order, give the same bits. So `optimizer.step` is replaced, on
-this one object, by a function that runs the hooks and the closure once, and then the class's own step for each chunk
-with `param_groups` narrowed to it. The groups stay the same dictionaries, so what a schedule or the step itself writes
-into them is kept; where no gradient is, the class skips as it always does; state is made by the class when it first
-needs it.
+Theory. Most optimizers update a parameter from its own gradient and state and from numbers of its group. For these, one
+step over everything and one step per chunk, in any order, give the same bits. So `optimizer.step` is replaced, on this
+one object, by a function that runs the hooks and the closure once, and then the class's own step for each chunk with
+`param_groups` narrowed to it. The groups stay the same dictionaries, so what a schedule or the step writes into them is
+kept. Without a gradient the class skips as always, and it makes its state when it first needs it.
 
-The class's `step` is wrapped by torch to run the hooks; the function below that wrapper is what runs for each chunk. A
-learning rate schedule wraps `step` of the object to know that it was called. One that came before us is told of the
-call, and put back by `detach`; one that comes after us wraps our function, and goes on working when we are gone.
+torch wraps the class's `step` to run the hooks; the function below that wrapper runs for each chunk. A learning rate
+schedule wraps the object's `step` to know that it was called. One that came before us is told of the call, and
+`detach` puts it back. One that comes after us wraps our function, and keeps working when we are gone.
 
 Invariants. (1) `param_groups` is as before whenever `step` returns or raises. (2) Each parameter of the optimizer is in
-exactly one chunk: those that were added later make one more. (3) After `detach` the object's `step` is what it was, or,
-where somebody wrapped ours meanwhile, does what it did.
+exactly one chunk; parameters added later make one more. (3) After `detach` the object's `step` is what it was, or, if
+somebody wrapped ours, does what it did.
 
 Rejected: the hooks of `register_step_pre_hook` (hooks registered later would run between our chunks); narrowing to new
 dictionaries (what a step writes into its group would be lost); one optimizer for each chunk (state dictionaries, and

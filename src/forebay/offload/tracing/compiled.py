@@ -1,23 +1,21 @@
-"""Compiled parts of a model, as they look to who watches operators: each is one operator.
+"""Makes compiled parts of a model visible to a dispatch mode: each is one operator.
 
-Theory. `torch.compile` puts many operators into one piece of code, a *region*, which reads its tensors by address and
-passes no dispatch mode. A mode that is on the way keeps torch from compiling at all, unless it says that it does not
-mind the inside; and what torch skipped once is not compiled later. So the mode of `dispatch` says so. Inductor, told
-to (`show_regions`), hands a mode each region whole, with its tensors: for a trace and for who moves tensors it is then
-an operator like others, that uses its inputs and makes its outputs. Other backends run the operators of their graph
-one by one.
+Theory. `torch.compile` makes many operators into one piece of code, a *region*, which reads its tensors by address and
+passes no dispatch mode. An active mode keeps torch from compiling at all, unless it says that it ignores the inside,
+and what torch skipped once is not compiled later. So the mode of `dispatch` says so. With `show_regions`, Inductor
+hands each region to the mode whole, with its tensors. For traces and for moving tensors it is then an operator that
+uses its inputs and makes its outputs. Other backends run the operators of their graph one by one.
 
-What a region needs within, it allocates by itself; an accelerator's allocator sees that, and in host memory nobody
-does. What it writes among its inputs, torch counts in their versions afterwards. In a region there are no points:
-torch would cut it in two at each. Its saved tensors come back all at once, which is why a model that is one region
-gains nothing.
+A region allocates what it needs inside. An accelerator's allocator sees that; in host memory nobody does. Torch counts
+what it writes among its inputs in their versions afterwards. A region has no points, since torch would cut it in two at
+each. Its saved tensors come back all at once, so a model that is one region gains nothing.
 
-Regions that were compiled before `show_regions` are not handed to anybody. Mostly they are compiled once more, since
-torch compiles for the modes that it finds, and the guard is one. If not, their inputs are here all the same: a compiled
-module's parameters and buffers are brought before its forward, and what backward uses, autograd asks for.
+Regions compiled before `show_regions` reach no mode. Mostly they are compiled once more, since torch compiles for the
+modes that it finds, and the guard is one. If not, their inputs are here all the same: a compiled module's parameters
+and buffers are loaded before its forward pass, and autograd asks for what backward uses.
 
-Rejected: to stay on the way and run it all eagerly while steps are watched (other bits than the compiled code's, and a
-plan for tensors that it never saves).
+Rejected: running everything eagerly while steps are watched (other bits than the compiled code's, and a plan for
+tensors that it never saves).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Every operator below autograd, handed to a function: a dispatch mode, and where in the stack of modes it stands.
+"""A dispatch mode that passes every operator below autograd to a function.
 
-Theory. A mode sees operators of forward, backward and the optimizer alike, also those that autograd runs by itself.
-Subclasses that wrap tensors come back as the tensors inside. What is compiled comes as one operator (`compiled`). A
-mode that is put in the middle of something stands at the *bottom* of the thread's stack: modes are taken off the top by
-whoever put them there, when their `with` ends.
+Theory. A mode sees the operators of forward, backward and the optimizer, also those that autograd runs by itself.
+Subclasses that wrap tensors arrive as the tensors inside. Compiled code arrives as one operator (`compiled`). A mode
+that is added in the middle of something goes to the *bottom* of the thread's stack: others take their modes off the top
+when their `with` ends.
 
-Autograd runs each node with the modes that were there when the backward pass was asked for, so putting one from within
-a backward pass has no effect on the nodes to come: `in_backward` says when that is.
+Autograd runs each node with the modes that were active when the backward pass began. A mode that is added within it
+has no effect on the nodes to come, and `in_backward` says when that is.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The points of a step at which an engine can act: hooks on modules, gradients and the optimizer.
 
-Theory. Eager torch calls back at the forward of a module, at the node of the graph that made its output, when a
-gradient is complete, and, since the optimizer's step goes in chunks (`chunks`), before each of these. Each such place
-has a name; a name that comes again in the same step (a module that is used twice, or again by activation checkpointing)
-gets its number: `forward of x #2`. The same model, optimizer and settings give the same names in the same order as long
-as the step does the same, so a plan made from one step's names can be followed in the next.
+Theory. Eager torch calls back at the forward pass of a module, at the graph node that made its output, when a gradient
+is complete, and before each chunk of the optimizer's step (`chunks`). Each such place has a name. A name that comes
+again in the same step (a module used twice, or activation checkpointing) gets a number: `forward of x #2`. The same
+model, optimizer and settings give the same names in the same order as long as the step does the same. So a plan made
+from one step's names can be followed in the next.
 
-"backward of x" is a hook on the graph's node, not on the module (`register_full_backward_hook`): that one wraps the
-output, and operators in place on it then fail. A node goes with its graph: nothing here holds tensors, nodes or graphs,
-and a node that outlives `detach` calls nobody.
+"backward of x" is a hook on the graph's node, not on the module: `register_full_backward_hook` wraps the output, and
+operators in place on it then fail. A node goes with its graph. Nothing here holds tensors, nodes or graphs, and a node
+that outlives `detach` calls nobody.
 
-Price: for each place one call of torch into Python, one dictionary and the call of `at`.
+Each place costs one call of torch into Python, one dictionary and the call of `at`.
 
 Invariants. (1) After `detach` neither model nor optimizer holds a hook of ours. (2) Names are unique between two
 `begin_step`.

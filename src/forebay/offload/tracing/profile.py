@@ -1,29 +1,29 @@
-"""A trace of one training step, from running it: every operator, its time, and the storages it reads and writes.
+"""Traces one training step by running it: every operator, its time, and the storages that it reads and writes.
 
-Theory. While the step runs, three things look at it. A dispatch mode sees each operator below autograd: forward,
-backward, optimizer. Hooks (`points`) say when the places are reached at which an engine can act. A hook for saved
-tensors says what autograd keeps for the backward pass. The ledger (`storages`) turns this into lives and uses.
+Theory. Three things watch the step. A dispatch mode sees each operator below autograd. Hooks (`points`) report the
+places at which an engine can act. A hook for saved tensors reports what autograd keeps for the backward pass. The
+ledger (`storages`) turns this into lives and uses.
 
-Profile a step that is like those to come: not the first one, in which the optimizer makes its state. If it is the first
+Profile a step like those to come, not the first one, in which the optimizer makes its state. If it is the first
 nevertheless, state and kept gradients count as if they had been there.
 
-Names are what an engine can find again: "parameter <name>", "gradient <name>", "<key> of <name>" for optimizer state,
-"saved <n>" (`saved`), "buffer <name>". All else is "temporary <n>", of kind temporary: no engine can move it. Temporary
-are also what was there before the step and is not the model's or the optimizer's (batches, whose owner may look at
-them), and buffers.
+An engine finds these names again: "parameter <name>", "gradient <name>", "<key> of <name>" for optimizer state,
+"saved <n>" (`saved`), "buffer <name>". Everything else is "temporary <n>", of kind temporary, which no engine can move.
+Also temporary are storages from before the step that are not the model's or the optimizer's (batches, whose owner may
+look at them), and buffers.
 
-A gradient that is alive at the end is persistent, unless the step dropped an older one: then `zero_grad` comes first,
-and it lives to the end of the step only.
+A gradient that is alive at the end is persistent. If the step dropped an older one, `zero_grad` comes first, and the
+gradient lives only to the end of the step.
 
-Storages without a use (a parameter that takes no part, a gradient of the step before) are memory all the same: they are
-in the workspace of the operators during which they live. On the GPU the allocator's peak during each operator, above
-what it leaves behind, is in its workspace too.
+Storages without a use (a parameter that takes no part, a gradient of the step before) are memory all the same: they
+count as workspace of the operators during which they live. On the GPU, the allocator's peak during each operator, above
+what it leaves behind, is workspace too.
 
-Times are inflated by all this looking, those of small operators most: see `timing`. The device is that of the model's
-first parameter; tensors elsewhere are not counted.
+Watching inflates times, those of small operators most: see `timing`. The device is that of the model's first parameter;
+tensors elsewhere are not counted.
 
-Invariants. (1) When the `with` ends, however it does, nothing of ours is left at model and optimizer. (2) No storage
-and no graph lives longer for being looked at.
+Invariants. (1) However the `with` ends, nothing of ours is left at model and optimizer. (2) No storage and no graph
+lives longer because it is watched.
 """
 
 from __future__ import annotations

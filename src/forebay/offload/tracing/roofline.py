@@ -1,12 +1,12 @@
-"""How long an operator would take on an accelerator that is not here: a table of speeds, no measurement.
+"""Estimates how long an operator takes on an accelerator that is not here, from a table of speeds.
 
-Theory. An operator takes as long as its arithmetic or its bytes, whichever is longer, and never less than the launch of
-a kernel. The arithmetic is torch's own count (matrix products, convolutions, attention; all else is its bytes). Bytes
-are those of its arguments and outputs, twice for what it both reads and writes; lookups read as much as they give.
+Theory. An operator takes as long as its arithmetic or its bytes, whichever is longer, and at least the launch of a
+kernel. The arithmetic is torch's own count (matrix products, convolutions, attention; everything else is its bytes).
+Bytes are those of arguments and outputs, twice for what is both read and written; lookups read as much as they return.
 
-What it leaves out: caches, shapes that fill the machine badly, several kernels in one operator (foreach), queues. It
-tells which operators are long and by how much, within some tens of per cent for big matrix products; trust a profile
-more. Causal attention is counted as half, as its kernels do.
+The estimate leaves out caches, shapes that fill the machine badly, several kernels in one operator (foreach), and
+queues. It shows which operators are long and by how much, within some tens of per cent for big matrix products. A
+profile is more reliable. Causal attention counts as half, as its kernels do.
 """
 
 from __future__ import annotations

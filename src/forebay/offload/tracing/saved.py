@@ -1,11 +1,11 @@
-"""Which number a saved activation has: the name by which a plan and an engine mean the same storage.
+"""Numbers for saved activations: the name by which a plan and an engine mean the same storage.
 
-Theory. Autograd saves tensors for the backward pass; a storage that is saved often, or by way of several views, is one
+Theory. Autograd saves tensors for the backward pass. A storage that is saved often, or through several views, is one
 thing to move. Storages are numbered in the order in which each is first saved in the step. A step that does the same
-saves the same in the same order, so "saved 17" of one step is "saved 17" of the next. Storages of parameters and of
-buffers have names of their own and no number.
+saves in the same order, so "saved 17" of one step is "saved 17" of the next. Storages of parameters and buffers have
+names of their own and no number.
 
-Invariant. Two storages never have the same number in a step: a storage is recognised by itself, not by its address,
+Invariant. Two storages of a step never have the same number: a storage is recognised by itself, not by its address,
 which may be used again.
 """
 

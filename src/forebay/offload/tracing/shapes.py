@@ -1,14 +1,13 @@
-"""Steps of models that fit no machine at hand: decoders of published sizes, traced with tensors that have no memory.
+"""Traces steps of models that fit no machine at hand: decoders of published sizes, with tensors that have no memory.
 
-Theory. A fake tensor knows its shape and type and has a storage without memory; autograd, hooks and optimizers work on
-it as on any other. So a whole training step can be profiled in seconds, on a laptop, for a model of any size: the same
-profiler sees the same operators, storages and points. Only times come from a table (`roofline`), and they say so.
+Theory. A fake tensor has a shape, a type and a storage without memory. Autograd, hooks and optimizers work on it as on
+any other. So a laptop can profile a whole training step of a model of any size in seconds: the same profiler sees the
+same operators, storages and points. Only the times come from a table (`roofline`), and are marked so.
 
-The decoders are the usual ones and no more: attention with fewer key heads than query heads, rotary or learned
-positions, a gated or a plain feed-forward. What decides a trace is their dimensions. Queries, keys and values are three
-projections in each. The fake device is the processor's, since a torch built without CUDA cannot run autograd on fake
-CUDA tensors; its fused attention saves what the GPU's saves. The optimizer is asked for its fused form, which is one
-operator for each chunk, as on a GPU.
+The decoders are the usual ones: attention with fewer key heads than query heads, rotary or learned positions, a gated
+or a plain feed-forward. Their dimensions decide a trace. Queries, keys and values are three projections in each. The
+fake device is the processor's, since a torch without CUDA cannot run autograd on fake CUDA tensors; its fused attention
+saves what the GPU's saves. The optimizer uses its fused form, one operator for each chunk, as on a GPU.
 
 Rejected: shapes from a hub of models (a network, and a large dependency, for a dozen numbers).
 """

@@ -1,11 +1,11 @@
-"""What a step's operators do with storages: a ledger of lives and uses.
+"""A ledger of what a step's operators do with storages: their lives and uses.
 
-Theory. A tensor of a trace is a storage. A storage is known by a weak reference to its Python object, which torch keeps
-as long as the storage lives and drops when it dies; so a birth is the operator whose output is a storage not seen
-before, and a death is when the reference says so, whoever held it last. One that is first seen as an input was there
-before. What an operator writes is what its schema marks as written, and its new outputs.
+Theory. A tensor of a trace is a storage. The ledger knows a storage by a weak reference to its Python object, which
+torch keeps as long as the storage lives. So the birth is the operator whose output is a new storage, and the death is
+when the reference dies, whoever held it last. A storage that is first seen as an input was there before. An operator
+writes what its schema marks as written, and its new outputs.
 
-Operators that only make views are no operators here: they touch no data. Nor are questions about shapes.
+Operators that only make views touch no data and do not count, nor do questions about shapes.
 
 Invariants. (1) Nothing here keeps a storage alive. (2) Uses of a storage rise. (3) Only storages of one device are
 counted: the memory that a plan is about.

@@ -1,11 +1,10 @@
-"""How long the parts of a step take when nobody looks: times between points, and traces scaled to them.
+"""Times steps between points, without a profiler, and scales traces to those times.
 
-Theory. A profiler that sees every operator makes each slower, small ones most. Points are few, and a look at the clock
-there costs next to nothing. So a few ordinary steps are timed from point to point, the median is taken, and the
-operators of the trace are scaled so that each stretch between two points takes what it was measured to take. Within a
-stretch the operators keep their shares.
+Theory. A profiler that sees every operator slows each down, small ones most. Points are few, and reading the clock
+there costs next to nothing. So a few ordinary steps are timed from point to point, and the operators of the trace are
+scaled so that each stretch takes its median time. Within a stretch the operators keep their shares.
 
-Invariant. A scaled trace takes as long as its measured stretches together: what was measured where the trace has no
+Invariant. A scaled trace takes as long as its measured stretches together: time measured where the trace has no
 operator goes to the next one.
 """
 

@@ -1,6 +1,6 @@
 """`POST /-/v1/batch`: many reads in one request, answered by one ordered stream (core/messages/batch.py).
 
-Theory. First a plan (`batch/plan.py`): each item becomes a step. If nothing must be asked of the engine, every size is
+Theory. First comes a plan (`batch/plan.py`): each item becomes a step. If the engine need not be asked, every size is
 known and the answer has a Content-Length. Then the steps are sent in order:
 
     small hits      read into one buffer beside their headers, which is sent when it is full: no object for each item
@@ -9,20 +9,20 @@ known and the answer has a Content-Length. Then the steps are sent in order:
     questions       BATCH_COLD_AHEAD of them are with the engine at once, and are taken in order; their bytes go out as
                     they land, so a slow client holds up the engine's windows and nothing here
 
-Leases are taken when bytes are read, not when they are planned, since sending may take long: the record is looked up
-again then, once for each object, and what is no longer as planned is asked of the engine (for the very version whose
-size was announced, if one was). An error before an item's first byte is its frame; one after it cuts the connection.
+Sending may take long, so a lease is taken when bytes are read, not when they are planned. The record is then looked up
+again, once for each object. If it has changed, the engine is asked (for the version whose size was announced, if one
+was). An error before an item's first byte is its frame; a later one cuts the connection.
 
-Bytes that no disk takes lie in the engine's memory, which is promised in the order of asking; what is asked ahead may
-so hold what the item that is due waits for. When that one gets nothing for PATIENCE_S, what is ahead and holds memory
-is given up, and asked again when it is due.
+Bytes that no disk takes lie in the engine's memory, which it promises in the order of asking. So items asked ahead may
+hold the memory that the item due waits for. When that item gets nothing for PATIENCE_S, the reads ahead that hold
+memory are given up, and asked again when they are due.
 
 Rejected: a sendfile for each small item (two system calls where one and a copy cost no more: measured from 10 to 64
 KiB); `pread` and joining (a fresh 10 KiB object for each item costs three times the copy).
 
 Invariants. (1) Frames leave in the order of the items. (2) At most BATCH_COLD_AHEAD + 1 reads of a batch are open, and
-all are closed when it ends, however. (3) A file's bytes are sent only under a lease, and only if the record that was
-read after the lease was taken has them. (4) A batch keeps the loop for at most PIECE_BYTES.
+all are closed when it ends. (3) A file's bytes are sent only under a lease, and only if the record that was read after
+the lease was taken has them. (4) A batch keeps the loop for at most PIECE_BYTES.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A body on its way in: to memory if it is small, else to a file on the volume that its key belongs to.
+"""Receives a body: into memory if it is small, otherwise into a file on the volume that its key belongs to.
 
-Theory. What has to be known of the bytes is computed as they pass, once: an xxh3-64 for each block (the store's own
-checksums), and what the client promised or asked for. They are read into a buffer, hashed there while they are in
-the CPU's cache, and written from there (`http/long_bodies.py`): Python never holds a piece of a
-large body as an object.
+Theory. Everything that must be known of the bytes is computed once, as they pass: an xxh3-64 for each block (the
+store's checksums), and the checksums that the client promised or requested. Bytes are read into a buffer, hashed while
+they are in the CPU's cache, and written from there (`http/long_bodies.py`). Python never holds a piece of a large body
+as an object.
 
-A body is believed only as a whole: it has the announced length, and every checksum that was promised, in the headers or
-in a trailer, is right. Until `finish` says so nothing but a file that nobody knows exists, and `abort` removes it.
+A body counts only as a whole: it must have the announced length and every promised checksum, from the headers or a
+trailer. Until `finish` says so only a nameless file exists, and `abort` removes it.
 
-Invariants. (1) After `finish` raised or `abort`, no file and no descriptor is left. (2) `result` exists exactly after
-`finish` returned. (3) No more than `size_bytes` are ever taken.
+Invariants. (1) After `abort`, or a `finish` that raised, no file and no descriptor is left. (2) `result` exists exactly
+after `finish` returned. (3) No more than `size_bytes` are taken.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The checksums that S3 knows: how each is computed while a body passes, and how a client says one.
+"""The checksums of S3: how each is computed while a body passes, and how a client sends it.
 
-Theory. A checksum travels as base64 of its big-endian bytes, in `x-amz-checksum-<name>` before the body or in the
-trailer behind it. The names of the algorithms are S3's (`CRC32C`), and so is the form, everywhere here.
+Theory. A checksum is the base64 of its big-endian bytes, in `x-amz-checksum-<name>` before the body or in the trailer
+behind it. Names (`CRC32C`) and form are S3's everywhere here.
 
 Measured, one core, 1 MiB at a time: CRC64NVME and CRC32C 50 GB/s (awscrt), XXH3 20-40, CRC32 4.8 (zlib; awscrt has
-2.8), SHA-1 1.8, SHA-256 1.3, MD5 0.7. So only what somebody asked for is computed.
+2.8), SHA-1 1.8, SHA-256 1.3, MD5 0.7. So only requested checksums are computed.
 
 Invariant. `ALGORITHMS`, `HEADERS` and `Running` know the same names.
 """

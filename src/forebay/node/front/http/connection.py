@@ -1,4 +1,4 @@
-"""One client connection: requests in, answers out, one at a time and in order.
+"""One client connection: reads requests and answers them, one at a time and in order.
 
 Theory. A connection is in one *phase*, and only these arrows exist:
 
@@ -6,17 +6,16 @@ Theory. A connection is in one *phase*, and only these arrows exist:
     IDLE, HEAD -> BODY  the head announced a body that a handler takes
     IDLE, HEAD, BODY -> BUSY  the handler has the request
     BUSY -> IDLE      answered, and the connection goes on with what was pipelined meanwhile
-    any -> LINGER     answered for the last time: our side is shut, what still comes is read and dropped, so that the
-                      answer is not destroyed by a reset; then CLOSED
+    any -> LINGER     answered for the last time: our side is shut, and what still arrives is read and dropped, so that
+                      no reset destroys the answer; then CLOSED
     any -> CLOSED
 
-While BUSY, an answer is at a *stage*: NONE (anything may still be said, an error too), WHOLE (one answer is being
-sent), PARTS (a body in pieces: an error can only be said by cutting). A hit goes from `buffer_updated` to the socket
-without an await, a task or an allocation that it does not need. All connections read into one buffer: the loop fills
-it and calls `buffer_updated` before it reads for anybody else.
+While BUSY, an answer is at a *stage*: NONE (anything may still be answered, an error too), WHOLE (one answer is being
+sent), PARTS (a body in pieces: only cutting the connection can report an error). A hit goes from `buffer_updated` to
+the socket without an unneeded await, task or allocation. All connections read into one buffer: the loop fills it and
+calls `buffer_updated` before it reads for anybody else.
 
-Deadlines are looked at once a second for all connections (`check_deadline`): a timer for each would cost more than the
-request.
+`check_deadline` checks all connections once a second: a timer for each would cost more than the request.
 
 Invariants. (1) Every request is answered once, or its connection is cut. (2) When CLOSED, no descriptor, lease, task or
 body sink is left. (3) At most PIPELINE_MAX requests or one read buffer of bytes wait behind the one being answered.

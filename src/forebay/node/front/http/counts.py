@@ -1,4 +1,4 @@
-"""What a front counts: plain integers, bumped where things happen, put into words only when asked.
+"""The counters of a front: plain integers, which become metrics only when somebody asks.
 
 Invariant. `snapshot` uses only series that `core/metrics.py` documents (it checks).
 """

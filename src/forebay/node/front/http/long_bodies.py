@@ -1,17 +1,16 @@
-"""A long body on its way from a socket to its sink, by way of worker threads.
+"""Receives long bodies with the help of worker threads.
 
-Theory. A disk that has more to write than it can take makes whoever writes wait, and if that were the loop, every hit
-of this front would wait with it. So pieces of a long body are handed to a thread, which hashes and writes them, while
-the loop reads the next piece into another buffer: two steps of one pipeline, which also makes one connection faster
-than one step after the other. When both buffers of a body are in use its connection is not read, and TCP tells the
-client.
+Theory. A disk with a full queue makes its writers wait. If the loop were the writer, every hit of this front would wait
+too. So a thread hashes and writes the pieces of a long body while the loop reads the next piece into another buffer.
+That pipeline also makes a single connection faster. While both buffers of a body are in use its connection is not read,
+and TCP slows the client down.
 
-A piece is handed over when it fills a buffer, or is the last: handing over costs as much as writing 64 KiB.
+A piece goes to a thread when it fills a buffer or is the last: a hand-over costs as much as writing 64 KiB.
 
-Rejected: a thread for each body (4,096 of them would be); writing from the loop (a full disk's queue stopped hits).
+Rejected: a thread for each body (there would be 4,096); writing on the loop (a full disk's queue stopped hits).
 
-Invariants. (1) At most one piece of a body is with a worker, and in order. (2) The sink is touched by one thread at a
-time, and let go of by the loop. (3) Bytes behind the body are never read here.
+Invariants. (1) At most one piece of a body is with a worker, and pieces go in order. (2) One thread at a time touches
+the sink, and the loop releases it. (3) Bytes behind the body are never read here.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""From bytes to requests: the head of an HTTP/1.1 message, and the two ways a body is framed. Pure, and strict.
+"""A strict parser for the head of an HTTP/1.1 request and for both ways to frame its body. Pure.
 
-Theory. Whatever two parsers read differently is a way to smuggle a request past one of them (RFC 9112, 11.2), so this
-one accepts only what is unambiguous and refuses the rest with 400: lines end in CRLF and nothing else, no control
-character anywhere, no folded lines, no blank before a colon, one Host, one Content-Length of digits, never both
-Content-Length and Transfer-Encoding, and no transfer coding but `chunked`. A refused request ends its connection, since
-nobody knows where the next one begins.
+Theory. Input that two parsers read differently is a way to smuggle a request past one of them (RFC 9112, 11.2). So this
+parser accepts only unambiguous input and refuses the rest with 400. Lines end in CRLF; there is no control character,
+no folded line and no blank before a colon; there is one Host, one Content-Length of digits, never both Content-Length
+and Transfer-Encoding, and no transfer coding but `chunked`. A refused request ends its connection, since nobody knows
+where the next one begins.
 
-Speed. A whole head is looked at with a few C-speed passes over its bytes (`translate`, `count`, `split`); field names
-come from a table of those seen before; and a connection remembers its last block of fields, since most clients send
-the same one again and again. Measured: 0.5 µs for a head whose fields are remembered, 2.2 µs for four fields not seen
-before; httptools took 1.0 µs for either, before the checks that it leaves to us.
+Speed. A few C-speed passes check a whole head (`translate`, `count`, `split`). Field names come from a table of those
+seen before. A connection remembers its last block of fields, since most clients repeat it. Measured: 0.5 µs for a head
+whose fields are remembered, 2.2 µs for four new fields. httptools took 1.0 µs for either, before the checks that it
+leaves to us.
 
-Rejected: httptools (twice the time on the hit path; its limits and strictness are llhttp's and change with it, and ours
-would come on top, in callbacks; the tests use it as an oracle); one regular expression over the head (slower still).
+Rejected: httptools (twice the time on the hit path; its limits and strictness are llhttp's, and ours would come on top,
+in callbacks; the tests use it as an oracle); one regular expression over the head (slower still).
 
-Invariants. (1) Nothing is returned from bytes that break a rule above. (2) No input costs more than its length times a
-constant; what is buffered is bounded by the limits in `core/limits.py`.
+Invariants. (1) Bytes that break a rule above return nothing. (2) No input costs more than its length times a constant,
+and the limits in `core/limits.py` bound what is buffered.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""An answer whose body comes in pieces, on one connection: `start`, `write` or `write_file`, `end`.
+"""Answers whose body is sent in pieces: `start`, `write` or `write_file`, `end`.
 
-Theory. Here is what every answer of a connection knows (phase, stage, whether it goes on after it; `connection.py` has
-the arrows), and the answers that take more than one step. Their head leaves with the first piece, so that until then an
-error can still be said.
+Theory. This class holds the state that every answer of a connection needs (phase, stage, whether the connection goes on
+after it; `connection.py` has the arrows), and sends the answers that take more than one step. The head leaves with the
+first piece, so until then an error can still be answered.
 
-Invariants. (1) Of a body of known size neither more nor less is sent than was announced. (2) Nothing is sent for a
-HEAD but the head.
+Invariants. (1) A body of known size is sent with exactly that size. (2) A HEAD is answered with the head only.
 """
 
 from __future__ import annotations

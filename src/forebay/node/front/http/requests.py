@@ -1,9 +1,9 @@
-"""What a handler sees: a request, and an exchange to answer it on.
+"""What a handler gets: a request, and an exchange on which to answer it.
 
-Theory. A connection reads requests and answers them in order, one at a time; a *handler* (native, S3) decides what the
-answer is. Between the two stands this small interface, shaped by the budget of a hit: `handle` is a plain function, a
-hit is answered before it returns, and only what must wait (`spawn`) becomes a task. Header fields travel as finished
-bytes, `b"Name: value\\r\\n"`, because most of them were made when the object landed.
+Theory. A connection reads requests and answers them in order, one at a time. A *handler* (native, S3) decides the
+answer. The interface between them is shaped by the budget of a hit: `handle` is a plain function, a hit is answered
+before it returns, and only what must wait becomes a task (`spawn`). Header fields are finished bytes, `b"Name:
+value\\r\\n"`, since most of them were made when the object landed.
 
     handle(request, exchange)      exactly one of respond, send_file, stream, spawn must follow, now or in the task
     raise ForebayError             the connection renders it with the handler's own `render_error`
@@ -11,9 +11,8 @@ bytes, `b"Name: value\\r\\n"`, because most of them were made when the object la
 
 Rejected: ASGI (an await and a dictionary per event: 30 k requests/s where this does four times that).
 
-Invariants. (1) `Request.headers` is shared between requests with the same header block: nobody changes it.
-(2) A name or value that came from outside enters a response only through `header_line`, which lets no control
-character pass.
+Invariants. (1) Requests with the same header block share `Request.headers`: nobody changes it. (2) Outside text enters
+a response only through `header_line`, which passes no control character.
 """
 
 from __future__ import annotations

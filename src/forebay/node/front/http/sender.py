@@ -1,13 +1,13 @@
-"""Bytes out: one socket, at most one thing being sent, from memory and from a file.
+"""Sends bytes from memory and from a file on one socket, one thing at a time.
 
-Theory. The loop's transport reads and owns the connection; what is sent goes past it, straight into the socket through
-a duplicate of its descriptor: one `send` for a small answer, and for a large one the head with MSG_MORE (the kernel
-waits for more instead of sending a small packet) followed by `sendfile`, resumed when the socket is writable again.
-Nothing is buffered in this process beyond the one answer in hand, so a slow client costs a descriptor, not memory.
-One `sendfile` is bounded, so that a fast client with a large object does not keep the others waiting.
+Theory. The loop's transport reads and owns the connection. Sending goes past it, into a duplicate of the socket's
+descriptor: one `send` for a small answer; for a large one the head with MSG_MORE (the kernel then waits instead of
+sending a small packet) and `sendfile`, resumed when the socket is writable. This process buffers nothing but the answer
+in hand, so a slow client costs a descriptor, not memory. One `sendfile` is bounded, so a fast client with a large
+object does not keep the others waiting.
 
 Rejected: the transport's `write` (buffers without bound, 10 % slower at 1 KiB); `loop.sendfile` (an await and a future
-for each); the transport's own descriptor (it may be closed and reused by another client between two sends; a duplicate
+for each); the transport's own descriptor (it may be closed and given to another client between two sends; a duplicate
 is ours until we close it).
 
 Invariants. (1) While `_sending`, nothing else is sent. (2) After `_close_socket`, no method touches a descriptor.

@@ -1,20 +1,19 @@
-"""A client connection over TLS: what `connection.py` does, with records of TLS between it and the socket.
+"""A client connection over TLS: `connection.py` with TLS records between it and the socket.
 
-Theory. The bytes a connection receives and sends are wrapped here and nowhere else, so that the plain path pays
-nothing. What arrives goes into OpenSSL's memory and comes out as plain bytes, into the very buffer the plain connection
-would have read into. What is sent is encrypted first and then takes the plain path's way: straight into the socket,
-resumed when it is writable. Only files differ: the kernel cannot encrypt them here, so they are read and sent in
+Theory. Bytes are wrapped only here, so the plain path pays nothing. Received bytes go through OpenSSL's memory into the
+same buffer that a plain connection reads into. Sent bytes are encrypted and then take the plain path: straight into the
+socket, resumed when it is writable. Files differ: the kernel cannot encrypt them here, so they are read and sent in
 pieces.
 
-Since nothing is buffered in between, an answer that is "sent" is in the kernel, as it is without TLS, and a stop cuts
-nothing off. A client that speaks plain HTTP to us is told so in plain HTTP.
+Nothing is buffered in between, so a "sent" answer is in the kernel, as without TLS, and a stop cuts nothing off. A
+client that speaks plain HTTP gets its error in plain HTTP.
 
-Rejected: the loop's own TLS transport (what it still holds cannot be seen, so the last answer before a stop might be
-cut; and it has no half-closed state, which lingering needs); kernel TLS (`SSL_OP_ENABLE_KTLS` needs the socket in
-OpenSSL's hands, and a kernel module).
+Rejected: the loop's TLS transport (it hides what it still holds, so a stop might cut the last answer; and it has no
+half-closed state, which lingering needs); kernel TLS (`SSL_OP_ENABLE_KTLS` needs the socket in OpenSSL's hands, and a
+kernel module).
 
-Invariants. (1) Ciphertext leaves in the order in which it was made. (2) Until the handshake is over nothing but it, an
-alert, or one plain refusal is sent. (3) At most one piece of a file is encrypted ahead of the socket.
+Invariants. (1) Ciphertext leaves in the order in which it was made. (2) Until the handshake is over, only it, an alert,
+or one plain refusal is sent. (3) At most one piece of a file is encrypted ahead of the socket.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The native API as a table: what may be asked, what it takes, what it answers, who may ask.
+"""The native API as a table: operations, parameters, answers, and the rights they need.
 
-Theory. One row per operation. The handler (`native.py`) finds its method by the row's name, `openapi.py` makes the
-published description from the same rows, and a test walks them all, so the three cannot disagree. A path is a list of
-words; a word in braces takes one path segment, and `{key}` takes all that is left, slashes included, since keys are no
-paths.
+Theory. Each operation is one row. The handler (`api.py`) finds its method by the row's name, `openapi.py` publishes the
+rows, and a test walks them, so the three cannot disagree. A path is a list of words. A word in braces takes one path
+segment. `{key}` takes all the rest, slashes included, since keys are no paths.
 
 Invariant. No two rows match the same request.
 """

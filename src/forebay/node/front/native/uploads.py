@@ -1,13 +1,13 @@
 """Uploads in parts: begin, put a part, list parts and uploads, complete, abort.
 
-Theory. The engine keeps the uploads; this file remembers nothing of one. A part's body comes in as that of an object
-does. Its MD5 is its ETag, which the client repeats when it completes.
+Theory. The engine keeps the uploads; this module remembers nothing. A part's body is received like an object's. Its MD5
+is its ETag, which the client repeats when it completes.
 
-To complete may take longer than a client waits for an answer: the engine joins the parts, and may send them to a
-backend. After COMPLETE_WAIT_S the answer is 202, and the client asks again. To ask again is safe: the engine goes on
-with what it began, and says what came of it for an hour.
+Completing may take longer than a client waits: the engine joins the parts and may send them to a backend. After
+COMPLETE_WAIT_S the answer is 202, and the client asks again. That is safe: the engine goes on with what it began, and
+repeats the outcome for an hour.
 
-Invariant. What was begun at the engine is seen to its end, even if the client goes away.
+Invariant. What was begun at the engine is completed even if the client goes away.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Our errors as S3 says them: the one table at this edge.
+"""Translates errors into S3's: the one table at this edge.
 
-Theory. Clients of S3 act on two things: the HTTP status (retry or not) and the `Code` in the body. An error that knows
-its S3 code (`ForebayError.code`) is said with that code and the status that S3 uses for it; else its kind decides. A
-code that S3 does not have is never sent: the kind's own is, with our message, which says what to do.
+Theory. S3 clients act on the HTTP status (retry or not) and on the `Code` in the body. An error that knows its S3 code
+(`ForebayError.code`) gets that code and S3's status for it; otherwise its kind decides. A code that S3 does not have is
+never sent: the kind's code is, with our message, which says what to do.
 
 Invariant. Every code in `KIND_CODES` and every code raised on the S3 paths stands in `STATUS`.
 """

@@ -1,24 +1,23 @@
-"""Listings as S3 shows them: ListBuckets, ListObjects and ListObjectsV2.
+"""ListBuckets, ListObjects and ListObjectsV2.
 
-Theory. The engine answers `list` one page at a time, merged from all that knows of keys, and says where the next page
-starts; this module turns a request's parameters into that question and the answer into XML. A page here is a page
-there, so memory is one page whatever the bucket's size. Version 2's continuation token is that place, wrapped with a
-format number and a checksum: opaque, and a damaged or foreign one is refused rather than understood as a key.
+Theory. The engine answers `list` one page at a time, merged from everything that knows keys, with the place where the
+next page starts. This module turns a request's parameters into that call and the answer into XML. A page here is a page
+there, so memory is one page. Version 2's continuation token is the place, with a format number and a checksum: opaque,
+and a damaged or foreign one is refused rather than read as a key.
 
-S3 sends version 1's NextMarker only with a delimiter, since else the last key says the same. It does not where a
-backend keeps an order of its own (`backends/s3/listing.py`): there NextMarker is always sent, and clients prefer it.
+S3 sends version 1's NextMarker only with a delimiter, since otherwise the last key says the same. That fails where a
+backend has an order of its own (`backends/s3/listing.py`). There NextMarker is sent too, and clients prefer it.
 
-A backend may answer a short page that is not the last; asking goes on until the page is as full as was wished, since
-clients (and S3's promise) take a short page for what there is.
+A backend may answer a short page that is not the last. This module then asks on until the page is full, since clients
+(and S3's promise) take a short page for the end.
 
-With encoding-type=url everything that names keys is percent-encoded, but for version 1's Prefix where decoding would
-not change it and XML can hold it: half of the clients (botocore among them) decode everything else there, and not the
-prefix.
+With encoding-type=url all key text is percent-encoded, except version 1's Prefix where decoding would not change it and
+XML can hold it: half of the clients (botocore among them) decode everything there but the prefix.
 
 Rejected: plain keys as tokens (clients start to build them); remembering listings in the node (state per client).
 
-Invariants. (1) Following markers or tokens shows every key once. (2) Everything from outside is escaped, and
-percent-encoded when the client asked for it.
+Invariants. (1) Following markers or tokens shows every key once. (2) All outside text is escaped, and percent-encoded
+when the client asked for it.
 """
 
 from __future__ import annotations

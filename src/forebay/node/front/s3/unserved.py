@@ -1,4 +1,4 @@
-"""What S3 has and this node does not: known by name, so that it is refused and never answered with something else."""
+"""Operations and headers of S3 that this node refuses by name, so that it never answers them with something else."""
 
 from __future__ import annotations
 

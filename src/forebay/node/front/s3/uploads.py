@@ -1,15 +1,15 @@
-"""Multipart uploads as S3 speaks of them: create, upload part, part copy, list parts, list uploads, complete, abort.
+"""Multipart uploads: create, upload part, part copy, list parts, list uploads, complete, abort.
 
-Theory. `s3.py` asks each of its helpers in turn whether a request is theirs; this one knows its own by `?uploads` and
-`?uploadId`. The body of a part comes in through `Intake`, as that of an object does, with its MD5, which is its ETag;
-that of CompleteMultipartUpload is XML in memory, and the checksums in its headers are the object's, not the body's. The
-engine keeps the uploads; nothing of one is remembered here.
+Theory. `operations.py` asks each of its helpers whether a request is theirs; this one's have `?uploads` or `?uploadId`.
+A part's body is received through `Intake` like an object's, and its MD5 is its ETag. The body of
+CompleteMultipartUpload is XML in memory, and the checksums in its headers are the object's, not the body's. The engine
+keeps the uploads; this module remembers nothing of them.
 
-What was begun at the engine is seen to its end even if the client goes away: a part that was told of is the engine's.
+What was begun at the engine is completed even if the client goes away: a part that the engine knows is the engine's.
 
-Listings: the engine shows uploads by key and time; common prefixes are rolled up here, from as many pages as it takes.
+The engine lists uploads by key and time. Common prefixes are folded here, from as many pages as that takes.
 
-Rejected: sending blanks while Complete works, as S3 does (a status that is said before it is known): joining takes
+Rejected: sending blanks while Complete works, as S3 does (that sends a status before it is known): joining takes
 seconds at worst, and SDKs wait a minute.
 
 Invariant. No operation is answered before the caller was found to be allowed to write to the bucket.

@@ -1,13 +1,13 @@
-"""XML as S3 writes it: small, built by joining text, with every character accounted for.
+"""Writes and parses the XML of S3.
 
-Theory. S3's answers are flat and few, so they are joined from text; what matters is that nothing from outside enters
-unescaped. Characters that XML 1.0 cannot carry (most controls) are written as character references, as S3 writes them:
-a strict parser refuses such a document, and a client that has such keys asks for `encoding-type=url`, as all SDKs do.
+Theory. S3's answers are flat and few, so they are joined from text. What matters is that nothing from outside enters
+unescaped. Characters that XML 1.0 cannot carry (most controls) become character references, as S3 writes them. A strict
+parser refuses such a document; a client with such keys asks for `encoding-type=url`, as all SDKs do.
 
-Documents that clients send are read whole, and none has more elements than its operation can name: that is counted
-before anything is built. Names are taken as written and their prefixes dropped. (With namespaces each name grows by its
-URI: 200 KB of them took four seconds and gigabytes.) A document type is refused, since that is the door for entities
-that expand or fetch. What is long (`read`) is understood in a thread, a piece at a time, while the loop serves hits.
+Documents from clients are read whole. None may have more elements than its operation can name, and they are counted
+before anything is built. Names are taken as written, without their prefixes. (With namespaces each name grows by its
+URI: 200 KB of them took four seconds and gigabytes.) A document type is refused: it is the door for entities that
+expand or fetch. A long document is parsed in a thread, a piece at a time (`read`), while the loop serves hits.
 
 Invariants. (1) `escape` leaves no `<`, `&`, quote or control character. (2) `parse` takes time and memory in proportion
 to the document's length.

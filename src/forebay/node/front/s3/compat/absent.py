@@ -1,11 +1,11 @@
-"""What a bucket here never has: policies, lifecycle rules, a web site and so on, and how S3 says that there is none.
+"""Settings that no bucket has here (policies, lifecycle rules, a web site), and S3's answers for "there is none".
 
-Theory. Tools ask for these settings as a matter of course and act on the answer: `NotImplemented` stops them, "there is
-none" lets them go on, and it is true. So reading what is absent is answered as S3 answers it for a bucket that never
-had it, removing it succeeds, and only setting it is refused (`unserved.py`). What S3 itself always has an answer
-for, or what would have to be invented, stays refused.
+Theory. Tools ask for these settings as a matter of course. `NotImplemented` would stop them. "There is none" lets them
+go on, and is true. So reading such a setting is answered as S3 does for a bucket that never had it, removing it
+succeeds, and only setting it is refused (`unserved.py`). A setting for which S3 always has a value, or whose value
+would have to be invented, stays refused.
 
-Invariant. Nothing here depends on the bucket but that it is there.
+Invariant. Answers depend only on whether the bucket exists.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""S3's ACLs as far as they mean something here: a bucket is private, or anybody may read it.
+"""S3's ACLs as far as they have a meaning here: a bucket is private, or anybody may read it.
 
-Theory. Who may do what is decided by identities and their grants (`core/access.py`). Of S3's older language only two
-words have a meaning beside them: `private`, which is so anyway, and `public-read`, which lets unsigned requests read
-and list the bucket. They are a setting of the bucket; objects have none of their own. What else may be asked for is
-refused rather than forgotten, since whoever sets an ACL relies on it.
+Theory. Identities and their grants decide who may do what (`core/access.py`). Of S3's older language two words remain:
+`private`, which is the rule anyway, and `public-read`, which lets unsigned requests read and list the bucket. They are
+a setting of the bucket; objects have none. Everything else is refused rather than forgotten, since whoever sets an ACL
+relies on it.
 
-The documents that S3 answers with are made from that one word. A document that is sent is read for what it grants: the
-owner everything is `private`, everybody READ beside it is `public-read`, and there is no third.
+The ACL documents in answers are made from that one word. A document that is sent is read for what it grants: everything
+to the owner is `private`, READ for everybody beside it is `public-read`, and there is no third.
 
 Rejected: bucket-owner-full-control and its kin on buckets (there is one owner, so they would mean `private` by luck).
 
-Invariant. What `grants_of` says of a word is what `read_policy` reads back as that word.
+Invariant. `read_policy` reads back the word from which `grants_of` made a document.
 """
 
 from __future__ import annotations

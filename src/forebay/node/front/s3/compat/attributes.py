@@ -1,13 +1,13 @@
-"""GetObjectAttributes: what an object is, in one document: ETag, size, checksum, and the parts that it was made of.
+"""GetObjectAttributes: an object's ETag, size, checksum and parts in one document.
 
-Theory. Everything here is known from the object's record, so nothing is read and nothing computed. Sizes and checksums
-of parts are known where this node put the parts together and still has the object; of an object that came from its
-backend the ETag says how many parts there were, and no more is said.
+Theory. The object's record has all of this, so nothing is read or computed. Sizes and checksums of parts are known if
+this node put the parts together and still has the object. For an object from its backend only the number of parts is
+known, from its ETag.
 
-Rejected: asking the backend for its own attributes (they may be of another version by then, and what is owed is not
-there yet).
+Rejected: asking the backend for its attributes (they may be of another version by then, and it does not have dirty
+objects yet).
 
-Invariant. What was not asked for is not in the answer, nor is what is not known.
+Invariant. The answer holds only what was asked for and is known.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""POST Object: what a browser's form uploads.
+"""POST Object: a browser's form upload.
 
-Theory. The fields come first and the file last, so when the file begins, all that decides is known: who signed, what
-the policy allows, where the file goes and with what headers. Only then is room made for it, and its bytes take the way
-of any other body (`puts.py`). A field that S3 knows as a header becomes one (`_headers_of`), so that a form and a PUT
-are judged by the same rules.
+Theory. The fields come first and the file last. So when the file begins, everything that decides is known: who signed,
+what the policy allows, where the file goes and with what headers. Only then is room made for it, and its bytes go the
+way of any other body (`puts.py`). A field that S3 knows as a header becomes one (`_headers_of`), so the same rules
+judge a form and a PUT.
 
-The answer is what the form asks for: a status, or a redirect to a page that is told what was stored.
+The form chooses the answer: a status, or a redirect to a page with what was stored in its query.
 
-Rejected: checking the policy when the form is whole (gigabytes would have been taken for nothing).
+Rejected: checking the policy when the form is whole (gigabytes would have been received for nothing).
 
-Invariants. (1) Not a byte of the file is kept before the caller was found to be allowed to write. (2) After an error or
+Invariants. (1) No byte of the file is kept before the caller was found to be allowed to write. (2) After an error or
 `abort`, nothing of the file is left.
 """
 

@@ -1,9 +1,9 @@
-"""Object tags over HTTP: GetObjectTagging, PutObjectTagging, DeleteObjectTagging.
+"""GetObjectTagging, PutObjectTagging and DeleteObjectTagging.
 
-Theory. Tags are few and small, and changing them leaves the object alone (`node/engine/write/tags.py`): here they are
-only read from XML and written as XML. The same document comes as a field of a form upload.
+Theory. Tags are few and small, and changing them leaves the object alone (`node/engine/write/tags.py`). This module
+only reads and writes their XML. A form upload has the same document as a field.
 
-Invariant. What `render_tags` writes `read_tags` reads back, by key.
+Invariant. `read_tags` reads back, by key, what `render_tags` writes.
 """
 
 from __future__ import annotations

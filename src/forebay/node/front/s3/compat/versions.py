@@ -1,15 +1,15 @@
-"""ListObjectVersions, of a bucket that never had versions.
+"""ListObjectVersions, for buckets that never had versions.
 
 Theory. Versions are not served (GetBucketVersioning says "never enabled"), and S3 has an exact answer for such a
-bucket: each key has one version, the current one, and its id is `null`. Tools that empty a bucket ask for versions
-whether it has any or not, and then delete each key with that id, which DeleteObject and DeleteObjects take. So this is
-a listing like ListObjects, page by page, in other words; there are no delete markers.
+bucket: each key has one version, the current one, with the id `null`. Tools that empty a bucket list versions anyway
+and delete each key with that id, which DeleteObject and DeleteObjects accept. So this is ListObjects in other words,
+page by page, without delete markers.
 
-Rejected: NotImplemented (it is true of versions, but it keeps the tools above from emptying a bucket that has none);
-handing a backend's own versions on (they could be listed, but neither read nor deleted here).
+Rejected: NotImplemented (true of versions, but it keeps those tools from emptying a bucket); passing on a backend's own
+versions (they could be listed, but neither read nor deleted here).
 
-Invariants. (1) Following `NextKeyMarker` shows every key once. (2) Everything from outside is escaped, and
-percent-encoded when the client asked for it.
+Invariants. (1) Following `NextKeyMarker` shows every key once. (2) All outside text is escaped, and percent-encoded
+when the client asked for it.
 """
 
 from __future__ import annotations
