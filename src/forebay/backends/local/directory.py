@@ -12,11 +12,12 @@ the last few directories while their mtime stands still, since the next page beg
 Rejected: obstore's LocalStore (unsorted listings, no control characters, and a listing with an offset reads the whole
 tree); os.walk (memory of all levels, wrong order).
 
-Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Symbolic links
-are followed: whoever may write into the directory decides what is served, but for what `allows` refuses. Where a path
-leads is asked at each use, of a file that is read once it is open. (2) Names that are not UTF-8 and everything that is
-not a regular file are no objects. (3) No call blocks the event loop. (4) A put is visible whole and synced, or not at
-all (`newfile.py`). (5) A missing root, or an empty mount point, is not an empty bucket.
+Invariants. (1) No key leads out of the directory by its own text: `..` and empty segments name nothing. Reads follow
+symbolic links, since trees of links to other disks are common: whoever may write into the directory decides what is
+served, but for what `allows` refuses. Where a path leads is asked at each use, of a file that is read once it is open.
+Nothing is written or removed behind a link that leaves the directory (`beneath.py`). (2) Names that are not UTF-8 and
+everything that is not a regular file are no objects. (3) No call blocks the event loop. (4) A put is visible whole and
+synced, or not at all (`newfile.py`). (5) A missing root, or an empty mount point, is not an empty bucket.
 """
 
 from __future__ import annotations
@@ -179,32 +180,33 @@ class DirectoryBackend(Refusing):
         return self._describe(key, status, headers)
 
     async def _begin(self, key: str) -> NewFile:
-        path = self._path_to_write(key)
-        return await asyncio.to_thread(self._new, path, self._what(key))
+        self._check_to_write(key)
+        return await asyncio.to_thread(self._new, key)
 
-    def _new(self, path: str, what: str) -> NewFile:
+    def _new(self, key: str) -> NewFile:
         self._probe()  # a root that is gone (an unmounted disk) is not made anew
-        self._check(os.path.dirname(path), what)
+        what = self._what(key)
+        self._check(os.path.dirname(f"{self.root}/{key}"), what)
         self._unfinished.sweep()
-        return NewFile(path, what, self._unfinished)
+        return NewFile(self.root, key, what, self._unfinished, lambda folder: self._check(folder, what))
 
     async def delete(self, key: str, *, expect: str | None = None) -> None:
         check_key(key)
         if expect == "":
             raise errors.expects_nothing(self._what(key))
         try:
-            path = self._path(key)
+            self._path(key)
         except NotFound:
             if expect:
                 raise errors.changed(self._what(key)) from None
             return
-        await asyncio.to_thread(self._remove, path, self._what(key), expect)
+        await asyncio.to_thread(self._remove, key, expect)
 
-    def _remove(self, path: str, what: str, expect: str | None) -> None:
+    def _remove(self, key: str, expect: str | None) -> None:
         self._probe()
-        self._check(os.path.dirname(path), what)
+        what = self._what(key)
         self._unfinished.sweep()
-        newfile.remove(path, self.root, what, expect, version_of)
+        newfile.remove(self.root, key, what, expect, version_of, lambda folder: self._check(folder, what))
 
     async def copy(
         self, source_key: str, key: str, *, source_version: str = "", headers: Headers | None = None
@@ -213,12 +215,12 @@ class DirectoryBackend(Refusing):
         return await asyncio.to_thread(self._copy, source_key, key, source_version, headers)
 
     def _copy(self, source_key: str, key: str, source_version: str, headers: Headers | None) -> ObjectInfo:
-        path = self._path_to_write(key)
+        self._check_to_write(key)
         fd, source = self._open(source_key)
         try:
             if source_version and source.version != source_version:
                 raise errors.changed(self._what(source_key))
-            file = self._new(path, self._what(key))
+            file = self._new(key)
             try:
                 file.append_from(fd, 0, source.size_bytes)
                 if version_of(os.fstat(fd)) != source.version:
@@ -230,10 +232,10 @@ class DirectoryBackend(Refusing):
         finally:
             os.close(fd)
 
-    def _path_to_write(self, key: str) -> str:
+    def _check_to_write(self, key: str) -> None:
         check_key(key)
         try:
-            return self._path(key)
+            self._path(key)
         except NotFound:
             raise Invalid(
                 f"{self._what(key)}: a directory has no such name (empty, '.' or '..' between slashes, or NUL, or one "
@@ -295,9 +297,16 @@ class DirectoryBackend(Refusing):
                 return failed
         return errors.from_os(error, self._what(key))
 
+    def _may_lead(self, path: str) -> bool:
+        """Whether a path leads where this bucket may."""
+        try:
+            return self._allows(os.path.realpath(path))
+        except OSError:  # a link in it went as it was read
+            return False
+
     def _check(self, path: str, what: str) -> None:
         """`Denied` if a path leads where this bucket may not."""
-        if not self._allows(os.path.realpath(path)):
+        if not self._may_lead(path):
             raise Denied(
                 f"{what or f'file://{self.root}'} leads to what this node keeps to itself, or does not allow: choose "
                 "another, or name it without links",
@@ -363,13 +372,13 @@ class DirectoryBackend(Refusing):
             has_names = status.st_nlink > 1 or Path(path).is_symlink()
         except OSError:
             return None  # gone since the directory was read, or a dangling link: not an object
-        if not stat.S_ISREG(status.st_mode) or (has_names and not self._allows(os.path.realpath(path))):
+        if not stat.S_ISREG(status.st_mode) or (has_names and not self._may_lead(path)):
             return None
         return ListEntry(key, status.st_size, version_of(status).strip('"'), status.st_mtime)
 
     def _names(self, folder: str) -> tuple[tuple[int, int], list[str]]:
         path = f"{self.root}/{folder}"
-        if not self._allows(os.path.realpath(path)):
+        if not self._may_lead(path):
             return (0, 0), []
         try:
             status = os.stat(path)

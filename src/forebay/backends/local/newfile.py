@@ -9,6 +9,9 @@ left; `is_temporary` says which names listings leave out.
 A condition on a version is checked just before the rename, under a lock that every writer of this process takes. A
 foreign program that replaces the file in that moment is not noticed: file systems have no such condition.
 
+All this happens in a folder that was opened below the bucket's root (`beneath.py`) and is named by its descriptor: a
+link that leads out of the root, made before or meanwhile, leads nowhere.
+
 Headers are stored in an extended attribute where the file system has them, and otherwise nowhere.
 
 Invariants. (1) The final name always has the old file or the new one, whole. (2) `close` leaves no unpublished file.
@@ -24,13 +27,13 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from forebay.backends import errors
 from forebay.backends.local import unfinished
+from forebay.backends.local.beneath import Outside, open_folder
 from forebay.backends.local.unfinished import Unfinished
-from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.errors import Corrupt, Denied, Invalid, Unavailable
 from forebay.core.types import Headers
 
 HEADERS_ATTRIBUTE = "user.forebay.headers"
@@ -43,6 +46,7 @@ _NO_ATTRIBUTES = (errno.ENOTSUP, errno.EPERM, errno.ENOSYS)
 _NO_RANGE_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 ResultT = TypeVar("ResultT")
+Check = Callable[[str], None]
 VersionOf = Callable[[os.stat_result], str]
 
 
@@ -52,18 +56,30 @@ def is_temporary(name: str) -> bool:
 
 
 class NewFile:
-    """One file on its way to `path`. `what` names the object in messages; `names` gives it one meanwhile."""
+    """One file on its way to `key` below `root`. `what` names the object in messages; `names` gives it a name
+    meanwhile; `check` raises for a folder, once it is open, in which nothing may be written."""
 
-    def __init__(self, path: str, what: str, names: Unfinished) -> None:
-        self._path, self._what, self._folder = path, what, os.path.dirname(path)
+    def __init__(self, root: str, key: str, what: str, names: Unfinished, check: Check) -> None:
+        self._root, self._key, self._what = root, key, what
+        self._check = check
         self._names = names
         self._named = ""
         self._fd = -1
+        self._places: list[int] = []  # descriptors of the folders where it has a name meanwhile
+        self._folders: list[int] = []  # descriptors of the folder it is to lie in; the last is the one that is there
         self._hash: hashlib._Hash | None = None
         try:
             self._open()
         except OSError as error:
             raise self._failed(error) from error
+
+    @property
+    def _folder(self) -> str:
+        return f"/proc/self/fd/{self._folders[-1]}"
+
+    @property
+    def _path(self) -> str:
+        return f"{self._folder}/{self._key.rpartition('/')[2]}"
 
     def _open(self) -> None:
         try:
@@ -73,20 +89,17 @@ class NewFile:
                 raise
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
             self._names = self._in_folder(lambda: self._names.near(self._folder))
-            self._named, self._fd = self._names.name(lambda path: os.open(path, flags, 0o666))
+            self._named, self._fd = self._names.name(lambda path: os.open(path, flags, 0o666), self._places)
 
     def _in_folder(self, act: Callable[[], ResultT]) -> ResultT:
         """Do what needs the folder, making it as often as a delete takes it away, since it is empty until then."""
-        for _ in range(TRIES_MAX):
+        for attempt in range(TRIES_MAX):
             with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.makedirs(self._folder, exist_ok=True)
-                except FileExistsError:  # a file has its name; or it was there, and went before that was looked at
-                    if os.path.lexists(self._folder) and not os.path.isdir(self._folder):
-                        raise
-                    continue
+                if attempt or not self._folders:
+                    self._folders.append(open_folder(self._root, self._key.rpartition("/")[0], make=True))
+                    self._check(self._folder)
                 return act()
-        raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._folder)
+        raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._key)
 
     def hash(self) -> None:
         """Keep an MD5 of what is appended, for `publish` to compare."""
@@ -135,7 +148,7 @@ class NewFile:
             self._keep_headers(headers)
             os.fsync(self._fd)
             status = os.fstat(self._fd)
-            with _lock(self._path):
+            with _lock(f"{self._root}/{self._key}"):
                 if expect:
                     check_version(self._path, self._what, expect, version_of)
                 self._name(exclusively=expect == "")
@@ -154,7 +167,7 @@ class NewFile:
             return
         if not self._named:
             self._names = self._in_folder(lambda: self._names.near(self._folder))
-            self._named, _ = self._names.name(self._link)
+            self._named, _ = self._names.name(self._link, self._places)
         self._in_folder(lambda: os.replace(self._named, self._path))
         self._named = ""
         self._names.done()
@@ -182,6 +195,8 @@ class NewFile:
                 raise
 
     def _failed(self, error: OSError) -> Exception:
+        if isinstance(error, Outside):
+            return _outside(self._what)
         if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
             return Invalid(
                 f"{self._what}: in a directory no object can have a name that others use as a folder, nor lie below "
@@ -203,15 +218,31 @@ class NewFile:
             with contextlib.suppress(OSError):
                 os.unlink(named)
             self._names.done()
+        while self._folders:
+            os.close(self._folders.pop())
+        while self._places:
+            os.close(self._places.pop())
 
     def __del__(self) -> None:
         self.close()  # a caller that was cancelled while the file was made never got it
 
 
-def remove(path: str, root: str, what: str, expect: str | None, version_of: VersionOf) -> None:
-    """Remove a file durably, and the directories below `root` that this leaves empty. One that is gone is fine."""
+def remove(root: str, key: str, what: str, expect: str | None, version_of: VersionOf, check: Check) -> None:
+    """Remove a file durably, and the directories below `root` that this leaves empty. One that is gone is fine.
+    `check` as in `NewFile`."""
+    folder, _, name = key.rpartition("/")
     try:
-        with _lock(path):
+        fd = open_folder(root, folder)
+    except (FileNotFoundError, NotADirectoryError):
+        if expect is not None:
+            raise errors.changed(what) from None
+        return
+    except OSError as error:
+        raise _outside(what) if isinstance(error, Outside) else errors.from_os(error, what) from error
+    try:
+        check(f"/proc/self/fd/{fd}")
+        path = f"/proc/self/fd/{fd}/{name}"
+        with _lock(f"{root}/{key}"):
             if expect is not None:
                 check_version(path, what, expect, version_of)
             if os.path.isdir(path):
@@ -222,13 +253,24 @@ def remove(path: str, root: str, what: str, expect: str | None, version_of: Vers
         return
     except OSError as error:
         raise errors.from_os(error, what) from error
-    folder = os.path.dirname(path)
-    while len(folder) > len(root):
-        try:
-            Path(folder).rmdir()
-        except OSError:
-            return  # not empty, or not ours to remove
-        folder = os.path.dirname(folder)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):  # it is not empty, or not ours to remove
+        while folder:
+            folder, _, name = folder.rpartition("/")
+            fd = open_folder(root, folder)
+            try:
+                os.rmdir(name, dir_fd=fd)
+            finally:
+                os.close(fd)
+
+
+def _outside(what: str) -> Denied:
+    return Denied(
+        f"{what}: it lies behind a link that leaves the bucket's directory, where nothing is written or deleted: make "
+        "the place it leads to a bucket of its own, or mount it there",
+        code="AccessDenied",
+    )
 
 
 def check_version(path: str, what: str, expect: str, version_of: VersionOf) -> None:

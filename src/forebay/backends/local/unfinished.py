@@ -28,6 +28,7 @@ from forebay.ports import clock, machine
 
 PREFIX = ".forebay-put-"  # what begins like this is no object
 FOLDER = PREFIX + "unfinished"
+_NO_LINK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 STRANGE_AGE_S = 86_400.0  # a file of another machine that nobody has touched for so long is nobody's
 
 _numbers = itertools.count(int(clock.wall_s() * 1e6))  # a process id comes again: its numbers do not
@@ -57,13 +58,15 @@ class Unfinished:
             return self
         return Unfinished(folder)
 
-    def name(self, make: Callable[[str], ResultT]) -> tuple[str, ResultT]:
-        """A new name and what `make` made under it. `OSError` as of `make`."""
+    def name(self, make: Callable[[str], ResultT], places: list[int]) -> tuple[str, ResultT]:
+        """A new name and what `make` made under it. It begins with a descriptor that is added to `places`, to be closed
+        when the name is no more. `OSError` as of `make`, and where a link has the folder's name."""
         while True:
-            path = f"{self._folder}/{self._boot}-{os.getpid()}-{next(_numbers)}"
             with contextlib.suppress(FileExistsError):
                 Path(self._folder).mkdir()
             with contextlib.suppress(FileNotFoundError):  # another write just ended, and took the folder away
+                places.append(os.open(self._folder, _NO_LINK))
+                path = f"/proc/self/fd/{places[-1]}/{self._boot}-{os.getpid()}-{next(_numbers)}"
                 return path, make(path)
             if not os.path.isdir(self._root):
                 raise FileNotFoundError(errno.ENOENT, "the directory is gone", self._root)
@@ -79,18 +82,21 @@ class Unfinished:
             return
         self._swept = True
         try:
-            found = os.listdir(self._folder)
+            fd = os.open(self._folder, _NO_LINK & ~os.O_PATH)  # what a link leads to is nothing that we left
         except OSError:
             return
-        for name in found:
-            with contextlib.suppress(OSError):
-                if self._is_left(name):
-                    os.unlink(f"{self._folder}/{name}")
+        try:
+            for name in os.listdir(fd):
+                with contextlib.suppress(OSError):
+                    if self._is_left(name, fd):
+                        os.unlink(name, dir_fd=fd)
+        finally:
+            os.close(fd)
         self.done()
 
-    def _is_left(self, name: str) -> bool:
+    def _is_left(self, name: str, fd: int) -> bool:
         whose, _, rest = name.partition("-")
         pid = rest.partition("-")[0]
         if whose == self._boot and pid.isascii() and pid.isdigit():
             return not machine.alive(int(pid))
-        return clock.wall_s() - os.stat(f"{self._folder}/{name}").st_ctime > STRANGE_AGE_S
+        return clock.wall_s() - os.stat(name, dir_fd=fd, follow_symlinks=False).st_ctime > STRANGE_AGE_S
