@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(
 
 def test_the_trainer_of_the_manual_reads_its_checkpoints(real: Program, tmp_path: Path) -> None:
     manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    real.env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     (allow,) = re.findall(r"forebay key create trainer --allow '(.*)'", manual)
     keys = ("--file", str(tmp_path / "keys.json"))
     admin = json.loads(real("key", "create", "ops", "--allow", "admin:*", *keys, "--json").stdout)["token"]
@@ -104,6 +106,16 @@ def test_the_trainer_of_the_manual_reads_its_checkpoints(real: Program, tmp_path
     real("put", str(tmp_path / "step-1"), "ckpt-run/step-1")
     real("get", "ckpt-run/step-1", str(tmp_path / "again"))
     assert (tmp_path / "again").read_bytes() == b"weights"
+    error = real("presign", "ckpt-run/step-1", code=4).stderr
+    assert "AWS_SECRET_ACCESS_KEY are not set" in error
+    real.env |= dict(re.findall(r"export (AWS_\w+)=(\w+)", said))
+    with urllib.request.urlopen(real("presign", "ckpt-run/step-1").stdout.strip(), timeout=60) as answer:
+        assert answer.read() == b"weights"
+    link = real("presign", "ckpt-run/a b/é", "--put", "--expires", "15m").stdout.strip()
+    with urllib.request.urlopen(urllib.request.Request(link, b"sent", method="PUT"), timeout=60) as answer:
+        assert answer.status == 200
+    real("stat", "ckpt-run/a b/é")
+    real("presign", "ckpt-run/step-1", "--expires", "8d", code=2)
 
 
 def found(real: Program, code: int) -> list[dict[str, str]]:

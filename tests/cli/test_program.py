@@ -53,7 +53,7 @@ def test_h_is_help_and_url_may_stand_first(program: Program, node: FakeNode, alo
     assert "Usage: forebay" in program("-h").stdout
     assert "corpus" in alone("--url", node.url, "ls").stdout
     for name, group in app_commands():
-        asks = name.split()[0] not in ("up", "down", "node", "key", "offload", "bench")
+        asks = name.split()[0] not in ("up", "down", "node", "key", "offload", "bench", "logs", "config")
         assert asks == any("--url" in param.opts for param in group.params), name
 
 
@@ -153,9 +153,7 @@ def test_a_wrong_url_and_a_wrong_option_are_usage_errors(alone: Program, args: t
     assert "No such option" in alone(*args, "--no-such-option", code=2).stderr
 
 
-@pytest.mark.parametrize(
-    "args", [("stat",), ("get",), ("cat",), ("prefetch",), ("evict",), ("job", "show"), ("bucket", "add", "x")]
-)
+@pytest.mark.parametrize("args", [("stat",), ("get",), ("cat",), ("mv", "x"), ("job", "show"), ("bucket", "add", "x")])
 def test_a_missing_argument_is_a_usage_error(alone: Program, args: tuple[str, ...]) -> None:
     assert "Missing argument" in alone(*args, code=2).stderr
 
@@ -222,7 +220,7 @@ def complete(program: Program, *words: str) -> list[str]:
 
 def test_verbs_buckets_and_keys_are_completed(program: Program, node: FakeNode) -> None:
     node.settings["corpse"] = Bucket("corpse", "s3://corpse")
-    assert complete(program, "pre") == ["prefetch"]
+    assert complete(program, "pref") == ["prefetch"]
     assert complete(program, "ls", "cor") == ["corpse/", "corpus/"]
     assert complete(program, "stat", "corpus/") == ["corpus/readme", "corpus/train/", "corpus/val/"]
     assert complete(program, "stat", "corpus/train/a") == ["corpus/train/a.tar"]

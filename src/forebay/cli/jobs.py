@@ -6,9 +6,12 @@ well, 9 if some failed, and 1 if the job as a whole failed. `forebay flush` uses
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from forebay.cli import address, show
@@ -16,21 +19,26 @@ from forebay.cli.complete import addresses as complete_addresses
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line, verb
 from forebay.cli.progress import Progress
-from forebay.core.errors import Unavailable
+from forebay.core import limits
+from forebay.core.errors import Invalid, Unavailable
 from forebay.core.messages.calls import JobState, JobVerb
 
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
+KEYS_BYTES_MAX = limits.JSON_BODY_BYTES_MAX - 4096  # of one job that names its objects; the rest is its bucket
 LOOK_FIRST_S, LOOK_S = 0.05, 0.5  # a small job ends at once; a long one is looked at twice a second
 
 Addresses = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
-        metavar="ADDRESS...", autocompletion=complete_addresses, help="Buckets, folders, objects; NAME* for a prefix."
+        metavar="[ADDRESS...]", autocompletion=complete_addresses, help="Buckets, folders, objects; NAME* for a prefix."
     ),
 ]
 Exact = Annotated[bool, typer.Option("--exact", help="Each ADDRESS is one object, whatever lies below it.")]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="FILE", help="Objects, one address a line; - is standard input.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Count what would be done, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or return at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
@@ -48,14 +56,44 @@ DONE = {
 MOVING = ("prefetch", "flush")  # their bytes move; those of the others are counted only
 
 
-def plan(client: Client, verb: JobVerb, texts: list[str], *, exact: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+Job = tuple[str, str, tuple[str, ...]]
+
+
+def plan(client: Client, verb: JobVerb, texts: list[str], *, exact: bool) -> list[Job]:
     """(bucket, prefix, keys) of each job that the addresses ask for."""
     if not exact:
         return [job for at in map(address.parse, texts) for job in _selected(client, verb, at)]
     by_bucket: dict[str, list[str]] = {}
     for at in map(address.parse_object, texts):
         by_bucket.setdefault(at.bucket, []).append(at.key)
-    return [(bucket, "", tuple(keys)) for bucket, keys in by_bucket.items()]
+    return [(bucket, "", keys) for bucket, all_keys in by_bucket.items() for keys in _pieces(all_keys)]
+
+
+def _pieces(keys: list[str]) -> Iterator[tuple[str, ...]]:
+    """The keys, so many at a time as one request may name."""
+    piece: list[str] = []
+    size_bytes = 0
+    for key in keys:
+        key_bytes = len(msgspec.json.encode(key)) + 1
+        if size_bytes + key_bytes > KEYS_BYTES_MAX:
+            yield tuple(piece)
+            piece, size_bytes = [], 0
+        piece.append(key)
+        size_bytes += key_bytes
+    if piece:
+        yield tuple(piece)
+
+
+def listed(file: str) -> list[str]:
+    """The addresses in `file`, one a line; "-" is standard input."""
+    try:
+        with open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-") as lines:
+            found = [line.rstrip(b"\r\n").decode() for line in lines]
+    except UnicodeDecodeError:
+        raise Invalid(f"{file} is not UTF-8 text: give one address a line") from None
+    if not any(found):
+        raise Invalid(f"{file} names no objects: give one address a line")
+    return [text for text in found if text]
 
 
 def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -88,10 +126,15 @@ def run(
     quiet: bool,
     url: str | None,
     as_json: bool,
+    source: str | None = None,
 ) -> int:
-    """Start the jobs, one after the other, and watch each; the exit code."""
+    """Start the jobs, one after the other, and watch each; the exit code. `source`: the file that names the objects."""
     code = 0
     ended: list[JobState] = []
+    if bool(texts) == (source is not None):
+        raise Invalid("name what to work on: ADDRESSes, or a list of them with --from FILE")
+    if source is not None:
+        texts, exact = listed(source), True
     with open_client(url) as client:
         for bucket, prefix, keys in plan(client, verb, texts, exact=exact):
             state = client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
@@ -182,8 +225,9 @@ def _app(name: JobVerb, first_line: str) -> typer.Typer:
     )
     @verb
     def start(
-        addresses: Addresses,
+        addresses: Addresses = None,
         exact: Exact = False,
+        source: From = None,
         dry_run: DryRun = False,
         wait: Wait = True,
         quiet: Quiet = False,
@@ -191,7 +235,10 @@ def _app(name: JobVerb, first_line: str) -> typer.Typer:
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> int:
-        return run(name, addresses, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json)
+        return run(
+            name, addresses or [], exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json,
+            source=source,
+        )  # fmt: skip
 
     return app
 

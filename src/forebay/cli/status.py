@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import verb
+from forebay.cli.top import draw
 from forebay.core.messages.node_state import BucketState, NodeState
 from forebay.ports import clock
 
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+LOOK_S = 2.0
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command("status")
 @verb
-def status(url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help=f"Look again every {LOOK_S:g} s until Ctrl-C.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Show the node, its volumes and its buckets.
 
-    With --json the fields are those of NodeState in docs/protocol.md.
+    With --json the fields are those of NodeState in docs/protocol.md, one line for each look of --watch.
     """
     with open_client(url) as client:
-        state = client.status()
-        place = client.url
-    if as_json:
-        show.document(state)
-    else:
-        print(text(state, place, clock.wall_s()))
+        if watch:
+            _watch(client, as_json=as_json)
+        elif as_json:
+            show.document(client.status())
+        else:
+            print(text(client.status(), client.url, clock.wall_s()))
+
+
+def _watch(client: Client, *, as_json: bool) -> None:
+    def looks() -> Iterator[NodeState]:
+        while True:
+            yield client.status()
+            time.sleep(LOOK_S)
+
+    texts = (text(state, client.url, clock.wall_s()) for state in looks())
+    with suppress(KeyboardInterrupt):
+        if as_json:
+            for state in looks():
+                show.line(state)
+                sys.stdout.flush()
+        elif sys.stdout.isatty():
+            draw(texts)
+        else:
+            for shown in texts:
+                print(shown, end="\n\n", flush=True)
 
 
 def text(state: NodeState, place: str, now_s: float) -> str:

@@ -49,7 +49,7 @@ def top(
                 for view in views:
                     print(text(view), end="\n\n" if count != 1 else "\n", flush=True)
             else:
-                _draw(views)
+                draw(map(text, views))
         except KeyboardInterrupt:
             if count:
                 raise
@@ -66,13 +66,14 @@ def _looks(client: Client, interval_s: float, count: int) -> Iterator[View]:
         number += 1
 
 
-def _draw(views: Iterator[View]) -> None:
+def draw(texts: Iterator[str]) -> None:
+    """Show one text after the other on the whole terminal."""
     from rich.live import Live
     from rich.text import Text
 
     with Live(Text("looking …"), screen=True, auto_refresh=False) as live:
-        for view in views:
-            live.update(Text(text(view)), refresh=True)
+        for shown in texts:
+            live.update(Text(shown), refresh=True)
 
 
 def text(view: View) -> str:

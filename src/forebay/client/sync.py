@@ -83,7 +83,7 @@ class Client:
         trust: Trust | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca, trust)
-        self._made_of = (self._calling.endpoint.url, self._calling.token, patience_s, ca)
+        self._made_of = (self._calling.endpoint.url, self._calling.token, patience_s, self._calling.ca)
         self._portable = trust is None
         self.endpoint = self._calling.endpoint
         self._members = members.MembersCache()
