@@ -52,7 +52,12 @@ def test_a_node_started_where_aws_endpoint_url_names_it_refuses_to_be_its_own_ba
     options = ("--option", f"endpoint={relay}", "--option", "access_key_id=a", "--option", "secret_access_key=b")
     assert "is this node itself" in real("bucket", "add", "corpus", "s3://corpus", *options, code=6).stderr
     assert "is this node itself" in real("bucket", "add", "corpus", f"{relay}/corpus", code=6).stderr
+    real("bucket", "add", "corpus", "s3://corpus", "--no-check", "--write", "back")
+    assert "is this node itself" in real("get", "corpus/key", str(tmp_path / "x"), code=6).stderr
     fill(tmp_path / "bucket")
+    real("put", str(tmp_path / "bucket" / "train" / "b"), "corpus/kept")
+    assert "is this node itself" in real("flush", "corpus", code=9).stderr
+    real("bucket", "rm", "corpus", "--force")
     real("bucket", "add", "data", f"file://{tmp_path / 'bucket'}")
     real("get", "data/train/b", str(tmp_path / "b"))
 

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from forebay.core.types import Bucket
 from tests.cli.conftest import Program
 from tests.client.fake_node import FakeNode
 
@@ -79,6 +80,39 @@ def test_mv_deletes_what_is_copied(program: Program, node: FakeNode, tmp_path: P
     program("mv", str(tmp_path / "a"), "s3://corpus/a")
     assert not (tmp_path / "a").exists()
     assert len(remote["a"]) == 1000
+
+
+def test_mv_never_moves_what_is_onto_itself(program: Program, node: FakeNode, tmp_path: Path) -> None:
+    before = dict(node.objects["corpus"])
+    folder = tmp_path / "backend"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"kept")
+    node.settings["same"] = Bucket("same", "s3://corpus/train/")
+    node.settings["disk"] = Bucket("disk", f"file://{tmp_path}/backend")
+    node.objects["same"] = {"a.tar": b"a" * 1000}
+    node.objects["disk"] = {"file": b"kept"}
+    for source, target in (
+        ("s3://corpus/train", "s3://corpus/"),
+        ("s3://corpus/train/a*", "s3://corpus/train/"),
+        ("s3://corpus/*", "s3://corpus"),
+        ("s3://same/", "s3://corpus/train/"),
+        ("s3://corpus/train/", "s3://same/"),
+        ("s3://disk/", str(folder)),
+        (str(folder), "s3://disk/"),
+    ):
+        assert "move" in program("mv", "-r", source, target, code=2).stderr.replace("name another", "move"), source
+    program("mv", "s3://disk/file", str(folder / "file"), code=2)
+    program("mv", "-", "s3://corpus/x", code=2)
+    assert node.objects["corpus"] == before
+    assert node.objects["same"]
+    assert node.objects["disk"]
+    assert (folder / "file").exists()
+
+
+def test_mv_does_not_take_a_likeness_for_a_copy(program: Program, node: FakeNode, tmp_path: Path) -> None:
+    node.objects["corpus"]["old/a.tar"] = b"x" * 1000  # of the same size, and not older
+    program("mv", "s3://corpus/train/*.tar", "s3://corpus/old/")
+    assert node.objects["corpus"]["old/a.tar"] == b"a" * 1000
 
 
 def test_mv_leaves_an_object_that_was_written_meanwhile(program: Program, node: FakeNode, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Invariant. Two local paths are refused: the shell's `cp` copies those.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,10 +72,10 @@ def copy(
     checksum: bool,
     quiet: bool,
     moved: Callable[[address.Address, str], None] | None = None,
-    sent: Callable[[str], None] | None = None,
+    sent: Callable[[str, float], None] | None = None,
 ) -> Done:
     """Copy as `forebay cp` does; `moved` hears of each object, with its ETag, and `sent` of
-    each file whose copy is there whole."""
+    each file, with its time as it was read, whose copy is there whole."""
     up, down = target.startswith(SCHEMES), source.startswith(SCHEMES)
     if not up and not down:
         raise Invalid("neither side is an object: write s3://BUCKET/KEY for what is in the node")
@@ -95,8 +96,9 @@ def copy(
             return put_all(
                 client, source, at, threads=threads, force=force, checksum=checksum, quiet=quiet, then=sent or _ignore
             )
+        modified_s = os.stat(source).st_mtime if sent is not None else 0.0
         done = put_one(client, source, at, quiet=quiet)
-        (sent or _ignore)(source)
+        (sent or _ignore)(source, modified_s)
         return done
     at = address.parse(source)
     if recursive:
@@ -110,7 +112,7 @@ def copy(
     return done
 
 
-def _ignore(path: str) -> None:
+def _ignore(path: str, modified_s: float) -> None:
     """What `cp` does with a file that is there."""
 
 
@@ -145,6 +147,8 @@ def _inside(
     cut = at.key.partition("*")[0].rfind("/") + 1
     if to.bucket == at.bucket and start.startswith(address.matching(at)[0].prefix):
         raise Invalid(f"{to} lies under {at}, so copies would be copied again: name another target")
+    if (to.bucket, start) == (at.bucket, at.key[:cut]):
+        raise Invalid(f"{at} would be copied onto itself: name another target")
     there = {} if force else {entry.key: entry for entry in entries(client, address.Address(to.bucket, start))}
 
     def copy_one(entry: ListEntry, moved: Callable[[int], None]) -> None:

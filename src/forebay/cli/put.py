@@ -127,10 +127,10 @@ def put_all(
     checksum: bool,
     quiet: bool,
     dry_run: bool = False,
-    then: Callable[[str], None] = lambda path: None,
+    then: Callable[[str, float], None] = lambda path, modified_s: None,
 ) -> Done:
-    """All files under the directory `folder` to objects under the prefix `at`; `then` hears of each path that is there
-    whole."""
+    """All files under the directory `folder` to objects under the prefix `at`; `then` hears of each path, with
+    its time as it was read, that is there whole."""
     if not os.path.isdir(folder):
         if os.path.exists(folder):
             raise Invalid(f"{folder} is not a directory: leave out -r to copy one file")
@@ -140,7 +140,7 @@ def put_all(
     def send(file: File, moved: Callable[[int], None]) -> None:
         check_key(file.key)
         if not force and file.there is not None and is_there(file, file.there, checksum=checksum):
-            then(file.path)
+            then(file.path, file.modified_s)
             with crew.lock:
                 done.skip(file.size_bytes)
             return
@@ -158,7 +158,7 @@ def put_all(
 
         moved(0)
         written = client.put(at.bucket, file.key, file.path, progress=count)
-        then(file.path)
+        then(file.path, file.modified_s)
         with crew.lock:
             done.add(written.size_bytes, written.size_bytes)
 

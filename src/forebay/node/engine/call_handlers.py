@@ -260,6 +260,7 @@ class Verbs:
     async def _give_up(self, bucket: Bucket) -> None:
         """Forget what the node has of the bucket and no backend has: writes, deletes, lost objects."""
         engine, name = self._engine, bucket.name
+        engine.store.check_bucket(name)  # what a missing volume may owe is not given up here: `forebay volume give-up`
         engine.flush()
         while owed := engine.flusher.window(name, "", "", limits.LIST_KEYS_MAX):
             for key, _ in owed:

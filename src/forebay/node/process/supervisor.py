@@ -330,7 +330,10 @@ class Supervisor:
         temporary = self.settings.node_file.with_suffix(".new")
         temporary.write_text(json.dumps(told))
         temporary.replace(self.settings.node_file)
-        remember(self.settings)
+        try:
+            remember(self.settings)
+        except OSError as error:
+            log.warning("who may get in is not remembered for the next start: %s", error)
         self._announce(self.settings.endpoint)
 
 
