@@ -13,11 +13,9 @@ from forebay.core.machines.recover import (
     RecordSeen,
     Restore,
     Settle,
-    count_actions,
     judge_file,
     judge_owed,
     judge_record,
-    recover,
 )
 
 HEADER = Identity("b", "k", 7, 100, (0, 1))
@@ -56,13 +54,9 @@ def test_a_file_of_the_wrong_size_or_without_sums_is_not_rebuilt():
 
 def test_of_two_versions_of_a_key_the_later_is_rebuilt_in_either_order():
     later = Identity("b", "k", 9, 100, (0,))
-    files = [FILE, FileSeen("data/9", "data", 100, later)]
-    for listing in (files, files[::-1]):
-        actions = recover(listing, [], trusted=False)
-        assert Rebuild("data/9", later) in actions
-        assert Delete("data/7", "superseded") in actions
-    swapped = [FileSeen("data/1", "data", 100, later), FileSeen("data/2", "data", 100, HEADER)]
-    assert recover(swapped, [], trusted=False) == [Rebuild("data/1", later), Delete("data/2", "superseded")]
+    seen, known = FileSeen("data/9", "data", 100, later), RecordSeen("b", "k", 9, "data/9", 100)
+    assert judge_file(seen, RECORD, False) == [Rebuild("data/9", later), Delete("data/7", "superseded")]
+    assert judge_file(FILE, known, False) == [Delete("data/7", "superseded")]
 
 
 def test_a_durable_record_wins_over_every_clean_file():
@@ -91,12 +85,9 @@ def test_a_record_without_its_file_goes_and_a_durable_one_loudly():
     assert judge_record(RecordSeen("b", "k", 7, "", 10), False) == [], "an inline object has no file"
 
 
-def test_a_clean_record_beside_a_durable_one_is_dropped():
+def test_a_clean_file_beside_a_durable_record_goes():
     newer = RecordSeen("b", "k", 9, "data/9", 100, durable=True)
-    files = [FILE, FileSeen("data/9", "data", 100, Identity("b", "k", 9, 100, (0, 1)))]
-    actions = recover(files, [RECORD, newer], trusted=True)
-    assert set(actions) == {DropRecord("b", "k", 7), Delete("data/7", "superseded"), Keep("data/9")}
-    assert count_actions(actions) == {"DropRecord": 1, "Delete superseded": 1, "Keep": 1}
+    assert judge_file(FILE, newer, True) == [Delete("data/7", "superseded")]
 
 
 # --- what is owed ----------------------------------------------------------------------------------------------------

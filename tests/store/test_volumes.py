@@ -110,3 +110,32 @@ def test_a_reader_says_which_volume_it_cannot_open(make_bench: Callable[..., Ben
     assert 0 < sum(found) < 20
     reader.close()
     bench.open()
+
+
+def test_what_was_in_the_wrong_place_does_not_come_back_with_a_machine_stop(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    """Nobody would find it there, and eviction would not count it. Its unlinking need not be on the disk yet."""
+    bench = make_bench("a", "b")
+    home = {name: bench.store.volume_of(objects.BUCKET, name) for name in (f"k{number}" for number in range(20))}
+    bench.close()
+    alone = Store.open([tmp_path / "b"], block_bytes=64 * KIB)  # a is not there this time
+    for name in home:
+        objects.land(alone, name, 70 * KIB)
+    alone.close()
+    shutil.copytree(tmp_path / "b" / "data", tmp_path / "kept")
+    bench.open()
+    bench.close(clean=False)
+    shutil.rmtree(tmp_path / "b" / "data")
+    shutil.copytree(tmp_path / "kept", tmp_path / "b" / "data")
+    for volume in ("a", "b"):
+        mark = tmp_path / volume / "volume.json"
+        mark.write_text(mark.read_text().replace('"boot_id": "', '"boot_id": "x'))
+    store = Store.open([tmp_path / "a", tmp_path / "b"], block_bytes=64 * KIB, later=True)
+    assert not [each for each in store.catching.steps() if each is not None]
+    found = {
+        (volume.id, unit.key) for volume in store.usable() for unit in store.units() if home[unit.key] == volume.id
+    }
+    assert {key for _, key in found} == {name for name, where in home.items() if where == store.usable()[1].id}
+    assert len({unit.object_id for unit in store.units()}) == len(found), "each in its place, and nothing else"
+    store.close()

@@ -213,7 +213,7 @@ def test_the_end_of_a_flush_cut_anywhere(knife: Knife, make_bench: Callable[...,
 
 
 def test_the_shell_does_what_the_plan_says(knife: Knife, bench: Bench) -> None:
-    """`commit.plan_put`: header, rename | sync file, sync directories, durable record | visible record."""
+    """The order of a write: header, rename | sync file, sync directories, durable record | visible record."""
     writer = Writer(bench)
     writer.write("before")  # the journal has its file
     change = writer.put("k")

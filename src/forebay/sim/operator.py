@@ -59,7 +59,13 @@ class Operator:
                 [
                     *("/-/v1/status", "/-/metrics", "/-/v1/jobs", f"/-/v1/list/{bucket}", f"/-/v1/lost/{bucket}"),
                     *(f"/-/v1/list/{bucket}?cached=1", f"/-/v1/stat/{bucket}/{key}?revalidate=1", f"/{bucket}?uploads"),
-                    *(f"/-/v1/stat/{bucket}/{key}", f"/-/v1/listing/{bucket}", f"/-/v1/buckets/{bucket}/check"),
+                    *(
+                        f"/{bucket}/theirs",
+                        f"/{bucket}/theirs",
+                        f"/-/v1/stat/{bucket}/{key}",
+                        f"/-/v1/listing/{bucket}",
+                        f"/-/v1/buckets/{bucket}/check",
+                    ),
                 ]
             ),
         )

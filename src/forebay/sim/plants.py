@@ -1,18 +1,29 @@
-"""Bugs to plant, one per machine: a simulator that finds nothing must be shown to find something.
+"""Bugs to plant in the product: a simulator that finds nothing must be shown to find something.
 
-Theory. Each plant changes one machine the way a tired programmer might, for the length of one run. `tests/sim` runs
-seeds until each is found.
+Theory. Each changes one function of the product the way a tired programmer might, for the length of one run.
+`tests/sim` runs seeds until each is found.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
+from forebay.backends.wrap import retrying
 from forebay.core import placement
-from forebay.core.machines import commit, eviction, flight, flush, recover, retry, sent_bodies
+from forebay.core.machines import delivery, eviction, flight, flush, opening, recover, retry, sent_bodies
+from forebay.core.s3rules import conditions
+from forebay.node.engine.read import cold, one_read, openings, pages
+from forebay.node.engine.write import appends, copies, locks, parts, uploads, writes
+from forebay.node.front.objects import fast_lane
+from forebay.node.store.disk import journal
+from forebay.node.store.writer import puts, rebuild, volumes
 
 _Patch = tuple[Any, str, Any]
 
@@ -40,13 +51,14 @@ def _ranges() -> list[_Patch]:
 
 
 def _commit() -> list[_Patch]:
-    """A durable write is acknowledged without fsync of its file (and the plan checker looks away)."""
-    real = commit.plan_durable
+    """A durable write is acknowledged without fsync of its file."""
+    return [(puts, "_sync_files", lambda volume, steps: None)]
 
-    def plan(*args: Any, **kwargs: Any) -> list[commit.Effect]:
-        return [effect for effect in real(*args, **kwargs) if not isinstance(effect, commit.SyncFile)]
 
-    return [(commit, "plan_durable", plan), (commit, "check_plan", lambda effects: None)]
+def _write() -> list[_Patch]:
+    """The name of a written file is not synced before its durable record."""
+    real = vars(puts)["sync_path"]
+    return [(puts, "sync_path", lambda path: None if os.path.isdir(path) else real(path))]
 
 
 def _recover() -> list[_Patch]:
@@ -60,67 +72,6 @@ def _recover() -> list[_Patch]:
         return actions
 
     return [(recover, "judge_file", judge)]
-
-
-def _eviction() -> list[_Patch]:
-    """Units in use are victims like any other."""
-    return [(eviction.Eviction, "_in_use", lambda self, unit: False)]
-
-
-def _retry() -> list[_Patch]:
-    """Every retry is decided as if it were the first: neither attempts nor the budget are counted."""
-    real = retry.delay_before_retry
-
-    def delay(attempt: int, error: Any, elapsed_s: float, draw: float, budget: Any) -> float | None:
-        return real(1, error, elapsed_s, draw, retry.RetryBudget())
-
-    return [(retry, "delay_before_retry", delay)]
-
-
-def _placement() -> list[_Patch]:
-    """A member draws by its position in the list, not by its name."""
-    real = placement.Members.__init__
-
-    def init(self: placement.Members, weights: Any) -> None:
-        real(self, weights)
-        self._seeds = tuple(range(len(self.ids)))
-
-    return [(placement.Members, "__init__", init)]
-
-
-def _freshness() -> list[_Patch]:
-    """Seconds are taken for minutes."""
-    from forebay.core.machines import opening  # it reads bounds, which `scale` may have to change first
-
-    real = opening.may_serve
-
-    def serve(state: int, checked_s: float, freshness_s: float, now_s: float) -> bool:
-        return real(state, checked_s, freshness_s * 60, now_s)
-
-    return [(opening, "may_serve", serve)]
-
-
-def _write() -> list[_Patch]:
-    """The name of a written file is not synced before its durable record (and the plan checker looks away)."""
-    real = commit.plan_put
-
-    def plan(*args: Any, **kwargs: Any) -> list[commit.Effect]:
-        return [effect for effect in real(*args, **kwargs) if not isinstance(effect, commit.SyncDir)]
-
-    return [(commit, "plan_put", plan), (commit, "check_plan", lambda effects: None)]
-
-
-def _delete() -> list[_Patch]:
-    """A delete is taken for something that need not outlive the machine."""
-    real = commit.plan_delete
-
-    def plan(old: commit.StoredVersion, *, tombstone: bool, durable: bool) -> list[commit.Effect]:
-        return [
-            dataclasses.replace(effect, durable=False) if isinstance(effect, commit.PutTombstone) else effect
-            for effect in real(old, tombstone=tombstone, durable=durable)
-        ]
-
-    return [(commit, "plan_delete", plan), (commit, "check_plan", lambda effects: None)]
 
 
 def _owed() -> list[_Patch]:
@@ -145,14 +96,141 @@ def _flush() -> list[_Patch]:
     return [(flush.Queue, "_ended", ended)]
 
 
-def _sent(bound: int = 2) -> list[_Patch]:
-    """Of what was sent only the last few are known."""
-    real = sent_bodies.left
+def _sent() -> list[_Patch]:
+    """Of what was sent nothing is remembered."""
+    return [(sent_bodies, "left", lambda sent, digest: sent)]
 
-    def left(sent: sent_bodies.Sent, digest: str) -> sent_bodies.Sent:
-        return sent_bodies.Sent(real(sent, digest).tried[-bound:], sent.late)
 
-    return [(sent_bodies, "left", left)]
+def _whose() -> list[_Patch]:
+    """What the backend has is taken for a stranger's."""
+    return [(delivery, "judge", lambda seen, ours, digest="": sent_bodies.Whose.STRANGER)]
+
+
+def _deleted() -> list[_Patch]:
+    """An opening forgets that a key's delete is on its way to the backend."""
+    real = cold.ColdReads.__init__
+
+    def init(self: cold.ColdReads, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        self._deleted = lambda bucket, key: False
+
+    return [(cold.ColdReads, "__init__", init)]
+
+
+def _listing() -> list[_Patch]:
+    """A listing does not know of what is owed."""
+    return [(pages.Pages, "_window", lambda self, bucket, prefix, after: [])]
+
+
+def _locks() -> list[_Patch]:
+    """Two have a key's lock at once."""
+
+    async def take(self: locks.KeyLocks, name: tuple[str, str]) -> None:
+        self._waiting.setdefault(name, deque())
+
+    def give(self: locks.KeyLocks, name: tuple[str, str]) -> None:
+        self._waiting.pop(name, None)
+
+    return [(locks.KeyLocks, "take", take), (locks.KeyLocks, "give", give)]
+
+
+def _condition() -> list[_Patch]:
+    """A write's condition always holds."""
+
+    async def check(self: writes.Writes, *args: Any, **named: Any) -> None:
+        return None
+
+    return [(writes.Writes, "check", check)]
+
+
+def _journal() -> list[_Patch]:
+    """The journal acknowledges a frame that is not synced."""
+
+    class Unsynced:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda fd: None) if name == "fdatasync" else getattr(os, name)
+
+    return [(journal, "os", Unsynced())]
+
+
+def _settled() -> list[_Patch]:
+    """What a start finds owed is taken for what has arrived."""
+    real = recover.judge_owed
+
+    def judge(
+        owed: recover.RecordSeen, now: recover.RecordSeen | None, settled: bool, size_bytes: int | None
+    ) -> list[recover.Action]:
+        return real(owed, now, True, size_bytes)
+
+    return [(recover, "judge_owed", judge)]
+
+
+def _append() -> list[_Patch]:
+    """The last byte of a shard is not copied to the one with a member more."""
+    real = appends._copy
+    return [(appends, "_copy", lambda source, target, size_bytes: real(source, target, max(0, size_bytes - 1)))]
+
+
+def _parts() -> list[_Patch]:
+    """The parts of an upload are joined in the order in which they came last."""
+    real = parts.join
+    return [(parts, "join", lambda directory, chosen, target: real(directory, chosen[::-1], target))]
+
+
+def _conditions() -> list[_Patch]:
+    """If-Match of a copy's source is not looked at."""
+    real = conditions.Conditions.judge
+
+    def judge(self: Any, etag: str, modified_s: float) -> int:
+        return 200 if real(self, etag, modified_s) == 412 else real(self, etag, modified_s)
+
+    return [(conditions.Conditions, "judge", judge)]
+
+
+def _eviction() -> list[_Patch]:
+    """Units in use are victims like any other."""
+    return [(eviction.Eviction, "_in_use", lambda self, unit: False)]
+
+
+def _retry() -> list[_Patch]:
+    """Every retry is decided as if it were the first: neither attempts nor the budget are counted."""
+    real = vars(retrying)["delay_before_retry"]
+
+    def delay(attempt: int, error: Any, elapsed_s: float, draw: float, budget: Any, policy: Any) -> float | None:
+        delay_s: float | None = real(1, error, elapsed_s, draw, retry.RetryBudget(), policy)
+        return delay_s
+
+    return [(retrying, "delay_before_retry", delay)]
+
+
+def _placement() -> list[_Patch]:
+    """A volume draws by its position in the list, not by its name."""
+    real = placement.Members.__init__
+
+    def init(self: placement.Members, weights: Any) -> None:
+        real(self, weights)
+        self._seeds = tuple(range(len(self.ids)))
+
+    return [(placement.Members, "__init__", init)]
+
+
+def _freshness() -> list[_Patch]:
+    """Fronts take seconds for minutes."""
+    real = opening.may_serve
+
+    def may_serve(state: int, checked_s: float, freshness_s: float, now_s: float) -> bool:
+        return real(state, checked_s, freshness_s * 60, now_s)
+
+    return [(module, "may_serve", may_serve) for module in (opening, fast_lane)]
+
+
+def _delete() -> list[_Patch]:
+    """A delete is taken for something that need not outlive the machine."""
+
+    def delete(bucket: str, key: str, note: Any = None, durable: bool = False) -> puts.Delete:
+        return puts.Delete(bucket, key, note)
+
+    return [(writes, "Delete", delete)]
 
 
 def _late() -> list[_Patch]:
@@ -160,23 +238,92 @@ def _late() -> list[_Patch]:
     return [(sent_bodies, "answered", lambda sent, began_s, ended_s, late_s=0.0: sent_bodies.Sent())]
 
 
+def _group() -> list[_Patch]:
+    """Of the changes that are made durable together only the first is."""
+    real = puts.Puts._commit
+    return [(puts.Puts, "_commit", lambda self, volume, steps: real(self, volume, steps[:1]))]
+
+
+def _opening() -> list[_Patch]:
+    """What the backend answered to an opening is kept, though the key was written meanwhile."""
+    return [(openings.Opening, "overtaken", property(lambda self: False, lambda self, value: None))]
+
+
+def _missed() -> list[_Patch]:
+    """What a machine stop brought back is served while the backend is away."""
+    return [(rebuild, "MISSED", 0.0)]
+
+
+def _copy() -> list[_Patch]:
+    """A copy reads whatever version its source has by now."""
+
+    def ask(*args: Any, **named: Any) -> one_read.Ask:
+        return one_read.Ask(*args, **named)._replace(version="")
+
+    return [(copies, "Ask", ask)]
+
+
+def _upload() -> list[_Patch]:
+    """An upload is completed whatever its If-None-Match says."""
+    real = uploads.UploadBook._finish
+
+    async def finish(self: uploads.UploadBook, served: Any, upload: Any, call: Any) -> Any:
+        return await real(self, served, upload, msgspec.structs.replace(call, if_none_match=None))
+
+    return [(uploads.UploadBook, "_finish", finish)]
+
+
+def _unshown() -> list[_Patch]:
+    """The engine shows a write that waits for its disk, which fronts and listings do not."""
+    return [
+        (volumes.VolumeSet, name, _without_unshown(vars(volumes.VolumeSet)[name]))
+        for name in ("check_present", "check_bucket")
+    ]
+
+
+def _without_unshown(real: Callable[..., None]) -> Callable[..., None]:
+    def check(self: volumes.VolumeSet, *args: Any) -> None:
+        kept, self.unshown = self.unshown, {}
+        try:
+            real(self, *args)
+        finally:
+            self.unshown = kept
+
+    return check
+
+
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {
+    "append": _append,
     "commit": _commit,
+    "condition": _condition,
+    "conditions": _conditions,
+    "copy": _copy,
     "delete": _delete,
+    "deleted": _deleted,
     "eviction": _eviction,
     "flight": _flight,
     "flush": _flush,
     "freshness": _freshness,
+    "group": _group,
+    "journal": _journal,
     "late": _late,
+    "listing": _listing,
+    "locks": _locks,
+    "missed": _missed,
+    "opening": _opening,
     "owed": _owed,
+    "parts": _parts,
     "placement": _placement,
     "ranges": _ranges,
     "recover": _recover,
     "retry": _retry,
     "sent": _sent,
+    "settled": _settled,
+    "unshown": _unshown,
+    "upload": _upload,
+    "whose": _whose,
     "write": _write,
 }
-WRITING = {"delete", "flush", "late", "owed", "sent", "write"}  # those of the writers' world
 
 
 @contextmanager

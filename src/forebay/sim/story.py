@@ -34,6 +34,7 @@ from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.settings import Settings
 from forebay.ports import chance, clock, threads
 from forebay.sim.bucket import MOODS, Service
+from forebay.sim.checks import Homes, left_over, watch_evictions, watched_retries
 from forebay.sim.clients import Ask, Board, Client, Judge, Place, Sizes
 from forebay.sim.history import ABSENT
 from forebay.sim.host import Host
@@ -41,7 +42,7 @@ from forebay.sim.life import Life
 from forebay.sim.loop import Killed, VirtualClock
 from forebay.sim.operator import Operator
 from forebay.sim.pools import SimThreads
-from forebay.sim.wire import Line
+from forebay.sim.wire import ANSWER_TIMEOUT_S, Line
 
 KIB = 1024
 SIZES = Sizes(
@@ -60,6 +61,8 @@ BUCKETS = (
 KEYS, CLIENTS = 2, 4
 ABSENT_RATE = 0.1  # of lives lack one of the volumes
 SOURCES = {"source/small": 700, "source/large": 30_000}
+THEIRS = "theirs"  # a key of each bucket that is written behind the node
+VANISH_RATE = 0.03  # of GETs whose client goes away before it has everything
 CALLS_DEFAULT = 120
 TAIL_LINES = 60
 TELLING_OF_THE_MACHINE = ("/-/metrics", "/-/v1/status")  # the real one, whose memory and time are not of the world
@@ -84,7 +87,7 @@ class Story:
         self.dice, self._weather, self._timing = (Random(dice.getrandbits(64)) for _ in range(3))
         self.root = tempfile.mkdtemp(prefix="forebay-sim-", dir=MEMORY_DIR)
         self.host = Host(self.root, Random(dice.getrandbits(64)))
-        self.host.volumes = [f"{self.root}/v0", f"{self.root}/v1"]
+        self.host.volumes = [f"{self.root}/v{number}" for number in range(dice.choice([2, 2, 3]))]
         self.threads = SimThreads(self._timing, self.clock, lambda: 0.002 * self._timing.random() ** 2)
         self.service = Service(self.clock, Random(dice.getrandbits(64)))
         self.service.told = lambda what: self.log("bucket", what)
@@ -95,7 +98,7 @@ class Story:
             fronts=0,
             volumes=tuple(self.host.volumes),
             auto_buckets=False,
-            capacity_bytes=dice.choice([512 * KIB, 1024 * KIB, 4096 * KIB]),
+            capacity_bytes=dice.choice([256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB]),
             flush_timeout_s=7200.0,
         )
         ticks = itertools.count()
@@ -105,6 +108,7 @@ class Story:
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in self.buckets for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in self.buckets for key in SOURCES]
         self.judge = Judge(self.board, [*self.places, *self.sources])
+        self.homes = Homes([*self.places, *self.sources])
         self.lines_to_front = [Line() for _ in range(CLIENTS)]
         self.clients = [self._client(number, dice.getrandbits(32)) for number in range(CLIENTS)]
         self.lines_to_front.append(Line())
@@ -131,8 +135,10 @@ class Story:
         line = self.lines_to_front[number]
 
         async def ask(method: str, target: str, headers: dict[str, str], body: bytes | None) -> Any:
+            vanishes = method == "GET" and self.calls_left > 0 and self._timing.random() < VANISH_RATE
+            patience_s = 0.02 * self._timing.random() if vanishes else ANSWER_TIMEOUT_S
             try:
-                answer = await line.ask(method, target, headers, body)
+                answer = await line.ask(method, target, headers, body, patience_s)
             except OSError:
                 self.log("client", f"{number} {method} {target} no answer")
                 raise
@@ -157,7 +163,7 @@ class Story:
     # --- the run -----------------------------------------------------------------------------------------------------
     def run(self) -> None:
         """Raises `Found`, or any `AssertionError` of the product."""
-        with self._doors(), self.host.installed():
+        with self._doors(), self.host.installed(), watched_retries(self.problems.append):
             try:
                 self._begin_life().run(self._set_up())
                 self._bury("set up")
@@ -253,8 +259,14 @@ class Story:
         else:
             self.host.changes_left = int(changes * self.dice.random() ** 2)
 
-    async def _serve(self, life: Life, how: str, *, early: bool) -> None:
+    async def _start(self, life: Life) -> None:
         await life.start()
+        watch_evictions(life.engine, self.problems.append)
+        if moved := self.homes.moved(life.engine, len(self.host.volumes)):
+            self.problems.append(moved)
+
+    async def _serve(self, life: Life, how: str, *, early: bool) -> None:
+        await self._start(life)
         self.log("world", "serves")
         paths = {volume.id: volume.path for volume in life.engine.store.usable()}
         self.threads.name_of = lambda disk: paths.get(disk, disk)
@@ -318,7 +330,7 @@ class Story:
         self.service.set_mood(self._weather.choice(["fine", "away", "away", "losing", "slow"]))
         while True:
             await asyncio.sleep(0.2 * self._weather.random())
-            what = self._weather.choices(["mood", "stall", "full", "calm", "failing"], [6, 2, 2, 4, 0.3])[0]
+            what = self._weather.choices(["mood", "stall", "full", "calm", "owner", "failing"], [6, 2, 2, 4, 2, 0.3])[0]
             volume = self._weather.choice(self.host.volumes)
             if what == "mood":
                 mood = self._weather.choice(list(MOODS))
@@ -330,6 +342,10 @@ class Story:
                 await asyncio.sleep(5.0 * self._weather.random() ** 2)
                 self.threads.answered(volume)
                 self.log("misery", f"the disk of {volume[-2:]} answers")
+            elif what == "owner":
+                for memory in self.service.memory.values():
+                    memory.place(THEIRS, self._weather.randbytes(self._weather.choice([400, 3_000, 40_000])))
+                self.log("misery", f"somebody else writes {THEIRS}")
             elif what == "full":
                 self.host.full.add(volume)
                 self.log("misery", f"the disk of {volume[-2:]} is full")
@@ -393,7 +409,7 @@ class Story:
             self._bury(how)
 
     async def _audit(self, life: Life, *, flush: bool) -> None:
-        await life.start()
+        await self._start(life)
         for line in self.lines_to_front:
             line.address = life.address
         self.service.land(float("inf"))
@@ -413,8 +429,29 @@ class Story:
                 bucket.name, may_be_older=bucket.name == "hasty" and self._lost_memory
             ):
                 raise Found(wrong)
+        await self._read_theirs()
+        await self._rests(life)
         await life.stop(flush=flush)
         self._check()
+
+    async def _read_theirs(self) -> None:
+        """What somebody else changed behind the node reads as it is, when the bucket's freshness has run out."""
+        for bucket, memory in self.service.memory.items():
+            with contextlib.suppress(OSError):  # the node closes a connection that rests
+                await self.lines_to_front[0].ask("GET", f"/{bucket}/{THEIRS}", {}, None)
+            answer = await self.lines_to_front[0].ask("GET", f"/{bucket}/{THEIRS}", {}, None)
+            found = memory._objects.get(THEIRS)
+            if answer.status == 200 and found is not None and answer.body != found[1]:
+                raise Found(f"{bucket}/{THEIRS} was changed at the backend {STALE_S:.0f} s ago, and reads as before")
+
+    async def _rests(self, life: Life) -> None:
+        """Nothing is held when nobody asks anything."""
+        for _ in range(30):
+            wrong = left_over(life.engine, self.host.volumes)
+            if not wrong:
+                return
+            await asyncio.sleep(10.0)
+        raise Found(wrong)
 
     def _judge_place(self, place: Place) -> None:
         self.ever[place].update(self.board.tried[place])

@@ -21,12 +21,19 @@ class Line:
         """The other side is gone."""
         self.address, self._streams = "", None
 
-    async def ask(self, method: str, target: str, headers: dict[str, str], body: bytes | None) -> Answer:
-        """The answer; `OSError` if none came."""
+    async def ask(
+        self,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        body: bytes | None,
+        patience_s: float = ANSWER_TIMEOUT_S,
+    ) -> Answer:
+        """The answer; `OSError` if none came, or not in time: the client goes away then."""
         if not self.address:
             raise ConnectionRefusedError("nobody listens")
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(patience_s):
                 if self._streams is None:
                     self._streams = await asyncio.open_unix_connection(self.address, limit=1 << 20)
                 return await self._asked(*self._streams, method, target, headers, body)

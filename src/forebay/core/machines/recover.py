@@ -24,7 +24,6 @@ write that was cut before its record is undone, never turned into a clean object
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,58 +190,3 @@ def judge_record(record: RecordSeen, file_is_there: bool) -> list[Action]:
     if file_is_there or not record.path:
         return []
     return [DropRecord(record.bucket, record.key, record.object_id, lost=record.durable)]
-
-
-def recover(files: Iterable[FileSeen], records: Iterable[RecordSeen], trusted: bool) -> list[Action]:
-    """The whole decision at once, for volumes small enough to hold in memory: what the streaming shell does, as a
-    value.
-
-    `records` are those of the trusted indexes: both when `trusted`, else only the durable one's.
-    """
-    by_key: dict[tuple[str, str], RecordSeen] = {}
-    actions: list[Action] = []
-    for record in sorted(records, key=lambda each: each.durable):
-        shadowed = by_key.get((record.bucket, record.key))
-        if (
-            shadowed is not None and shadowed.object_id != record.object_id
-        ):  # a durable write was cut before it removed the clean record
-            actions.append(DropRecord(shadowed.bucket, shadowed.key, shadowed.object_id))
-        by_key[record.bucket, record.key] = record
-    by_path = {record.path: record for record in by_key.values() if record.path}
-    there: set[str] = set()
-    for seen in sorted(files, key=lambda each: each.path):
-        header = seen.header
-        known = by_path.get(seen.path) or (by_key.get((header.bucket, header.key)) if header else None)
-        decided = judge_file(seen, known, trusted)
-        actions += decided
-        there.add(seen.path)
-        _apply(decided, by_key, there)
-    for record in sorted(by_key.values(), key=lambda each: (each.bucket, each.key)):
-        actions += judge_record(record, record.path in there)
-    return actions
-
-
-def _apply(decided: Iterable[Action], by_key: dict[tuple[str, str], RecordSeen], there: set[str]) -> None:
-    """Keep the view of the index in step with the actions, as the shell does."""
-    for action in decided:
-        match action:
-            case Rebuild(path, identity):
-                by_key[identity.bucket, identity.key] = RecordSeen(
-                    identity.bucket, identity.key, identity.object_id, path, identity.size_bytes
-                )
-            case DropRecord(bucket, key, object_id):
-                if (bucket, key) in by_key and by_key[bucket, key].object_id == object_id:
-                    del by_key[bucket, key]
-            case Delete(path) | Quarantine(path):
-                there.discard(path)
-            case Keep() | Restore() | Settle():
-                pass  # not of files: `judge_owed`
-
-
-def count_actions(actions: Iterable[Action]) -> Mapping[str, int]:
-    """How many actions of each kind, for the log and the event."""
-    counts: dict[str, int] = {}
-    for action in actions:
-        name = type(action).__name__ if not isinstance(action, Delete) else f"Delete {action.reason}"
-        counts[name] = counts.get(name, 0) + 1
-    return counts

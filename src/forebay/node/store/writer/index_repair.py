@@ -53,7 +53,7 @@ class Catching:
         commit stays behind until the next time."""
         for volume in self._volumes.usable():
             flushes_lost = volume.flushes_lost
-            todo = steps(volume, held, self._busy, self.ids_below) if volume.behind else iter(())
+            todo = steps(volume, held, self._busy, self.ids_below, self._belongs) if volume.behind else iter(())
             while volume.behind and volume.state != "out":
                 try:
                     kept = next(todo)
@@ -69,6 +69,9 @@ class Catching:
                     self._flush()
                 yield _owed(kept)
         self._flush()
+
+    def _belongs(self, volume: Volume, bucket: str, key: str) -> bool:
+        return self._volumes.volume_of(bucket, key) == volume.id
 
     def before_moving(self) -> None:
         """Restore everything at once. The flusher still hears of what is owed through `steps`."""
@@ -101,7 +104,11 @@ def _owed(kept: NotedRecord | None) -> Owed | None:
 
 
 def steps(
-    volume: Volume, held: Callable[[Name], bool], busy: Callable[[int], bool], ids_below: int
+    volume: Volume,
+    held: Callable[[Name], bool],
+    busy: Callable[[int], bool],
+    ids_below: int,
+    belongs: rebuild.Belongs,
 ) -> Iterator[NotedRecord | None]:
     """Yields what the volume owes, or None after a step that found nothing. The caller flushes the index.
 
@@ -110,13 +117,13 @@ def steps(
     """
     yield from owned.restore(volume, held, ids_below)
     if volume.rebuilding:
-        volume.rebuilt((yield from rebuild.rebuild(volume, busy, ids_below)))
+        volume.rebuilt((yield from rebuild.rebuild(volume, busy, ids_below, belongs)))
         yield from owned.restore(volume, held, ids_below)  # again, for entries whose file was not what its header said
 
 
 def at_once(volume: Volume) -> None:
     """All steps, for a volume that nobody uses yet; nobody hears what it owes. `OSError` or `Corrupt`."""
-    for _ in steps(volume, lambda name: False, lambda object_id: False, sys.maxsize):
+    for _ in steps(volume, lambda name: False, lambda object_id: False, sys.maxsize, lambda *name: True):
         if volume.index.pending >= PENDING_MAX:
             volume.commit()
     volume.commit()

@@ -1,9 +1,8 @@
 """An object whose blocks are landing in a data file.
 
 Theory. Bytes go to their place in the file as they arrive. A block counts only when it is whole and its checksum is
-stored: first in the file's header and then in the index, with the record that lists it
-(`core.machines.commit.plan_land`). Several readers may land the same version at once: they share one landing, which
-ends with the last of them.
+stored: first in the file's header and then in the index, with the record that lists it. Several readers may land the
+same version at once: they share one landing, which ends with the last of them.
 
 A landing can lose its object: another version begins, or the object is dropped whole. It is then *gone*: readers who
 know the file's path may still read from it, but nothing more is listed.

@@ -3,7 +3,7 @@
 Theory. A change takes three steps, so that what waits for a disk runs in a worker thread and only one thread touches
 the visible index: `prepare` decides (volume, room, what must be durable), `make_durable` moves and syncs, `publish`
 shows. Many changes go through each step together: directories are synced once, and there is one synced transaction per
-volume (group commit). The order is that of `core.machines.commit.plan_put` and `plan_delete`.
+volume (group commit). docs/disk-format.md has the order.
 
 An entry of the durable index is replaced or removed only by a synced transaction. So a change that asks for no
 durability is durable anyway if the key has a durable entry; otherwise the older entry would come back after a machine

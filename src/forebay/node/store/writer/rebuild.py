@@ -22,18 +22,23 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from forebay.core.machines import recover
-from forebay.core.machines.commit import StoredVersion
 from forebay.core.machines.opening import MISSED
 from forebay.core.record import Record, State, blocks_in, build_head, decode_record
 from forebay.node.store.disk import files, keys, ledger, presence
 from forebay.node.store.disk.volume import Volume
 
+Belongs = Callable[[Volume, str, str], bool]
 
-def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Generator[None, None, str]:
+
+def rebuild(
+    volume: Volume, busy: Callable[[int], bool], ids_below: int, belongs: Belongs
+) -> Generator[None, None, str]:
     """Fill the volume's new index from its files, one a step, while it is served; return a line that says what was
     found. Owed records are in view before. The caller flushes the index.
 
     `busy(object id)`: leave it alone now. Objects from `ids_below` on were made since the start, and are not judged.
+    `belongs(volume, bucket, key)`: whether the key's place is here. A clean object of another volume was dropped when
+    the set of volumes changed, and the stop has brought its file back: nobody would find it.
     """
     kept = blocks = 0
     next_id = int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big")
@@ -49,6 +54,10 @@ def rebuild(volume: Volume, busy: Callable[[int], bool], ids_below: int) -> Gene
             continue  # reclaimed meanwhile
         known = known_record(volume, path, header)
         if known is not None and busy(known[2].object_id):
+            continue
+        it = header.identity if header is not None else None
+        if known is None and it is not None and not it.owned and not belongs(volume, it.bucket, it.key):
+            files.remove(path)
             continue
         for action in recover.judge_file(seen, record_seen(volume, known), trusted=False):
             match action:
@@ -179,15 +188,9 @@ def record_seen(volume: Volume, known: tuple[str, str, Record] | None) -> recove
     if known is None:
         return None
     bucket, key, record = known
-    path = place_of(volume, bucket, key, record).path
+    path = volume.data_path(record.object_id) if record.inline is None else ""
     durable = bool(record.state & State.OWNED)
     return recover.RecordSeen(bucket, key, record.object_id, path, record.size_bytes, durable)
-
-
-def place_of(volume: Volume, bucket: str, key: str, record: Record) -> StoredVersion:
-    """The record's object, and the path of its file."""
-    path = volume.data_path(record.object_id) if record.inline is None else ""
-    return StoredVersion(bucket, key, record.object_id, path)
 
 
 def _record_from(header: files.Header) -> Record:

@@ -1,9 +1,8 @@
 """Frees space that the index no longer names: unlinks files, punches holes.
 
-Theory. Effects that a plan puts after its record wait here, by volume, until the pending changes of that volume are
-committed. Then fronts are told (`take_dropped`), and `reclaim`, which may run in a worker thread, does the work. A hole
-needs an exclusive lease on the file. While readers hold shared ones it is put off and tried again with the next
-`reclaim`.
+Theory. What a record gives up waits here, by volume, until the pending changes of that volume are committed. Then
+fronts are told (`take_dropped`), and `reclaim`, which may run in a worker thread, does the work. A hole needs an
+exclusive lease on the file. While readers hold shared ones it is put off and tried again with the next `reclaim`.
 
 A block may be dropped and come again before its hole is punched. So a landing cancels the hole before it writes
 (`keep_block`), and waits for one that is being punched.
@@ -27,7 +26,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from forebay.core.errors import Corrupt
-from forebay.core.machines import commit
 from forebay.core.record import Record
 from forebay.node.store.disk import files
 from forebay.node.store.disk.volume import StoreEvent, Volume
@@ -54,7 +52,7 @@ class Reclaimer:
         self._punching: set[str] = set()
         self.held: Counter[int] = Counter()  # object id -> how many want no hole in its file; the store's thread counts
         self._tell = tell
-        self._after: dict[str, list[commit.Effect]] = {}  # by volume id: when its pending changes are committed
+        self._after: dict[str, list[int | str]] = {}  # by volume id: object ids to tell of, paths to unlink
         self._holes_after: dict[str, dict[str, _Holes]] = {}
         self._dropped: list[int] = []
         self._doomed: dict[str, deque[str]] = {}  # by volume id
@@ -62,7 +60,7 @@ class Reclaimer:
 
     @property
     def waiting(self) -> int:
-        """How many effects wait for a commit."""
+        """How many consequences wait for a commit."""
         return sum(map(len, self._after.values())) + len(self._holes_after)
 
     def ready(self) -> set[str]:
@@ -72,21 +70,17 @@ class Reclaimer:
 
     # --- before the commit ---
 
-    def after_commit(self, volume: Volume, plan: Iterable[commit.Effect], record: Record | None = None) -> None:
-        """Queue the effects that the plan has after its record. `record` is the one that gives up blocks, if any.
+    def announce(self, volume: Volume, object_id: int) -> None:
+        """Tell fronts after the next commit that bytes of this object are no longer listed (`wire.Dropped`)."""
+        self._after.setdefault(volume.id, []).append(object_id)
 
-        An eviction's checksums leave the file's header only with the punch: until then they are true.
-        """
-        for effect in plan:
-            match effect:
-                case commit.Announce() | commit.Unlink():
-                    self._after.setdefault(volume.id, []).append(effect)
-                case commit.Punch(path, start, _):
-                    assert record is not None
-                    self.hollow(volume, path, record, (start // record.block_bytes,))
+    def unlink(self, volume: Volume, path: str) -> None:
+        """Remove the file after the next commit. Whoever has it open keeps its bytes."""
+        self._after.setdefault(volume.id, []).append(path)
 
     def hollow(self, volume: Volume, path: str, record: Record, blocks: Iterable[int]) -> None:
-        """Punch these blocks of a file after the next commit."""
+        """Punch these blocks of a file after the next commit. Their checksums leave its header only with the punch:
+        until then they are true."""
         with self._lock:
             holes = self._holes_after.setdefault(volume.id, {})
             if path not in holes:
@@ -101,7 +95,7 @@ class Reclaimer:
                 self._holes_after.pop(name, None)
 
     def sealed(self, volume: Volume) -> None:
-        """Effects that wait now wait for the commit that begins; later ones for the next."""
+        """What waits now waits for the commit that begins; what comes later, for the next."""
         if volume.id in self._after:
             self._after[_sealed(volume)] = self._after.pop(volume.id)
         with self._lock:
@@ -116,12 +110,11 @@ class Reclaimer:
     def committed(self, volume: Volume) -> None:
         """The volume's sealed changes are committed: release what waited for them."""
         name = _sealed(volume)
-        for effect in self._after.pop(name, ()):
-            match effect:
-                case commit.Announce(object_id):
-                    self._dropped.append(object_id)
-                case commit.Unlink(path):
-                    self._doomed.setdefault(volume.id, deque()).append(path)
+        for given_up in self._after.pop(name, ()):
+            if isinstance(given_up, int):
+                self._dropped.append(given_up)
+            else:
+                self._doomed.setdefault(volume.id, deque()).append(given_up)
         if name not in self._holes_after:
             return
         with self._lock:

@@ -1,9 +1,9 @@
 """The writer's side of the store: every change to volumes and indexes goes through `Store`, in one process.
 
-Theory. The store performs plans of `core.machines.commit`. Effects before the record happen at once. The record waits
-in memory for the next `flush`. Effects after the record (telling readers, unlinking, punching) wait until that flush
-has committed. So a stop at any moment leaves each object whole-old, whole-new or absent, and never takes bytes that a
-record still names.
+Theory. Each change is made around one index record (docs/disk-format.md has the order of each). What the record relies
+on comes before it: bytes, sums, header, name. The record waits in memory for the next `flush`. What it gives up goes
+after it: once that flush has committed, readers are told, files unlinked and holes punched. So a stop at any moment
+leaves each object whole-old, whole-new or absent, and never takes bytes that a record still names.
 
 `Landing.write`, `check_blocks` and `reclaim` move bytes, and may run in worker threads. A key's volume: `volumes.py`.
 Changes by writers: `puts.py`. What is owed at the start: `owned.py`.
@@ -28,7 +28,6 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
-from forebay.core.machines import commit
 from forebay.core.record import OWNED, Record, State, blocks_in, build_head, decode_record
 from forebay.core.types import ObjectInfo
 from forebay.node.store.disk import block_checks, files, keys, ledger, presence
@@ -271,7 +270,7 @@ class Store(VolumeSet):
         return fd, header
 
     def _create(self, volume: Volume, bucket: str, info: ObjectInfo, checked_s: float) -> tuple[int, files.Header]:
-        """`core.machines.commit.plan_begin`: temp file, header, rename."""
+        """Temp file, header, rename: every file in data/ says what it is. It has no record yet, so nobody reads it."""
         object_id = self.take_id()
         identity = files.Identity(
             object_id,
@@ -300,13 +299,10 @@ class Store(VolumeSet):
         doubts = ledger.doubts_of(volume, record)
         if doubts >> block & 1:
             record = self._with_doubts(volume, record, doubts & ~(1 << block))
-        place = commit.StoredVersion(bucket, info.key, landing.object_id, landing.path)
-        replaces = rebuild.place_of(volume, bucket, info.key, old) if old is not None else None
-        plan = commit.plan_land(place, (), (block,), (), replaces)
         ledger.keep_sums(volume, landing.object_id, {block: stored_sum})
         self._put(volume, bucket, info.key, record, now)
         if old is not None:
-            self._retire(volume, plan, old)
+            self._retire(volume, old)
 
     def _first_record(self, landing: Landing) -> Record:
         info = landing.info
@@ -347,7 +343,7 @@ class Store(VolumeSet):
         if volume.state == "out":
             return
         if record is None:
-            self._reclaimer.after_commit(volume, [commit.Unlink(landing.path)])
+            self._reclaimer.unlink(volume, landing.path)
         elif partial:
             bits = presence.bits_of(record)
             self._reclaimer.hollow(volume, landing.path, record, (block for block in partial if not bits >> block & 1))
@@ -384,7 +380,7 @@ class Store(VolumeSet):
         )
         self._put(volume, bucket, key, record, old, xxhash.xxh3_64_intdigest(data))
         if old is not None:
-            self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
+            self._retire(volume, old)
         return record
 
     def _put(
@@ -437,7 +433,7 @@ class Store(VolumeSet):
         if sums:
             ledger.put_all_sums(volume, record.object_id, sums)
         if old is not None and old.inline is None:  # nobody holds a file of an inline object
-            self._retire(volume, commit.plan_retire(rebuild.place_of(volume, bucket, key, old)), old)
+            self._retire(volume, old)
         return old
 
     def _take_out(self, volume: Volume, bucket: str, key: str) -> Record | None:
@@ -451,7 +447,7 @@ class Store(VolumeSet):
     def _no_more_lost(self, home: Volume, entry: bytes) -> None:
         for volume in self._by_id.values():
             if volume.lost and (path := owned.no_more_lost(volume, entry, is_home=volume is home)):
-                self._reclaimer.after_commit(volume, [commit.Unlink(path)])
+                self._reclaimer.unlink(volume, path)
 
     def _take_over(self, bucket: str, key: str) -> None:
         landing = self._landings.get((bucket, key))
@@ -571,15 +567,15 @@ class Store(VolumeSet):
         landing = self._landings.get((bucket, key))
         if landing is not None and landing.object_id == record.object_id:
             self._lose(landing)
-        plan = commit.plan_forget(rebuild.place_of(volume, bucket, key, record))
         ledger.remove_record(volume, bucket, key, record)
-        self._retire(volume, plan, record)
+        self._retire(volume, record)
 
-    def _retire(self, volume: Volume, plan: Iterable[commit.Effect], old: Record) -> None:
-        """Queue the effects that a plan has after its record; `old` is what it gives up. A file in which blocks still
-        land keeps its name until they have landed: readers know it."""
-        landing = self._landing_ids[old.object_id] > 0
-        self._reclaimer.after_commit(volume, (e for e in plan if not (landing and isinstance(e, commit.Unlink))))
+    def _retire(self, volume: Volume, old: Record) -> None:
+        """No record names `old` after the next commit: tell readers then, and unlink its file. A file in which blocks
+        still land keeps its name until they have landed: readers know it."""
+        self._reclaimer.announce(volume, old.object_id)
+        if old.inline is None and not self._landing_ids[old.object_id] > 0:
+            self._reclaimer.unlink(volume, volume.data_path(old.object_id))
 
     def _missing(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
         if record.state & State.OWNED:
@@ -591,7 +587,7 @@ class Store(VolumeSet):
     def _set_aside(self, volume: Volume, bucket: str, key: str, record: Record, problem: str) -> None:
         """Owned bytes are gone: hide and report the object; entry and file stay (`owned.py`)."""
         owned.set_aside(volume, bucket, key, record, problem)
-        self._reclaimer.after_commit(volume, [commit.Announce(record.object_id)])
+        self._reclaimer.announce(volume, record.object_id)
         if (lost := self.lost_of(bucket, key)) is not None:
             self.on_lost(lost)
 
@@ -653,22 +649,14 @@ class Store(VolumeSet):
             return None
         if not victims:
             return record
-        place = rebuild.place_of(volume, bucket, key, record)
         chosen = list(presence.iterate(victims))
-        # one remaining block stands for all: naming each would cost time with the object's size
-        plan = commit.plan_evict_blocks(
-            place,
-            [*chosen, (left & -left).bit_length() - 1],
-            chosen,
-            record.block_bytes,
-            record.size_bytes,
-        )
         ledger.keep_sums(volume, record.object_id, dict.fromkeys(chosen, 0))
         smaller = presence.with_bits(record, left)
         if record.state & State.UNVERIFIED:
             smaller = self._with_doubts(volume, smaller, ledger.doubts_of(volume, record) & left)
         self._put(volume, bucket, key, smaller, record)
-        self._reclaimer.after_commit(volume, plan, smaller)
+        self._reclaimer.announce(volume, record.object_id)
+        self._reclaimer.hollow(volume, volume.data_path(record.object_id), smaller, chosen)
         return smaller
 
     # --- making it so ---
