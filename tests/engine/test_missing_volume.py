@@ -228,3 +228,30 @@ def test_fronts_hear_of_a_volume_that_goes_out_without_anything_to_commit(
         assert {record.inline for key in KEYS if (record := rig.engine.index.lookup("remote", key))} == {b"two"}
 
     rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_what_one_volume_owes_for_another_is_known_after_two_starts_without_that_other(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    """The second start took it for the volume's own: when that volume was away and the other back, keys were written
+    there, and the older write or delete came over them later."""
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "back")
+        await restarted(rig, gone=f"{folder}/b")
+        rig.remote.down = AWAY
+        await put_all(rig, b"older")
+        await restarted(rig)
+        await restarted(rig, gone=f"{folder}/a", back=f"{folder}/b")
+        for key in KEYS:
+            with pytest.raises((VolumeMissing, Unavailable)):
+                await put(rig, key, b"newer")
+        await restarted(rig, back=f"{folder}/a")
+        assert await read_all(rig) == {b"older"}
+        rig.remote.down = None
+        await put_all(rig, b"newer")
+        await flushed(rig)
+        assert await read_all(rig) == {b"newer"}
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))

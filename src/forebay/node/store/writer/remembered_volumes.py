@@ -102,9 +102,14 @@ class KnownVolumes:
             if known.volume_id not in here:  # a volume that could not be opened is remembered as before
                 memory = memory.with_volume(known)
         store.doubt_buckets(bucket for each in memory.volumes if each.volume_id not in here for bucket in each.astray)
+        all_here = all(known.volume_id in here for known in self._before.volumes)
         for volume in store.usable():
             buckets = store.owing_buckets(volume)
-            astray = tuple(bucket for bucket in buckets if bucket in store.astray.get(volume.id, ()))
+            before = self._before.find(volume.id)
+            strayed = set(store.astray.get(volume.id, ()))
+            if before is not None and not all_here:
+                strayed.update(before.astray)  # what belongs to a volume that is still away is still astray here
+            astray = tuple(bucket for bucket in buckets if bucket in strayed)
             at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
             memory = memory.with_volume(self._measured(at, volume))
         await self._keep(msgspec.structs.replace(memory, epoch=store.epoch))
