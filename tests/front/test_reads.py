@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from forebay.core.errors import Denied, Unavailable
 from forebay.core.messages import wire
 from forebay.core.record import Record, State
 from forebay.core.types import RangeSpec
+from forebay.node.front.objects.reads import WINDOW_BLOCKS, Reads
 from forebay.node.store.reader import StoreReader
 from tests.front.fake_engine import Cold, Node, serve
 from tests.patience import PATIENCE_S
@@ -324,6 +327,28 @@ def test_an_object_that_is_replaced_before_its_first_byte_is_opened_anew(node: N
         assert answer.status == 503
         assert b"read again" in answer.body
     assert node.front.link.waiting == 0
+
+
+def test_a_large_hit_that_is_replaced_before_its_first_byte_is_opened_anew(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first blocks were right, and are not when they are to be sent. Nothing is said yet, so nothing is refused."""
+    node.put("o", os.urandom(WINDOW_BLOCKS * BLOCK + 1000))
+    newer = os.urandom(450_000)
+    node.engine.cold["b", "o"] = Cold(newer, "v2")
+    compare, compared = Reads.compare, 0
+
+    def wrong_from_the_second_on(self: Reads, *args: Any) -> asyncio.Task[bool]:
+        nonlocal compared
+        compared += 1
+        return compare(self, *args) if compared == 1 else asyncio.create_task(asyncio.sleep(0, False))
+
+    monkeypatch.setattr(Reads, "compare", wrong_from_the_second_on)
+    with node.connect() as client:
+        answer = client.ask("/b/o")
+        assert (answer.status, answer.body == newer, answer.headers["etag"]) == (200, True, '"etag-v2"')
+    assert compared == 2
+    assert [read.version for read in node.seen_reads("o")] == [""]
 
 
 def test_an_evicted_objects_file_is_closed_when_the_engine_says_so(node: Node, eventually: Eventually) -> None:

@@ -45,7 +45,7 @@ def test_these_seeds_find_nothing() -> None:
 
 @pytest.mark.parametrize("bug", NAMES)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    run = told("--seed", str(FIRST.get(bug, 1)), "--seeds", "60", "--plant", bug)
+    run = told("--seed", str(FIRST.get(bug, 1)), "--seeds", "200", "--plant", bug)
     assert run.returncode == 1, run.stdout[-3000:] + run.stderr
     assert re.search(r"^FOUND ", run.stdout, re.MULTILINE), run.stderr
     assert f"--plant {bug}" in run.stdout

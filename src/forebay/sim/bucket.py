@@ -42,7 +42,7 @@ MOODS = {
     "away": FaultPlan(latency_s=0.02, error_rate=1.0),
 }
 _Late = Callable[[], Coroutine[Any, Any, Any]]
-LATE_RATE = 0.3  # of the writes in the mood `losing`
+LATE_RATE = 0.5  # of the writes in the mood `losing`
 
 
 class Service:

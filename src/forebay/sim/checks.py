@@ -10,7 +10,7 @@ Invariant. Nothing here changes what the node does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,14 @@ class Homes:
             if home in there and now[place] != home:
                 return f"{place[0]}/{place[1]} belongs to {now[place]}, though its volume {home} is there"
         return ""
+
+
+def forgotten(engine: Engine, buckets: Iterable[str]) -> str:
+    """What is owed and in no queue; "" if nothing is. For moments when the queues are empty."""
+    for bucket in buckets:
+        if not engine.flusher.totals(bucket).objects and (owed := engine.flusher.window(bucket, "", "", 9)):
+            return f"{bucket}/{owed[0][0]} is owed, and no flush of it will begin"
+    return ""
 
 
 def left_over(engine: Engine, volumes: Sequence[str]) -> str:

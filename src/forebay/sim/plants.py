@@ -19,7 +19,7 @@ from forebay.backends.wrap import retrying
 from forebay.core import placement
 from forebay.core.machines import delivery, eviction, flight, flush, opening, recover, retry, sent_bodies
 from forebay.core.s3rules import conditions
-from forebay.node.engine.read import cold, one_read, openings, pages
+from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, copies, locks, parts, uploads, writes
 from forebay.node.front.objects import fast_lane
 from forebay.node.store.disk import journal
@@ -245,8 +245,8 @@ def _group() -> list[_Patch]:
 
 
 def _opening() -> list[_Patch]:
-    """What the backend answered to an opening is kept, though the key was written meanwhile."""
-    return [(openings.Opening, "overtaken", property(lambda self: False, lambda self, value: None))]
+    """An opening is content with what is here, however long ago it was confirmed."""
+    return [(opening, "_suffices", lambda held, terms, now_s: True)]
 
 
 def _missed() -> list[_Patch]:
@@ -255,12 +255,28 @@ def _missed() -> list[_Patch]:
 
 
 def _copy() -> list[_Patch]:
-    """A copy reads whatever version its source has by now."""
+    """What the backend has copied does not take the place of what is cached."""
+    real = copies.Copies._at_backend
 
-    def ask(*args: Any, **named: Any) -> one_read.Ask:
-        return one_read.Ask(*args, **named)._replace(version="")
+    async def at_backend(self: copies.Copies, *args: Any) -> Any:
+        kept, self._writes = self._writes, _Undropped(self._writes)  # type: ignore[assignment]
+        try:
+            return await real(self, *args)
+        finally:
+            self._writes = kept
 
-    return [(copies, "Ask", ask)]
+    return [(copies.Copies, "_at_backend", at_backend)]
+
+
+class _Undropped:
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return self._nothing if name == "drop" else getattr(self._real, name)
+
+    async def _nothing(self, bucket: str, key: str) -> None:
+        pass
 
 
 def _upload() -> list[_Patch]:

@@ -34,7 +34,7 @@ from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.settings import Settings
 from forebay.ports import chance, clock, threads
 from forebay.sim.bucket import MOODS, Service
-from forebay.sim.checks import Homes, left_over, watch_evictions, watched_retries
+from forebay.sim.checks import Homes, forgotten, left_over, watch_evictions, watched_retries
 from forebay.sim.clients import Ask, Board, Client, Judge, Place, Sizes
 from forebay.sim.history import ABSENT
 from forebay.sim.host import Host
@@ -302,6 +302,8 @@ class Story:
         for _ in range(ARRIVES_S // 10):
             owed = [bucket.name for bucket in self.buckets if life.engine.flusher.totals(bucket.name).objects]
             if not owed:
+                if wrong := forgotten(life.engine, [bucket.name for bucket in self.buckets]):
+                    raise Found(wrong)
                 return
             await asyncio.sleep(10.0)
         raise Found(f"{owed} owe something, and nobody brings it")
