@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from forebay.backends.local import memory
 from forebay.core.errors import ForebayError, Unavailable
-from forebay.node.engine.read import gathered_writes as module
-from forebay.node.engine.read.gathered_writes import Gathering
-from forebay.node.engine.read.sink import BlockHashes, DiskSink
+from forebay.node.engine.read import sink as module
+from forebay.node.engine.read.sink import BlockHashes, DiskSink, Gathering
 from forebay.node.store.writer.landing import Landing
 from tests.patience import PATIENCE_S
 

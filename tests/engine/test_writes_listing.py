@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from forebay.backends.local.memory import MemoryBackend
 from forebay.core.messages import calls
-from forebay.core.record import State
+from forebay.core.record import State, make_record, own_version
 from forebay.core.types import Bucket, ListEntry, ListPage, ObjectInfo
 from forebay.node.engine.buckets import Served
 from forebay.node.engine.read.pages import Pages
 from forebay.node.store.disk.notes import Note
-from forebay.node.store.records import make_record, own_version
 
 from .conftest import Rig
 from .writing import AWAY, delete, flushed, names, put, written

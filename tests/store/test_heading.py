@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from forebay.core.errors import NotFound
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, headers_of, info_of
 from forebay.node.store.disk.notes import Note
-from forebay.node.store.records import headers_of, info_of
 from forebay.node.store.writer.writer import Store
 from tests.store import owned_objects as owning
 from tests.store import store_objects as objects

@@ -9,6 +9,7 @@ least significant bit first. A block is marked present only when all of it has l
 
 Invariants. (1) `inline` is set exactly when the object's bytes are in its record (size <= INLINE_BYTES_MAX); then it is
 complete. (2) `complete` implies `present == b""`. (3) An object id belongs to one (bucket, key, version) for ever.
+(4) `info_of(make_record(info, …), info.key)` equals `info`, except for a content type that was not given.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Final
 import msgspec
 
 from forebay.core import limits
-from forebay.core.types import ObjectInfo
+from forebay.core.ranges import iterate_present
+from forebay.core.types import Bucket, Headers, ObjectInfo
 
 OWN_HEADERS: Final = ("x-amz-checksum-", "x-forebay-")  # how stored headers begin that stay here and only some are told
 _OWN: Final = tuple(name.encode() for name in OWN_HEADERS)
@@ -119,3 +121,66 @@ def split_head(head: bytes) -> tuple[bytes, bytes]:
     while head.startswith(_OWN, at):
         at = head.index(b"\r\n", at) + 2
     return head[:at], head[at:]
+
+
+# --- facts about records ---------------------------------------------------------------------------------------------
+def is_pinned(bucket: Bucket, key: str) -> bool:
+    """Whether a pinned prefix covers the key."""
+    return any(key.startswith(prefix) for prefix in bucket.pinned)
+
+
+def present_blocks(record: Record) -> list[int]:
+    """Every block of the record that is here; an inline object counts as block 0."""
+    if record.inline is not None:
+        return [0]
+    return list(range(blocks_in(record.size_bytes))) if record.complete else list(iterate_present(record.present))
+
+
+def cached_bytes(record: Record) -> int:
+    """How many bytes of the object are here."""
+    if record.complete:
+        return record.size_bytes
+    size, block_bytes = record.size_bytes, record.block_bytes
+    return sum(min(block_bytes, size - block * block_bytes) for block in iterate_present(record.present))
+
+
+def make_record(info: ObjectInfo, checked_s: float, *, object_id: int = 0, inline: bytes | None = None) -> Record:
+    """A record of an object that the store does not have."""
+    return Record(
+        object_id=object_id,
+        size_bytes=info.size_bytes,
+        version=info.version,
+        etag=info.etag,
+        modified_s=info.modified_s,
+        checked_s=checked_s,
+        head=build_head(info),
+        complete=inline is not None,
+        inline=inline,
+    )
+
+
+def own_version(object_id: int) -> str:
+    """The version of an object that was written here and exists nowhere else yet. No backend makes one like it."""
+    return f"~{object_id:x}"
+
+
+def is_version(record: Record, version: str) -> bool:
+    """Whether the record holds the bytes of `version`. An object written here still answers to its version from before
+    its flush, so that a read that began earlier goes on."""
+    return version == record.version or version == own_version(record.object_id)
+
+
+_MADE_HEADERS = (b"etag", b"last-modified", b"accept-ranges")  # `build_head` makes these itself
+
+
+def headers_of(record: Record) -> Headers:
+    """The stored content headers and user metadata, read back from the record's head."""
+    lines = (line.partition(b": ") for line in record.head.split(b"\r\n") if line)
+    return tuple(
+        (name.lower().decode(), value.decode()) for name, _, value in lines if name.lower() not in _MADE_HEADERS
+    )
+
+
+def info_of(record: Record, key: str) -> ObjectInfo:
+    """The backend's metadata of the record's version."""
+    return ObjectInfo(key, record.size_bytes, record.version, record.etag, record.modified_s, headers_of(record))

@@ -40,14 +40,14 @@ def scale() -> None:
     assert not early, f"{early[0]} was imported before the bounds were scaled"
     for name, value in SCALED.items():
         setattr(limits, name, value)
-    from forebay.node.engine.read import gathered_writes, openings, sink
+    from forebay.node.engine.read import openings, sink
     from forebay.node.engine.write import writes
     from forebay.node.front.http import long_bodies
     from forebay.node.store.disk import journal, volume_threads
 
     for module, name, size in (
         (openings, "FIRST_BYTES", 48 * KIB),
-        (gathered_writes, "GATHERED_BYTES_MAX", 16 * KIB),
+        (sink, "GATHERED_BYTES_MAX", 16 * KIB),
         (sink, "HELD_BYTES_MAX", KIB),
         (writes, "PRESYNC_BYTES_MIN", 8 * KIB),
         (long_bodies, "PIECE_BYTES", 72 * KIB),

@@ -26,7 +26,7 @@ from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
-from forebay.core.record import State, blocks_in
+from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
 from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.core.volumes import LostObject
@@ -55,7 +55,6 @@ from forebay.node.engine.write.writes import Writes
 from forebay.node.settings import Settings
 from forebay.node.store.disk.usage import VolumeUsage
 from forebay.node.store.reader import StoreReader
-from forebay.node.store.records import cached_bytes, headers_of, present_blocks
 from forebay.node.store.writer.scrub import Scrubber
 from forebay.node.store.writer.volumes import object_lost
 from forebay.node.store.writer.writer import Store

@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from forebay.core.derived import DERIVED_KINDS, KeepAnswer, KeepCall, name_of, names_under, reserved
 from forebay.core.errors import Invalid
 from forebay.core.formats.members import form_of
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, is_version
 from forebay.core.types import ObjectInfo
 from forebay.node.store.disk.usage import VolumeUsage
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import StoreReader
-from forebay.node.store.records import is_version
 from forebay.node.store.writer.puts import Put
 
 SCAN_LIMIT = 1000

@@ -35,12 +35,11 @@ from forebay.core import limits
 from forebay.core.machines.eviction import split_unit, unit_of
 from forebay.core.machines.hinted_eviction import HintedEviction
 from forebay.core.machines.hints import Hints
-from forebay.core.record import OWNED, PINNED, Record
+from forebay.core.record import OWNED, PINNED, Record, present_blocks
 from forebay.core.types import Bucket
 from forebay.node.engine.counts import Tally
 from forebay.node.store.disk.usage import taken_bytes
 from forebay.node.store.disk.volume import Unit, Volume
-from forebay.node.store.records import present_blocks
 from forebay.node.store.writer.writer import Store
 from forebay.ports.machine import release_memory
 

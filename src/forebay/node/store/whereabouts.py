@@ -21,9 +21,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from forebay.core.machines.opening import may_serve
 from forebay.core.placement import Members
-from forebay.core.record import OWNED, Record
+from forebay.core.record import OWNED, Record, is_version
 from forebay.core.types import Bucket
-from forebay.node.store.records import is_version
 
 VolumeT = TypeVar("VolumeT")
 

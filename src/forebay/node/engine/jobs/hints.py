@@ -41,6 +41,7 @@ from forebay.core.machines.hints import (
     check_job_name,
 )
 from forebay.core.messages.calls import Nothing
+from forebay.core.record import present_blocks
 from forebay.core.types import RangeSpec
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.jobs.work import prefetched
@@ -48,7 +49,6 @@ from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.store.reader import StoreReader
-from forebay.node.store.records import present_blocks
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.hinting")

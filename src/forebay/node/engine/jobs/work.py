@@ -26,7 +26,7 @@ from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
 from forebay.core.messages.calls import JobCall, JobVerb
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, cached_bytes, present_blocks
 from forebay.core.types import Bucket, check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
@@ -37,7 +37,6 @@ from forebay.node.engine.jobs.runner import JobUnit, Moved, Work
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask, Read
 from forebay.node.store.reader import StoreReader
-from forebay.node.store.records import cached_bytes, present_blocks
 from forebay.node.store.writer.volumes import missing, object_lost
 
 SCAN_LIMIT = 1000

@@ -16,9 +16,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from forebay.core.record import Record
+from forebay.core.record import Record, present_blocks
 from forebay.node.store.disk.compared_blocks import Compared
-from forebay.node.store.records import present_blocks
 
 if TYPE_CHECKING:
     from forebay.node.engine.read.cold import ColdReads

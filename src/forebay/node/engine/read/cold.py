@@ -28,7 +28,7 @@ from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.machines.opening import ANY, DOWN_FOR_S, Absent, Held, Terms, Verdict, judge, terms_of
 from forebay.core.ranges import ReadAhead, Run
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
@@ -38,7 +38,6 @@ from forebay.node.engine.read.one_read import REOPENS_MAX, Ask, Evictor, Out, Re
 from forebay.node.engine.read.openings import Openings, changed_meanwhile, held_of
 from forebay.node.engine.read.permits import Permits
 from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
-from forebay.node.store.records import cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.node.store.writer.landing import Landing
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock

@@ -39,9 +39,16 @@ from forebay.core.machines.shares import Need
 from forebay.core.ranges import Run, bitmap_full, bitmap_with, iterate_present
 from forebay.core.record import Record, blocks_in
 from forebay.core.types import ObjectInfo, RangeSpec
-from forebay.node.engine.read.gathered_writes import Gathering
 from forebay.node.engine.read.permits import Claim, Permits
-from forebay.node.engine.read.sink import PASS_WINDOW_BYTES, BlockHashes, DiskSink, DiskTrouble, MemorySink, Sink
+from forebay.node.engine.read.sink import (
+    PASS_WINDOW_BYTES,
+    BlockHashes,
+    DiskSink,
+    DiskTrouble,
+    Gathering,
+    MemorySink,
+    Sink,
+)
 from forebay.node.store.disk.compared_blocks import Compared
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock

@@ -49,14 +49,13 @@ from forebay.core.machines.opening import (
 )
 from forebay.core.machines.shares import Need
 from forebay.core.ranges import Run
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, is_pinned, make_record, own_version
 from forebay.core.types import ObjectInfo, RangeSpec
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.flights import Flight
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.store.disk.usage import taken_bytes
-from forebay.node.store.records import is_pinned, make_record, own_version
 from forebay.node.store.writer.writer import Store
 
 if TYPE_CHECKING:

@@ -28,12 +28,11 @@ from forebay.core import limits
 from forebay.core.errors import Unavailable
 from forebay.core.messages.calls import CachedEntry, CachedPage, ListCall
 from forebay.core.pages import after_prefix, merge_pages
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, cached_bytes
 from forebay.core.types import ListEntry, ListPage
 from forebay.node.engine.buckets import Served
 from forebay.node.store.disk.notes import Note
 from forebay.node.store.reader import StoreReader
-from forebay.node.store.records import cached_bytes
 from forebay.node.store.writer.writer import Store
 
 SCAN_PAGES_MAX = 100  # index pages scanned for one page of a listing with a delimiter

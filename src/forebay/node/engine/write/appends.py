@@ -35,7 +35,7 @@ from forebay.core.errors import Busy, Corrupt, Invalid, NotFound, NotSupported, 
 from forebay.core.formats import members, tar
 from forebay.core.formats.members import AppendCall, MemberIndex
 from forebay.core.messages.calls import Written
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, own_version
 from forebay.core.s3rules.tags import tags_among, without_tags
 from forebay.core.types import ObjectInfo, check_key
 from forebay.node.engine.buckets import Served
@@ -46,7 +46,6 @@ from forebay.node.engine.write.writes import Writes
 from forebay.node.store.derived import Derived
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.records import own_version
 from forebay.node.store.writer.writer import Store
 
 TRIES = 8  # an append gives up on a shard that is overwritten this often meanwhile

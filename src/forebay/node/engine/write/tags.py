@@ -23,13 +23,12 @@ import msgspec
 
 from forebay.core.errors import NotFound, NotSupported
 from forebay.core.messages.calls import Nothing, ObjectNamed, TagCall, TagsSaid
-from forebay.core.record import Record, State
+from forebay.core.record import Record, State, headers_of, info_of
 from forebay.core.s3rules.tags import parse_tags, tags_among
 from forebay.core.types import check_key
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.write.writes import Owes, Writes, check_writable
 from forebay.node.store.disk.notes import succeeding
-from forebay.node.store.records import headers_of, info_of
 from forebay.node.store.writer.writer import Store
 
 ResultT = TypeVar("ResultT")

@@ -50,7 +50,7 @@ from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, Not
 from forebay.core.machines import sent_bodies
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
-from forebay.core.record import PINNED, Record, State, blocks_in
+from forebay.core.record import PINNED, Record, State, blocks_in, info_of, is_pinned, own_version, present_blocks
 from forebay.core.s3rules.conditions import Conditions
 from forebay.core.s3rules.tags import with_tags
 from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
@@ -64,7 +64,6 @@ from forebay.node.engine.write.locks import KeyLocks
 from forebay.node.engine.write.through_bodies import Through
 from forebay.node.store.disk.notes import Note, Owed, digest_of, succeeding
 from forebay.node.store.disk.volume_threads import remove_temp
-from forebay.node.store.records import info_of, is_pinned, own_version, present_blocks
 from forebay.node.store.writer.puts import Change, Delete, Put
 from forebay.node.store.writer.remembered_volumes import KnownVolumes
 from forebay.node.store.writer.writer import Store

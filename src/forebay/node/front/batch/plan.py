@@ -24,14 +24,13 @@ from forebay.core.errors import ForebayError, NotSupported, Precondition
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages import batch
 from forebay.core.messages.batch import FRAME, Item
-from forebay.core.record import Record
+from forebay.core.record import Record, is_version
 from forebay.core.types import Bucket, check_key
 from forebay.node.front.batch.forms import Form
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.objects.reads import Reads
 from forebay.node.front.objects.shards import Shards, Span
 from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.records import is_version
 from forebay.ports.clock import Clock
 
 INLINE_BYTES_KEPT_MAX = 16 * limits.MIB  # of small objects between plan and sending; more are looked up again

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from forebay.core.errors import Bug, ForebayError, Unavailable
 from forebay.core.messages.wire import Landed, Opened
+from forebay.core.record import is_version
 from forebay.core.types import RangeSpec
 from forebay.node.front.link import Link, Read
 from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.records import is_version
 
 REOPENS_MAX = 3
 

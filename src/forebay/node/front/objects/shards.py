@@ -51,7 +51,7 @@ from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported, Pr
 from forebay.core.formats import members
 from forebay.core.formats.members import SNIFF_BYTES, Form, Member, MemberIndex, form_of
 from forebay.core.formats.zipdir import STORED
-from forebay.core.record import Record
+from forebay.core.record import Record, is_version, own_version
 from forebay.core.types import Bucket, RangeSpec
 from forebay.node.front.http.requests import Exchange
 from forebay.node.front.link import Link
@@ -62,7 +62,6 @@ from forebay.node.store.derived import Derived, DerivedWriter
 from forebay.node.store.disk.volume import stalled
 from forebay.node.store.disk.volume_threads import Late
 from forebay.node.store.reader import LeasedFile, StoreReader
-from forebay.node.store.records import is_version, own_version
 from forebay.ports import clock as clocks
 from forebay.ports import threads
 
