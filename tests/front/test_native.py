@@ -30,7 +30,7 @@ from forebay.node.front.native.routes import ROUTES, find
 from tests.front.fake_engine import Cold, Node
 
 AN_EMPTY_TAR = bytes(1024)
-JOB = calls.JobState("j1", "evict", "b")
+JOB = calls.JobState("j1", "evict", "b", identity="reader")
 UPLOAD = calls.UploadState("b", "k", "u1", 1.0)
 PART = calls.PartState(1, 3, "e", 1.0)
 COMPLETED = calls.UploadCompleted(calls.Written("e-1", "v", 3, 1.0))
@@ -254,6 +254,7 @@ def test_calls_carry_what_was_asked(node: Node) -> None:
         ("stat", calls.StatCall("b", "a/b", True)),
         ("list", calls.ListCall("b", "a/b", "/", "a b", 7)),
         ("evict", calls.JobCall("b", keys=["x", "y"], dry_run=True)),
+        ("job", calls.JobNamed("j9")),
         ("job_cancel", calls.JobNamed("j9")),
     ]
     assert ask(node, "/-/v1/evict", "POST", calls.JobCall("b", "p", ["x"]))[0] == 400

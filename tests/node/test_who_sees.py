@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+
+from forebay.client.sync import Client
 
 from .conftest import NodeProcess
 
@@ -214,3 +219,106 @@ def test_within_the_list_teams_set_their_own_backends(
     assert put(again, "team-a", f"file://{tmp_path}/data/team-a", "lead", freshness_s=5.0)[0] == 403
     assert put(again, "team-a", f"file://{tmp_path}/data/team-a", "root", freshness_s=0)[0] == 200, "who may took it on"
     assert get(again, "objects/team-a/other/k", "lead") == (200, "team-b")
+
+
+# --- what identities see of each other -------------------------------------------------------------------------------
+def test_nobody_sees_what_is_not_theirs(node: Make, tmp_path: Path) -> None:
+    for name in ("team-a", "team-b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    flags = identities(
+        tmp_path / "identities.json",
+        root="admin:*", a="read:team-a,write:team-a", b="read:team-b", lead="admin:team-b", prometheus="observe:*",
+        part="observe:team-a", writer="write:team-b",
+    )  # fmt: skip
+    one = node(*flags, dir=tmp_path / "one")
+    for name in ("team-a", "team-b"):
+        assert put(one, name, f"file://{tmp_path}/{name}", "root")[0] == 200
+        assert get(one, f"objects/{name}/{name}.txt", "root") == (200, name)
+    metrics, jobs = "/-/metrics", "/-/v1/jobs"
+
+    def said(token: str, target: str) -> str:
+        status, body = one.ask("GET", target, _bearer(token))
+        assert status == 200, (token, target, body)
+        return body.decode()
+
+    def job(token: str, bucket: str, method: str = "prefetch") -> str:
+        body = json.dumps({"bucket": bucket, "prefix": f"{bucket}.t", "identity": "root"}).encode()
+        status, answer = one.ask("POST", f"/-/v1/{method}", _bearer(token), body)
+        assert status == 202, answer
+        state = json.loads(answer)
+        assert state["identity"] == token, "nobody begins a job in another's name"
+        return str(state["job"])
+
+    began = {"a": job("a", "team-a"), "b": job("b", "team-b"), "root": job("root", "team-b", "evict")}
+    everywhere = ("/-/v1/buckets", "/-/v1/status", metrics, jobs)
+    for token, mine, other in (("a", "team-a", "team-b"), ("b", "team-b", "team-a"), ("part", "team-a", "team-b"),
+                               ("lead", "team-b", "team-a"), ("writer", "team-b", "team-a")):  # fmt: skip
+        for target in everywhere:
+            assert other not in said(token, target), (token, target)
+        assert mine in said(token, "/-/v1/buckets"), token
+        assert f'bucket="{mine}"' in said(token, metrics), token
+        assert "forebay_process_cpu_seconds_total" not in said(token, metrics), token
+        assert str(tmp_path / "one") not in said(token, "/-/v1/status"), "nor where the node's disks are"
+    assert one.ask("GET", metrics)[0] in (401, 403)
+    for token in ("prometheus", "root"):
+        assert all(text in said(token, metrics) for text in ("team-a", "team-b", "forebay_process_cpu_seconds_total"))
+        assert all(text in said(token, "/-/v1/status") for text in ("team-a", "team-b", str(tmp_path / "one")))
+    assert json.loads(said("prometheus", jobs)) == []
+    for target in (
+        "objects/team-a/team-a.txt",
+        "list/team-a",
+        "stat/team-a/team-a.txt",
+        "buckets/team-a",
+        "lost/team-a",
+    ):
+        assert get(one, target, "prometheus")[0] == 403, "it sees, and takes nothing"
+
+    def seen(token: str) -> set[str]:
+        return {str(state["job"]) for state in json.loads(said(token, jobs))}
+
+    assert [seen(token) for token in ("a", "b", "lead", "root")] == [
+        {began["a"]}, {began["b"]}, {began["b"], began["root"]}, set(began.values()),
+    ]  # fmt: skip
+    for method in ("GET", "DELETE"):
+        for token, whose in (("a", "b"), ("b", "root"), ("lead", "a"), ("prometheus", "a"), ("part", "a")):
+            status, body = one.ask(method, f"/-/v1/jobs/{began[whose]}", _bearer(token))
+            unknown = one.ask(method, "/-/v1/jobs/00000000", _bearer(token))
+            assert (status, body.replace(began[whose].encode(), b"00000000")) == unknown, "as one that is not there"
+        for token, whose in (("a", "a"), ("lead", "b"), ("root", "a")):
+            assert one.ask(method, f"/-/v1/jobs/{began[whose]}", _bearer(token))[0] == 200, (method, token)
+
+
+def test_hints_are_their_identitys(node: Make, tmp_path: Path) -> None:
+    for name in ("team-a", "team-b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "k").write_text(name)
+    flags = identities(tmp_path / "identities.json", root="admin:*", a="read:team-a", b="read:team-b")
+    one = node(*flags)
+    listings = {}
+    for name, token in (("team-a", "a"), ("team-b", "b")):
+        assert put(one, name, f"file://{tmp_path}/{name}", "root")[0] == 200
+        with Client(one.endpoint, token=token) as client:
+            listings[token] = client.listing(name).id
+    told = {
+        token: {"job": "train", "bucket": f"team-{token}", "prefix": "", "listing": listings[token], "start": 0,
+                "accesses": base64.b64encode(struct.pack("III", 0, 0, 1)).decode(), "identity": other}
+        for token, other in (("a", "b"), ("b", "a"))
+    }  # fmt: skip
+
+    def ask(token: str, method: str = "GET", query: str = "", job: str = "train") -> tuple[int, Any]:
+        body = json.dumps({**told[token], "job": job}).encode() if method == "POST" else None
+        status, answer = one.ask(method, f"/-/v1/hints/{quote(job, safe='')}{query}", _bearer(token), body)
+        return status, json.loads(answer)
+
+    assert ask("b", "POST")[0] == 200
+    assert ask("a")[0] == 404, "the name of another's job is no job"
+    assert ask("a", "PUT", "?position=1")[0] == 404
+    assert ask("a", "POST")[1]["bucket"] == "team-a", "and may be one's own"
+    assert ask("a", "PUT", "?position=1")[1]["position"] == 1
+    state = ask("b")[1]
+    assert (state["job"], state["bucket"], state["position"]) == ("train", "team-b", 0), "as it was"
+    assert ask("a", "DELETE")[0] == 200
+    assert ask("b")[0] == 200
+    for job in ("b/train", "../b/train"):
+        assert ask("a", job=job)[0] == 400, job

@@ -3,7 +3,8 @@
 Theory. An *identity* is a name with ways to prove it (an S3 key pair, a bearer token of which only the SHA-256 is kept)
 and *grants*. A grant allows one verb on the buckets whose name fits a pattern, where `*` stands for any run of
 characters. What no grant allows is denied; there are no denials, so the order of grants means nothing. The verbs are
-independent (`write` without `read` suits a backup job) except that `admin` includes the other two. An S3 secret must be
+independent (`write` without `read` suits a backup job) except that `admin` includes the others. `observe` gives sight
+and nothing to take: counters and states, of the buckets it names or with `*` of the whole node. An S3 secret must be
 kept as it is, since verifying a signature needs it.
 
 A key can be replaced without a break: the old one stays *retiring* for a while beside the new one. Where identities are
@@ -29,7 +30,7 @@ import msgspec
 
 from forebay.core.errors import Invalid
 
-Verb = Literal["read", "write", "admin"]
+Verb = Literal["read", "write", "admin", "observe"]
 VERBS: Final = get_args(Verb)
 _PATTERN = re.compile(r"[a-z0-9.\-*]{1,63}")
 
@@ -42,8 +43,10 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
 
     def covers(self, verb: Verb, bucket: str) -> bool:
         """Whether this grant allows `verb` on `bucket`; an empty bucket name (the node itself) needs pattern `*`."""
-        if self.verb not in (verb, "admin"):
-            return False
+        return self.verb in (verb, "admin") and self.fits(bucket)
+
+    def fits(self, bucket: str) -> bool:
+        """Whether the bucket is one of those that the grant is about."""
         if "*" not in self.pattern:
             return self.pattern == bucket
         return re.fullmatch(".*".join(re.escape(part) for part in self.pattern.split("*")), bucket) is not None
@@ -79,6 +82,10 @@ class Identity(msgspec.Struct, frozen=True):
     def may(self, verb: Verb, bucket: str) -> bool:
         """Whether any grant allows `verb` on `bucket`."""
         return any(grant.covers(verb, bucket) for grant in self.grants)
+
+    def sees(self, bucket: str) -> bool:
+        """Whether the identity may know of `bucket` at all: some grant is about it."""
+        return any(grant.fits(bucket) for grant in self.grants)
 
 
 ANYONE: Final = Identity("anyone", grants=(Grant("admin", "*"),))  # who calls a node without identities

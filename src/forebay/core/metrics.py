@@ -15,7 +15,8 @@ associative and commutative: counters, gauges and buckets add. (3) Names contain
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -218,6 +219,15 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
                 into[index] += count
             sums[name] = sums.get(name, 0.0) + histogram.sum_s
     return Snapshot(values, {name: HistogramValue(into, sums[name]) for name, into in counts.items()})
+
+
+def of_buckets(snapshot: Snapshot, sees: Callable[[str], bool]) -> Snapshot:
+    """Of the series those that are about a bucket which `sees` allows."""
+    found = ((name, _BUCKET.search(name)) for name in snapshot.values)
+    return Snapshot({name: snapshot.values[name] for name, label in found if label is not None and sees(label[1])})
+
+
+_BUCKET = re.compile(r'[{,]bucket="([^"\\]*)"')
 
 
 def render(snapshot: Snapshot) -> str:

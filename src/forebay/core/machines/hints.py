@@ -55,7 +55,8 @@ JOB_NAME_CHARS_MAX = 64
 # --- how hints are told ----------------------------------------------------------------------------------------------
 class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """From access `start` on, the job reads `accesses`: u32 triples (object's number in the listing, first block, end
-    block). They replace what it told before about `start` and later. The first call creates the job."""
+    block). They replace what it told before about `start` and later. The first call creates the job. `identity` is who
+    tells, as the front knows it: each has jobs of their own."""
 
     job: str
     bucket: str
@@ -63,6 +64,7 @@ class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
     listing: str
     start: int
     accesses: bytes
+    identity: str = ""
 
 
 class HintsAtCall(msgspec.Struct, frozen=True):
@@ -70,10 +72,12 @@ class HintsAtCall(msgspec.Struct, frozen=True):
 
     job: str
     position: int
+    identity: str = ""
 
 
 class HintsNamed(msgspec.Struct, frozen=True):
     job: str
+    identity: str = ""
 
 
 class HintsState(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.derived import KeepAnswer, KeepCall
-from forebay.core.errors import Invalid
+from forebay.core.errors import Invalid, NotFound
 from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
@@ -333,12 +333,14 @@ JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh", "flush"]
 
 
 class JobCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which objects of `bucket` to work on: all under `prefix`, or exactly `keys` when given (then `prefix` is "")."""
+    """Which objects of `bucket` to work on: all under `prefix`, or exactly `keys` when given (then `prefix` is "").
+    `identity` is who asks, as the front knows it; "" on a node without identities."""
 
     bucket: str
     prefix: str = ""
     keys: list[str] = []
     dry_run: bool = False
+    identity: str = ""
 
 
 class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -352,6 +354,11 @@ class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class JobNamed(msgspec.Struct, frozen=True):
     job: str
+
+
+def no_such_job(job: str) -> NotFound:
+    """A job that never existed, was forgotten, or is somebody else's."""
+    return NotFound(f"there is no job {job!r}: `forebay job ls` lists those that are known")
 
 
 class JobState(msgspec.Struct, frozen=True):
@@ -370,6 +377,7 @@ class JobState(msgspec.Struct, frozen=True):
     started_s: float = 0.0
     ended_s: float | None = None
     errors: list[str] = []
+    identity: str = ""  # who began it
 
 
 class VolumeNamed(msgspec.Struct, frozen=True):

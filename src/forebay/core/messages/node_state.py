@@ -8,9 +8,13 @@ Invariant. A value holds what was true of the node at one moment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from forebay.core.volumes import VolumeState
+
+Sees = Callable[[str], bool]  # whether a bucket of that name may be known
 
 
 class FrontState(msgspec.Struct, frozen=True):
@@ -52,6 +56,16 @@ class NodeState(msgspec.Struct, frozen=True):
     pass_bytes: int = 0
     derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, listings and the like, of no bucket
     catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
+
+
+def part_of(state: NodeState, sees: Sees) -> NodeState:
+    """What somebody may know who may not observe the whole node: their buckets, and how the disks are."""
+    volumes = [
+        VolumeState(volume.volume_id, "", volume.state, volume.capacity_bytes, volume.used_bytes)
+        for volume in state.volumes
+    ]
+    buckets = [bucket for bucket in state.buckets if sees(bucket.name)]
+    return msgspec.structs.replace(state, volumes=volumes, buckets=buckets)
 
 
 class MapNode(msgspec.Struct, frozen=True):

@@ -99,6 +99,12 @@ class _Plan:
         self.tasks: list[asyncio.Task[None]] = []
 
 
+def _name(call: HintsCall | HintsAtCall | HintsNamed) -> str:
+    """What a job is called here: two identities may use one name. The last '/' is ours, since a job's name has none."""
+    check_job_name(call.job)
+    return f"{call.identity}/{call.job}" if call.identity else call.job
+
+
 class Hinting:
     """See the module's header."""
 
@@ -127,64 +133,67 @@ class Hinting:
     # --- what jobs say -----------------------------------------------------------------------------------------------
     async def tell(self, call: HintsCall) -> HintsState:
         """Take a job's future from an access on. `NotFound` (`NoSuchListing`) when its listing is no longer here."""
-        check_job_name(call.job)
+        name = _name(call)
         if len(call.accesses) % TRIPLE_BYTES:
             raise Invalid("the accesses are not whole triples of u32: object, first block, end block")
         accesses = array("I", call.accesses)
         async with self._telling:
             now_s = self._clock.monotonic_s()
-            plan = self._plans.get(call.job)
+            plan = self._plans.get(name)
             if plan is None or plan.source.listing.id != call.listing or plan.source.listing.prefix != call.prefix:
-                plan = await self._begin(call)
+                plan = await self._begin(name, call)
             again = False
             for at in range(0, len(accesses) or 1, 3 * PIECE_ACCESSES):
                 piece = accesses[at : at + 3 * PIECE_ACCESSES]
-                again |= self.hints.extend(call.job, call.start + at // 3, piece, now_s)
+                again |= self.hints.extend(name, call.start + at // 3, piece, now_s)
                 await asyncio.sleep(0)
             if again:
                 self._room.all_moved()
         plan.wake.set()
-        return self._state(call.job)
+        return self._state(name)
 
     async def at(self, call: HintsAtCall) -> HintsState:
         """A job consumed the accesses before a position. `NotFound` (`NoSuchHints`): it must tell its future again."""
-        self._room.moved(self.hints.at(call.job, call.position, self._clock.monotonic_s()))
-        self._plans[call.job].wake.set()
-        return self._state(call.job)
+        name = _name(call)
+        self._room.moved(self.hints.at(name, call.position, self._clock.monotonic_s()))
+        self._plans[name].wake.set()
+        return self._state(name)
 
     async def close(self, named: HintsNamed) -> Nothing:
         """A job is over. It is no error if the job is unknown."""
-        self._close(named.job)
+        self._close(_name(named))
         return Nothing()
 
     async def state(self, named: HintsNamed) -> HintsState:
         """A job's progress. `NotFound` (`NoSuchHints`)."""
-        return self._state(named.job)
+        return self._state(_name(named))
 
-    def _state(self, job: str) -> HintsState:
-        said = self.hints.job(job)
-        listing = self._plans[job].source.listing
-        return HintsState(job, listing.bucket, listing.prefix, listing.id, said.position, said.known, said.ahead)
+    def _state(self, name: str) -> HintsState:
+        said = self.hints.job(name)
+        listing = self._plans[name].source.listing
+        return HintsState(
+            name.rpartition("/")[2], listing.bucket, listing.prefix, listing.id, said.position, said.known, said.ahead
+        )
 
-    async def _begin(self, call: HintsCall) -> _Plan:
-        name = (call.bucket, call.prefix, call.listing)
-        source = self._sources.get(name)
+    async def _begin(self, name: str, call: HintsCall) -> _Plan:
+        place = (call.bucket, call.prefix, call.listing)
+        source = self._sources.get(place)
         if source is None:
-            listing = await self._listings.load(*name)
+            listing = await self._listings.load(*place)
             loop = asyncio.get_running_loop()
             self._numbers += 1
             dataset = await loop.run_in_executor(self._workers, Dataset, self._numbers, listing.sizes)
             source = _Source(listing, dataset)
-        freed = self.hints.begin(call.job, source.dataset, call.start, self._clock.monotonic_s())
-        self._stop(call.job)
-        plan = self._plans[call.job] = _Plan(source)
-        if name not in self._sources:
-            self._sources[name] = source
+        freed = self.hints.begin(name, source.dataset, call.start, self._clock.monotonic_s())
+        self._stop(name)
+        plan = self._plans[name] = _Plan(source)
+        if place not in self._sources:
+            self._sources[place] = source
             self._by_bucket.setdefault(call.bucket, []).append(source)
         self._room.unhint(freed)
         self._forget_sources()
-        log.info("job %s gives hints of %d objects of %s/%s", call.job, len(source.listing), call.bucket, call.prefix)
-        plan.tasks = [asyncio.create_task(self._attach(source)), asyncio.create_task(self._fetch_ahead(call.job, plan))]
+        log.info("job %s gives hints of %d objects of %s/%s", name, len(source.listing), call.bucket, call.prefix)
+        plan.tasks = [asyncio.create_task(self._attach(source)), asyncio.create_task(self._fetch_ahead(name, plan))]
         return plan
 
     def _close(self, job: str) -> None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from forebay.core.errors import ForebayError, NotFound
-from forebay.core.messages.calls import JobCall, JobState, JobVerb
+from forebay.core.errors import ForebayError
+from forebay.core.messages.calls import JobCall, JobState, JobVerb, no_such_job
 from forebay.meta.seam import MetaStore
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
@@ -109,7 +109,7 @@ class Jobs:
         return self._begin(job_id, verb, call, started_s, work).state
 
     def _begin(self, job_id: str, verb: JobVerb, call: JobCall, started_s: float, work: Work) -> _Job:
-        job = _Job(JobState(job_id, verb, call.bucket, call.prefix, started_s=started_s))
+        job = _Job(JobState(job_id, verb, call.bucket, call.prefix, started_s=started_s, identity=call.identity))
         self._jobs[job_id] = job
         job.task = asyncio.create_task(self._run(job, work, call.dry_run))
         self._forget_old()
@@ -147,7 +147,7 @@ class Jobs:
     def _job(self, job_id: str) -> _Job:
         job = self._jobs.get(job_id)
         if job is None:
-            raise NotFound(f"there is no job {job_id!r}: `forebay job ls` lists those that are known")
+            raise no_such_job(job_id)
         return job
 
     def _forget_old(self) -> None:

@@ -217,6 +217,10 @@ class Auth:
                 code="NoSuchBucket",
             ) from None
 
+    def owner(self, identity: Identity) -> str:
+        """Under whose name what `identity` begins is kept: "" without identities, where all is everybody's."""
+        return "" if self.open else identity.name
+
     def may(self, identity: Identity, verb: Verb, bucket: str = "") -> bool:
         """Whether `identity` may `verb` on `bucket`, or on the node itself."""
         question = (identity.name, verb, bucket)

@@ -18,13 +18,15 @@ from typing import Any
 import msgspec
 
 from forebay.core import limits
+from forebay.core.access import Identity
 from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.machines.hints import HintsCall
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall
 from forebay.core.messages.calls import CachedEntry, CachedPage
 from forebay.core.messages.native import Completion
-from forebay.core.metrics import render
+from forebay.core.messages.node_state import NodeState, part_of
+from forebay.core.metrics import Snapshot, of_buckets, render
 from forebay.core.pages import after_prefix
 from forebay.core.record import Record, State
 from forebay.core.types import Bucket, check_bucket_name, check_key
@@ -272,19 +274,62 @@ class Native:
         exchange.respond(200, JSON, encode(at))
 
     def _metrics(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        identity = self._auth.bearer(request)
+
         async def answer() -> None:
-            exchange.respond(200, TEXT, render(await self._call("metrics", calls.Nothing())).encode())
+            found: Snapshot = await self._call("metrics", calls.Nothing())
+            if not self._auth.may(identity, "observe"):
+                found = of_buckets(found, identity.sees)
+            exchange.respond(200, TEXT, render(found).encode())
 
         exchange.spawn(answer())
+
+    def _status(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        identity = self._auth.bearer(request)
+
+        async def answer() -> None:
+            state: NodeState = await self._call("status", calls.Nothing())
+            if not self._auth.may(identity, "observe"):
+                state = part_of(state, identity.sees)
+            exchange.respond(200, JSON, encode(state))
+
+        exchange.spawn(answer())
+
+    # --- jobs: each is its identity's, and its bucket's admins' ------------------------------------------------------
+    def _jobs(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        identity = self._auth.bearer(request)
+
+        async def answer() -> None:
+            found = await self._call("jobs", calls.Nothing())
+            exchange.respond(200, JSON, encode([job for job in found if self._has_job(identity, job)]))
+
+        exchange.spawn(answer())
+
+    def _job(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        exchange.spawn(self._of_job(request, exchange, "job", taken["job"]))
+
+    def _job_cancel(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
+        exchange.spawn(self._of_job(request, exchange, "job_cancel", taken["job"]))
+
+    async def _of_job(self, request: Request, exchange: Exchange, verb: str, job: str) -> None:
+        state: calls.JobState = await self._call("job", calls.JobNamed(job))
+        if not self._has_job(self._auth.bearer(request), state):
+            raise calls.no_such_job(job)
+        if verb != "job":
+            state = await self._call(verb, calls.JobNamed(job))
+        exchange.respond(200, JSON, encode(state))
+
+    def _has_job(self, identity: Identity, state: calls.JobState) -> bool:
+        if self._auth.may(identity, "admin", state.bucket):
+            return True
+        return state.identity == identity.name and identity.sees(state.bucket)
 
     # --- calls -------------------------------------------------------------------------------------------------------
     async def _forward(self, request: Request, exchange: Exchange, route: Route, taken: dict[str, str]) -> None:
         """An operation whose answer is the engine's, unchanged."""
         arguments: Any = calls.Nothing()
         status = 200
-        if route.name in ("job", "job_cancel"):
-            arguments = calls.JobNamed(taken["job"])
-        elif route.name == "stat":
+        if route.name == "stat":
             revalidate = flag_of(request, "revalidate")
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
@@ -308,19 +353,20 @@ class Native:
     def _job_call(self, request: Request, route: Route) -> calls.JobCall:
         call: calls.JobCall = decode_body(request, calls.JobCall)
         assert route.may is not None
-        self._auth.require(self._auth.bearer(request), route.may, call.bucket)
+        identity = self._auth.bearer(request)
+        self._auth.require(identity, route.may, call.bucket)
         if call.keys and call.prefix:
             raise Invalid("both keys and a prefix are given: give one of them")
         for key in call.keys:
             check_key(key)
-        return call
+        return msgspec.structs.replace(call, identity=self._auth.owner(identity))
 
     # --- buckets -----------------------------------------------------------------------------------------------------
     def _buckets(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
             identity = self._auth.bearer(request)
             found = await self._call("buckets", calls.Nothing())
-            shown = [bucket for bucket in found if self._auth.open or identity.may("read", bucket.name)]
+            shown = [bucket for bucket in found if identity.sees(bucket.name)]
             exchange.respond(200, JSON, encode(shown))
 
         exchange.spawn(answer())

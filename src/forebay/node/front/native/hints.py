@@ -1,7 +1,8 @@
 """Hints over HTTP: a job's future comes in as msgpack, and goes to the engine as it is.
 
 Theory. Whoever may read a bucket may say what they will read of it. So a future needs `read` of the bucket that it
-names, and to move, look at or end a job one needs `read` of that job's bucket.
+names, and to move, look at or end a job one needs `read` of that job's bucket. Each identity has jobs of its own: the
+name of another's is no job.
 
 Invariant. The job in the path is the job in the body.
 """
@@ -41,8 +42,9 @@ class HintAnswers:
             raise Invalid(f"the body tells no future: {error}; see HintsCall in /-/openapi.json") from None
         if told.job != job:
             raise Invalid(f"the path names the job {job!r} and the body {told.job!r}: make them the same")
-        self._auth.require(self._auth.bearer(request), "read", told.bucket)
-        exchange.spawn(self._answer(exchange, "hints", told))
+        identity = self._auth.bearer(request)
+        self._auth.require(identity, "read", told.bucket)
+        exchange.spawn(self._answer(exchange, "hints", self._owned(told, identity)))
 
     def at(self, request: Request, exchange: Exchange, job: str) -> None:
         """PUT: how far it is."""
@@ -56,15 +58,19 @@ class HintAnswers:
         exchange.spawn(self._of_job(exchange, self._auth.bearer(request), verb, HintsNamed(job)))
 
     async def _of_job(self, exchange: Exchange, identity: Identity, verb: str, arguments: Any) -> None:
+        arguments = self._owned(arguments, identity)
         if not self._auth.open:
             try:
-                state: HintsState = await self._call("hints_state", HintsNamed(arguments.job))
+                state: HintsState = await self._call("hints_state", HintsNamed(arguments.job, arguments.identity))
             except NotFound:
                 if verb != "hints_close":
                     raise
             else:
                 self._auth.require(identity, "read", state.bucket)
         await self._answer(exchange, verb, arguments)
+
+    def _owned(self, arguments: Any, identity: Identity) -> Any:
+        return msgspec.structs.replace(arguments, identity=self._auth.owner(identity))
 
     async def _answer(self, exchange: Exchange, verb: str, arguments: Any) -> None:
         exchange.respond(200, JSON, encode(await self._call(verb, arguments)))

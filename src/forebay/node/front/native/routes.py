@@ -103,7 +103,10 @@ def _job(verb: str, help: str, may: Verb = "read") -> Route:
 ROUTES: tuple[Route, ...] = (
     Route("health", "GET", "/-/healthz", "This front is alive.", None, media="text/plain"),
     Route("ready", "GET", "/-/readyz", "This front has its engine and a volume: send requests.", None),
-    Route("metrics", "GET", "/-/metrics", "Counters of the whole node, as Prometheus reads them.", media="text/plain"),
+    Route(
+        "metrics", "GET", "/-/metrics", "Counters, as Prometheus reads them; without observe:* of one's buckets.",
+        media="text/plain",
+    ),
     Route("describe", "GET", "/-/openapi.json", "This description.", None),
     Route(
         "object", "GET", "/-/v1/objects/{bucket}/{key}", "An object's bytes; Range and If-* hold.", "read", _MEMBER,
@@ -179,7 +182,7 @@ ROUTES: tuple[Route, ...] = (
         "Make the object of an upload's parts; If-Match and If-None-Match: * hold. 202 and nothing while it is made: "
         "ask again.", "write", (_UPLOAD,), body=Completion, answer=calls.UploadCompleted,
     ),
-    Route("buckets", "GET", "/-/v1/buckets", "All buckets that the caller may read.", answer=list[Bucket]),
+    Route("buckets", "GET", "/-/v1/buckets", "All buckets that a grant of the caller is about.", answer=list[Bucket]),
     Route("bucket", "GET", "/-/v1/buckets/{bucket}", "One bucket's settings; secrets are masked.", answer=Bucket),
     Route(
         "bucket_put", "PUT", "/-/v1/buckets/{bucket}", "Create or change a bucket.", "admin", (_CHECK, _FORCE),
@@ -200,9 +203,12 @@ ROUTES: tuple[Route, ...] = (
     _job("pin", "Fetch objects and never evict them.", "admin"),
     _job("unpin", "Let objects be evicted again.", "admin"),
     _job("evict", "Drop cached objects.", "admin"),
-    Route("jobs", "GET", "/-/v1/jobs", "Jobs, newest first.", answer=list[calls.JobState]),
+    Route(
+        "jobs", "GET", "/-/v1/jobs", "The caller's jobs, and those of buckets they administer; newest first.",
+        answer=list[calls.JobState],
+    ),
     Route("job", "GET", "/-/v1/jobs/{job}", "One job's progress.", answer=calls.JobState),
-    Route("job_cancel", "DELETE", "/-/v1/jobs/{job}", "Stop a job.", "admin", answer=calls.JobState),
+    Route("job_cancel", "DELETE", "/-/v1/jobs/{job}", "Stop a job that one may see.", answer=calls.JobState),
     Route(
         "hints", "POST", "/-/v1/hints/{job}", "What a job will read, from one of its accesses on.",
         body=HintsCall, answer=HintsState,
@@ -226,7 +232,10 @@ ROUTES: tuple[Route, ...] = (
         "volume_give_up", "POST", "/-/v1/volumes/give-up", "Give up a volume that is not in use, and what it owes.",
         "admin", body=calls.VolumeNamed, answer=VolumeState,
     ),
-    Route("status", "GET", "/-/v1/status", "The node: engine, fronts, volumes, buckets.", answer=NodeState),
+    Route(
+        "status", "GET", "/-/v1/status", "Engine, fronts, volumes, buckets; without observe:* the caller's buckets.",
+        answer=NodeState,
+    ),
     Route(
         "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",
         answer=DoorAt,

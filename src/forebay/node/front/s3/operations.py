@@ -310,7 +310,7 @@ class S3:
 
     async def _list_buckets(self, request: Request, exchange: Exchange, identity: Identity) -> None:
         buckets = await self._call("buckets", Nothing())
-        allowed = [bucket for bucket in buckets if identity.may("read", bucket.name)]
+        allowed = [bucket for bucket in buckets if identity.sees(bucket.name)]
         self._answer_xml(exchange, listing.render_buckets(allowed, decode_query(request.query)))
 
     def _answer_xml(self, exchange: Exchange, body: bytes) -> None:
