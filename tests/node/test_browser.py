@@ -18,6 +18,7 @@ from forebay.node.front.http.server import NO_PAGE
 from tests.node.conftest import NodeProcess
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.real
 Make = Callable[..., NodeProcess]
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

@@ -533,3 +533,29 @@ def test_no_reader_ever_sees_a_hole_or_another_version(node: Any, bucket: Path) 
         if turn == 3:
             os.kill(one.children()["front 1"], signal.SIGKILL)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+
+
+def test_a_descriptor_is_reopened_for_writing_by_the_nodes_user_alone(
+    shared: NodeProcess, bucket: Path, guest: Invite
+) -> None:
+    """docs/security.md says who can write through the door: who may write the file."""
+    name = warm(shared, bucket, "large")
+    asked = guest(shared)
+    _, fd = asked.file(name, "large")
+    os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))  # we are the node's user
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    child = os.fork()
+    if not child:
+        status = 1
+        with suppress(BaseException):
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            assert os.pread(fd, 10, 0) == LARGE[:10]
+            for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY):
+                with pytest.raises(PermissionError):
+                    os.open(f"/proc/self/fd/{fd}", flags)
+            status = 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.node.conftest import NodeProcess
 
+pytestmark = pytest.mark.real
 Make = Callable[..., NodeProcess]
 HUGE = 10**30
 

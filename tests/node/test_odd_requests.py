@@ -32,6 +32,7 @@ from tests.front.fake_engine import Answer, Client
 from tests.node.conftest import NodeProcess
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.real
 REQUESTS = 400  # of each kind, where nobody asks for more
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "0"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
