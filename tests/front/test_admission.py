@@ -84,7 +84,7 @@ def test_refusals_are_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
         admission.say(now_s)
     assert len(caplog.messages) == 1
     assert "10.0.0.1" in caplog.messages[0]
-    assert not admission.hold(11)
+    assert not admission.hold("10.0.0.1", 11)
     admission.say(SAY_EVERY_S + 1.0)
     assert len(caplog.messages) == 3
     assert caplog.messages[1].startswith("2 connections from 1 addresses")
@@ -106,10 +106,23 @@ def test_a_client_that_holds_its_share_is_told_so(tmp_path: Path, eventually: Ev
         assert node.get("/-/healthz").status == 200
 
 
+def test_one_address_holds_its_share_of_the_bytes() -> None:
+    admission = Admission(FrontCounts(), bytes_max=100, share=0.5)
+    assert admission.hold("10.0.0.1", 50)
+    assert not admission.hold("10.0.0.1", 1)
+    assert admission.hold("10.0.0.2", 50)
+    assert not admission.hold("10.0.0.3", 1)
+    assert admission.hold("10.0.0.1", -50)
+    assert admission.hold("10.0.0.3", 1)
+    for peer, held in (("10.0.0.2", 50), ("10.0.0.3", 1)):
+        assert admission.hold(peer, -held)
+    assert (admission.held_bytes, admission._bytes_of) == (0, {})
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 def test_heads_that_do_not_end_share_one_budget(node: Node, eventually: Eventually) -> None:
     admission = node.front.server.admission
-    admission.bytes_max = 50_000
+    admission.bytes_max = 100_000  # half of it for one address
     part = b"GET /b/k HTTP/1.1\r\nX: " + b"x" * 20_000
     with node.connect() as one, node.connect() as two, node.connect() as three:
         one.send(part)

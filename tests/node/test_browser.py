@@ -75,6 +75,7 @@ def test_another_site_cannot_say_what_an_object_is(shown: NodeProcess) -> None:
         told = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}
         assert lines(shown, target, told)[0] == status, site
         assert lines(shown, "/pages/page.txt", told)[0] == 200
+        assert lines(shown, target, told | {"Sec-Fetch-Mode": "cors"})[0] == 200, "CORS rules say who may read"
     assert lines(shown, target)[0] == 200, "who is no browser says nothing of a site"
 
 

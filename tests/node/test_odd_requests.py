@@ -1,8 +1,8 @@
 """Whatever a client sends to a running node, numbers above all: an answer that says what is wrong, no fault of ours.
 
 Requests are made from the tables of both APIs, with odd values put where numbers and names stand, and sent to a real
-node by somebody who may do everything. A seed makes them again. FOREBAY_FUZZ_S=600 goes on for ten minutes;
-FOREBAY_FUZZ_SEED begins with another seed.
+node by somebody who may do everything. A seed makes them again. FOREBAY_FUZZ_S=600 goes on for ten minutes (with `-o
+faulthandler_timeout=0 --timeout 0`); FOREBAY_FUZZ_SEED begins with another seed.
 """
 
 from __future__ import annotations

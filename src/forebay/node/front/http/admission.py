@@ -3,8 +3,8 @@
 Theory. Whoever can reach the port can open connections and begin requests. Each of these costs a little, and the sum is
 bounded in two ways, so that one client does not take everything from the others. Connections: there are so many in all,
 and one address holds at most a share of them (an IPv6 client has a whole /64, which counts as one address). Bytes:
-unfinished heads, requests that wait for their turn, and bodies that come before a proof share one budget. Who has
-proved an identity, or needs none, does not count against it.
+unfinished heads, requests that wait for their turn, and bodies that come before a proof share one budget, of which one
+address has the same share. Who has proved an identity, or needs none, does not count against it.
 
 Behind a load balancer or NAT all clients have one address: there the operator sets the share to 1. (Rejected: believing
 `X-Forwarded-For`, which anybody can write; leaving loopback out, since a runaway program on the host is the commonest
@@ -32,7 +32,7 @@ _NETWORK_BITS = 64  # of an IPv6 address: what one client is given
 
 
 class Admission:
-    """One per front. `share` is the part of `connections_max` that one address may hold; 1 or more: all."""
+    """One per front. `share` is the part of `connections_max` and `bytes_max` that one address may hold."""
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class Admission:
         self.of_one_max = max(1, int(connections_max * share))
         self.bytes_max = bytes_max
         self.held_bytes = 0
+        self._share = share
+        self._bytes_of: dict[str, int] = {}
         self._counts = counts
         self._open = 0
         self._of: dict[str, int] = {}
@@ -82,13 +84,21 @@ class Admission:
         else:
             del self._of[address]
 
-    def hold(self, more_bytes: int) -> bool:
+    def hold(self, peer: str, more_bytes: int) -> bool:
         """Whether `more_bytes` of somebody unproved may be kept. Less than 0: so many are let go."""
-        if more_bytes > 0 and self.held_bytes + more_bytes > self.bytes_max:
+        address = _address(peer)
+        held = self._bytes_of.get(address, 0) + more_bytes
+        if more_bytes > 0 and (
+            self.held_bytes + more_bytes > self.bytes_max or held > int(self.bytes_max * self._share)
+        ):
             self._refused_bytes += 1
             return False
         self.held_bytes += more_bytes
-        assert self.held_bytes >= 0, "let go twice"
+        assert held >= 0, "let go twice"
+        if held:
+            self._bytes_of[address] = held
+        else:
+            self._bytes_of.pop(address, None)
         return True
 
     def say(self, now_s: float) -> None:
@@ -106,8 +116,9 @@ class Admission:
             )  # fmt: skip
         if self._refused_bytes:
             log.warning(
-                "%d requests were refused: %d bytes are held for clients that have proved nothing, of %d",
-                self._refused_bytes, self.held_bytes, self.bytes_max,
+                "%d requests were refused: %d bytes are held for clients that have proved nothing, of %d; one address "
+                "may have %d (connections_share)",
+                self._refused_bytes, self.held_bytes, self.bytes_max, int(self.bytes_max * self._share),
             )  # fmt: skip
         self._refused.clear()
         self._refused_bytes = 0

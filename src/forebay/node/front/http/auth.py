@@ -109,7 +109,9 @@ class Auth:
     def check_override(self, request: Request) -> None:
         """Return unless a page of another site has an open node say what an object is: `Denied`. Where there are
         identities the signer says it."""
-        if self.open and request.headers.get(b"sec-fetch-site") in _FOREIGN:
+        headers = request.headers
+        reads = headers.get(b"sec-fetch-mode") == b"cors"  # a script reads it, if the bucket's CORS rules let it
+        if self.open and headers.get(b"sec-fetch-site") in _FOREIGN and not reads:
             raise Denied(
                 "this node has no identities, so pages of other sites may not say what its objects are: leave "
                 "response-* out, or give the node identities and sign the URL",

@@ -245,7 +245,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
 
     def _hold(self, size_bytes: int) -> bool:
         """Account for `size_bytes` that are kept here of a client that may be anybody. False: there is no room."""
-        if not self._server.admission.hold(size_bytes - self._unproved):
+        if size_bytes != self._unproved and not self._server.admission.hold(self.peer, size_bytes - self._unproved):
             return False
         self._unproved = size_bytes
         return True
