@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -66,9 +67,27 @@ Loosen = Annotated[
 ]
 
 
-def flags(dir: str | None, volumes: list[str] | None, **others: Any) -> dict[str, Any]:
-    """The flags as `settings.load` takes them; None is "not given"."""
-    return {"dir": dir or None, "volumes": tuple(volumes or ()), **others}
+# fmt: off
+_AS_THEY_ARE = (
+    "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
+    "flush_timeout",
+)
+# fmt: on
+
+
+def settings_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of `node` or `up` say of the node's settings, as `settings.load` takes it; None is "not
+    given". Without a directory and a file of settings it is the usual directory."""
+    from forebay.client import local_node
+
+    given = {name: arguments[name] for name in _AS_THEY_ARE}
+    given["dir"] = arguments["dir"] or None
+    if given["dir"] is None and arguments["config"] is None:
+        given["dir"] = str(local_node.directory(None))
+    given["volumes"] = tuple(arguments["volume"] or ())
+    given["allow_backends"] = tuple(arguments["allow_backend"] or ())
+    given["loosen"] = arguments["loosen"] or None
+    return given
 
 
 @app.command("node")
@@ -96,27 +115,9 @@ def node(
 
     Ctrl-C or SIGTERM stops it.
     """
-    from forebay.client import local_node
+    given = settings_among(locals())
     from forebay.node import settings
 
-    given = flags(
-        dir,
-        volume,
-        listen=listen,
-        fronts=fronts,
-        capacity=capacity,
-        identities=identities,
-        identity_key=identity_key,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        domain=domain,
-        allow_backends=tuple(allow_backend or ()),
-        auto_buckets=auto_buckets,
-        flush_timeout=flush_timeout,
-        loosen=loosen or None,
-    )
-    if given["dir"] is None and config is None:
-        given["dir"] = str(local_node.directory(None))
     loaded = settings.load(config, **given, log_to_file=log_to_file or None)
     from forebay.node.process.app import run
 

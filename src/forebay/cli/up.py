@@ -60,26 +60,9 @@ def up(
 
     Does nothing if it runs already. With --json: {"endpoint", "pid", "dir", "log", "started"}.
     """
+    given = node_verb.settings_among(locals())
     from forebay.node import last_start, settings
 
-    given = node_verb.flags(
-        dir,
-        volume,
-        listen=listen,
-        fronts=fronts,
-        capacity=capacity,
-        identities=identities,
-        identity_key=identity_key,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        domain=domain,
-        allow_backends=tuple(allow_backend or ()),
-        auto_buckets=auto_buckets,
-        flush_timeout=flush_timeout,
-        loosen=loosen or None,
-    )
-    if given["dir"] is None and config is None:
-        given["dir"] = str(local_node.directory(None))
     wanted = settings.load(config, **given)
     at = Path(wanted.dir)
     there = _wait(at, None, wanted.endpoint, timeout_s) if local_node.running(at) else None
