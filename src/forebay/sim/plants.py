@@ -255,28 +255,8 @@ def _missed() -> list[_Patch]:
 
 
 def _copy() -> list[_Patch]:
-    """What the backend has copied does not take the place of what is cached."""
-    real = copies.Copies._at_backend
-
-    async def at_backend(self: copies.Copies, *args: Any) -> Any:
-        kept, self._writes = self._writes, _Undropped(self._writes)  # type: ignore[assignment]
-        try:
-            return await real(self, *args)
-        finally:
-            self._writes = kept
-
-    return [(copies.Copies, "_at_backend", at_backend)]
-
-
-class _Undropped:
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return self._nothing if name == "drop" else getattr(self._real, name)
-
-    async def _nothing(self, bucket: str, key: str) -> None:
-        pass
+    """A piece of a copy's body is taken for shared with its source, and is not."""
+    return [(copies, "_share", lambda source, target, size_bytes, offset, at: True)]
 
 
 def _upload() -> list[_Patch]:
