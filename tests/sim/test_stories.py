@@ -23,7 +23,7 @@ NAMES = [
 ]
 
 # Seeds that find bugs that not every story meets; where the product has changed since, another one soon does.
-FIRST = {"eviction": 11, "freshness": 6, "group": 35}
+FIRST = {"delete": 61, "eviction": 11, "freshness": 13, "unshown": 32}
 
 
 def told(*arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
@@ -52,4 +52,4 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 def test_there_are_bugs() -> None:
-    assert len(NAMES) >= 30
+    assert len(NAMES) >= 28

@@ -23,7 +23,7 @@ from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, copies, locks, parts, uploads, writes
 from forebay.node.front.objects import fast_lane
 from forebay.node.store.disk import journal
-from forebay.node.store.writer import puts, rebuild, volumes
+from forebay.node.store.writer import puts, volumes
 
 _Patch = tuple[Any, str, Any]
 
@@ -233,11 +233,6 @@ def _delete() -> list[_Patch]:
     return [(writes, "Delete", delete)]
 
 
-def _late() -> list[_Patch]:
-    """An answered flush is taken for the end of all that was sent before it."""
-    return [(sent_bodies, "answered", lambda sent, began_s, ended_s, late_s=0.0: sent_bodies.Sent())]
-
-
 def _group() -> list[_Patch]:
     """Of the changes that are made durable together only the first is."""
     real = puts.Puts._commit
@@ -247,11 +242,6 @@ def _group() -> list[_Patch]:
 def _opening() -> list[_Patch]:
     """An opening is content with what is here, however long ago it was confirmed."""
     return [(opening, "_suffices", lambda held, terms, now_s: True)]
-
-
-def _missed() -> list[_Patch]:
-    """What a machine stop brought back is served while the backend is away."""
-    return [(rebuild, "MISSED", 0.0)]
 
 
 def _copy() -> list[_Patch]:
@@ -302,10 +292,8 @@ PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "freshness": _freshness,
     "group": _group,
     "journal": _journal,
-    "late": _late,
     "listing": _listing,
     "locks": _locks,
-    "missed": _missed,
     "opening": _opening,
     "owed": _owed,
     "parts": _parts,
