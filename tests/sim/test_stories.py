@@ -23,7 +23,7 @@ NAMES = [
 ]
 
 # Seeds that find bugs that not every story meets; where the product has changed since, another one soon does.
-FIRST = {"delete": 61, "eviction": 11, "freshness": 13, "unshown": 32}
+FIRST = {"delete": 61, "eviction": 11, "unshown": 32}
 
 
 def told(*arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
