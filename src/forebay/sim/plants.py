@@ -22,6 +22,7 @@ from forebay.core.s3rules import conditions
 from forebay.node.engine.read import cold, pages
 from forebay.node.engine.write import appends, copies, locks, parts, uploads, writes
 from forebay.node.front.objects import fast_lane
+from forebay.node.store import whereabouts
 from forebay.node.store.disk import journal
 from forebay.node.store.writer import puts, volumes
 
@@ -221,7 +222,7 @@ def _freshness() -> list[_Patch]:
     def may_serve(state: int, checked_s: float, freshness_s: float, now_s: float) -> bool:
         return real(state, checked_s, freshness_s * 60, now_s)
 
-    return [(module, "may_serve", may_serve) for module in (opening, fast_lane)]
+    return [(module, "may_serve", may_serve) for module in (whereabouts, fast_lane)]
 
 
 def _delete() -> list[_Patch]:
