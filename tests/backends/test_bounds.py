@@ -77,6 +77,17 @@ def test_an_inner_address_that_is_named_is_dialled(port: int) -> None:
     assert bounds.dial(Bucket("b", "s3://x", options=own, held=True)) is not None
 
 
+def test_the_proxy_of_the_nodes_environment_is_reached_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    backend = locate(Bucket("b", "http://web.example", held=True), bounds=Bounds(Reach(["http://*"])))
+    connection = backend._wire._connect()  # type: ignore[attr-defined]
+    assert connection.sock.getpeername()[1] == port
+    connection.close()
+
+
 def test_a_held_bucket_never_uses_what_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment has credentials that the order of the chain would prefer to the bucket's."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bm9kZQ==")

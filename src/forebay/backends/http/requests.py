@@ -364,7 +364,7 @@ class Wire:
                 connection.set_tunnel(host, port or 443)
         else:
             connection = http.client.HTTPConnection(to_host, to_port, timeout=timeout_s)
-        if self._dial is not None:
+        if self._dial is not None and via is None:  # a proxy of the node's environment decides by itself
             connection._create_connection = self._dial  # type: ignore[attr-defined]
         connection.connect()
         connection.sock.settimeout(limits.BACKEND_STALL_TIMEOUT_S)
