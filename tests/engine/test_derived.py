@@ -192,3 +192,7 @@ def test_names_are_bounded_distinct_and_stand_under_their_prefixes() -> None:
         for key, name in zip(keys, names, strict=True):
             for cut in (0, 1, 5, 400, 900, 990, len(key)):
                 assert name.startswith(names_under(bucket, key[:cut])), (key[:20], cut)
+
+
+def test_names_on_disk_stay_what_they_were() -> None:
+    assert [reserved(kind) for kind in DERIVED_KINDS] == ["-members", "-manifests", "-plain"]
