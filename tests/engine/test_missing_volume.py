@@ -14,6 +14,7 @@ import pytest
 from forebay.core.errors import Unavailable, VolumeMissing
 from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE
+from forebay.node.store.writer import remembered_volumes
 
 from .conftest import MIB, Front, Rig, pattern
 from .writing import AWAY, delete, flushed, names, put, written
@@ -255,3 +256,34 @@ def test_what_one_volume_owes_for_another_is_known_after_two_starts_without_that
         assert await read_all(rig) == {b"newer"}
 
     rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_an_id_used_on_a_volume_that_is_away_is_not_used_again(
+    tmp_path_factory: pytest.TempPathFactory, rigged: Rigged
+) -> None:
+    """It was, where ids went up faster than the clock: when both volumes were back, one object's file replaced the
+    other's."""
+    folder = tmp_path_factory.mktemp("disks")
+
+    async def story(rig: Rig) -> None:
+        await restarted(rig, gone=f"{folder}/b")
+        used = [rig.engine.store.take_id() for _ in range(200_000)]
+        await restarted(rig, gone=f"{folder}/a", back=f"{folder}/b")
+        assert rig.engine.store.take_id() > used[-1] > used[0]
+
+    rigged(story, volumes=(str(folder / "a"), str(folder / "b")))
+
+
+def test_no_id_is_used_that_the_node_has_not_noted(rigged: Rigged, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(rig: Rig) -> None:
+        monkeypatch.setattr(remembered_volumes, "IDS_AHEAD", 100)
+        await restarted(rig)
+        store, known = rig.engine.store, rig.engine.known
+        while store.next_id < known.memory.ids_below:
+            store.take_id()
+        with pytest.raises(Unavailable, match="metadata store"):
+            store.take_id()
+        await known.tend(store, ())
+        assert store.take_id() < known.memory.ids_below == store.ids_remembered
+
+    rigged(story)

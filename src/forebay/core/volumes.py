@@ -66,12 +66,14 @@ class KnownVolume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Memory(msgspec.Struct, frozen=True):
     """All of it. `ordered`: paths at which a volume may be made, or one that was never here be taken in; `given_up`:
-    ids that must not come back with what they owed; `epoch`: of the last session, with whatever volumes it was."""
+    ids that must not come back with what they owed; `epoch`: of the last session, with whatever volumes it was;
+    `ids_below`: no session so far used this object id or a larger one."""
 
     volumes: tuple[KnownVolume, ...] = ()
     ordered: tuple[str, ...] = ()
     given_up: tuple[str, ...] = ()
     epoch: int = 0
+    ids_below: int = 0
 
     def find(self, name: str) -> KnownVolume | None:
         """By id or path."""

@@ -197,6 +197,7 @@ class Engine:
             astray=astray,
             later=True,
             epoch=self.known.memory.epoch,
+            ids_below=self.known.memory.ids_below,
         )
         await self.known.opened(self.store)
 

@@ -4,11 +4,15 @@ Theory. The memory is one small entry. It is written when a volume comes or goes
 on a volume: before that write is acknowledged, so that after any stop the memory lists at least what there is. The
 amount owed is updated every few seconds, for people.
 
+The memory also says below which number all object ids lie. A volume that is away cannot say it, and an id that two
+volumes used in turns would make one object's file overwrite another's when they meet again. So ids are noted ahead:
+every start and every few seconds as many as nobody uses meanwhile.
+
 At a start, owed objects may be about to move between volumes (`writer/misplaced.py`). Until they have moved, whatever a
 volume owes counts as owed astray. Afterwards the present volumes are examined, and the memory is exact again.
 
 Invariants. (1) `noted` answers yes only for what the metadata store has. (2) Only `give_up` forgets anything of a
-volume that is not here.
+volume that is not here. (3) The store uses no id that the memory has not noted.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
 
 ENTRY = "node/volumes"
+IDS_AHEAD = 1 << 22  # object ids noted at once: minutes of as many writes as a node can take
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Memory).decode
 
@@ -112,7 +117,9 @@ class KnownVolumes:
             astray = tuple(bucket for bucket in buckets if bucket in strayed)
             at = KnownVolume(volume.id, volume.path, volume.mark.weight, buckets, astray)
             memory = memory.with_volume(self._measured(at, volume))
-        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch))
+        ids_below = store.next_id + IDS_AHEAD
+        await self._keep(msgspec.structs.replace(memory, epoch=store.epoch, ids_below=ids_below))
+        store.ids_remembered = ids_below
         store.know(self.memory.volumes, self.noted)
 
     # --- what is owed where ---
@@ -145,6 +152,8 @@ class KnownVolumes:
             memory = self.memory
             if memory.epoch != store.epoch:
                 memory = msgspec.structs.replace(memory, epoch=store.epoch)
+            if store.next_id > memory.ids_below - IDS_AHEAD // 2:
+                memory = msgspec.structs.replace(memory, ids_below=store.next_id + IDS_AHEAD)
             for volume in store.usable():
                 known = memory.find(volume.id)
                 if known is None:
@@ -165,6 +174,7 @@ class KnownVolumes:
                     memory = memory.with_volume(now)
             if memory is not self.memory:
                 await self._keep(memory)
+                store.ids_remembered = memory.ids_below
                 store.know(self.memory.volumes, self.noted)
 
     def _measured(self, known: KnownVolume, volume: Volume) -> KnownVolume:

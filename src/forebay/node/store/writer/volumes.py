@@ -35,6 +35,7 @@ from forebay.node.store.writer import index_repair, owned
 FULL = "InsufficientStorage"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 IDS_RESERVED = 1 << 16  # object ids noted at once in volume.json
+IDS_MAX = 1 << 40
 RANGES_SHOWN = 3  # of an object that is lost in part, in words
 
 
@@ -52,6 +53,7 @@ class VolumeSet(Whereabouts[Volume]):
         self._owner = threading.get_ident()
         self._events: deque[StoreEvent] = deque()
         self._next_id = self._ids_below = 0
+        self.ids_remembered = IDS_MAX  # ids from here on are in no memory outside of the volumes: none is used
         self._known: Sequence[KnownVolume] = ()
         self._noted: Callable[[str, str, bool], bool] = lambda volume_id, bucket, astray: True
         self.owners = Owners()
@@ -378,11 +380,22 @@ class VolumeSet(Whereabouts[Volume]):
     # --- object ids ---
 
     def take_id(self) -> int:
-        """An object id, never given before."""
+        """An object id, larger than all before. `Unavailable` while the node cannot remember that it is used."""
+        if self._next_id >= self.ids_remembered:
+            raise Unavailable(
+                "the node cannot note which object ids it uses: its metadata store in its directory takes no writes "
+                "(is that disk full?); mend it and write again",
+                retry_after_s=1.0,
+            )
         self._next_id += 1
         if self._next_id >= self._ids_below:
             self._reserve_ids()
         return self._next_id - 1
+
+    @property
+    def next_id(self) -> int:
+        """What `take_id` returns next."""
+        return self._next_id
 
     def _reserve_ids(self) -> None:
         """Note on each volume which ids may be used from now on, so that none is used twice if an index is lost."""

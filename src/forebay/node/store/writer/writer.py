@@ -91,6 +91,7 @@ class Store(VolumeSet):
         astray: bool = False,
         later: bool = False,
         epoch: int = 0,
+        ids_below: int = 0,
     ) -> Store:
         """Open or create a volume in each directory. `Exists` if another node holds one; `Invalid` for an unknown
         format, or a directory with other files in it.
@@ -100,7 +101,7 @@ class Store(VolumeSet):
         in sidecar files. `block_bytes` is for new objects. At a path in `expected` no volume is made, and no other one
         opened. `may_be_empty` allows a store without any volume. `astray`: owed objects may lie on other volumes than
         their own, though the set of volumes is unchanged. `later`: only `catching` restores what the volumes owe or
-        hold. `epoch`: the highest of this node's stores so far.
+        hold. `epoch`: the highest of this node's stores so far. `ids_below`: they used no object id from here on.
         """
         store = cls(capacity_bytes, on_event, block_bytes)
         try:
@@ -108,14 +109,14 @@ class Store(VolumeSet):
                 store._add(os.fspath(path), xattrs, (expected or {}).get(os.fspath(path)), later)
             if not store._all and not may_be_empty:
                 raise Unavailable("no volume can be used: see the events before this, mend a disk or give another")
-            store._agree(astray, epoch)
+            store._agree(astray, epoch, ids_below)
         except BaseException:
             for volume in store._all:
                 volume.close(clean=False)
             raise
         return store
 
-    def _agree(self, astray: bool, epoch: int) -> None:
+    def _agree(self, astray: bool, epoch: int, ids_below: int) -> None:
         """Find who missed a session, settle on the set of volumes, and drop or move what is in the wrong place."""
         self.epoch = epoch = max([epoch, *(volume.mark.epoch for volume in self._all)])
         ids = sorted(volume.id for volume in self._all)
@@ -124,7 +125,7 @@ class Store(VolumeSet):
             if volume.mark.epoch < epoch and volume.mark.epoch > 0:
                 volume.missed_session()
         self._place()
-        start = max(1, int((clock.wall_s() - IDS_SINCE_S) * 1e3))
+        start = max(1, ids_below, int((clock.wall_s() - IDS_SINCE_S) * 1e3))
         for volume in self._all:
             kept = int.from_bytes(volume.index.get("meta", b"next_id") or b"", "big")
             start = max(start, kept, volume.mark.ids_below)
