@@ -48,6 +48,7 @@ def test_sync_both_ways(program: Program, node: FakeNode, tmp_path: Path) -> Non
     shown = program("sync", str(here), "s3://corpus/train/", "--delete", "--dry-run")
     assert "would send" in shown.stderr
     assert "would delete s3://corpus/train/a.tar" in shown.stderr
+    assert "2 files would be copied, 1 are there already" in shown.stdout
     assert len(remote["train/b.tar"]) == 3_000_000
     program("sync", str(here), "s3://corpus/train/", "--delete")
     assert {key for key in remote if key.startswith("train/")} == {"train/b.tar", "train/deep/c", "train/new"}
@@ -103,6 +104,7 @@ def test_mv_never_moves_what_is_onto_itself(program: Program, node: FakeNode, tm
         assert "move" in program("mv", "-r", source, target, code=2).stderr.replace("name another", "move"), source
     program("mv", "s3://disk/file", str(folder / "file"), code=2)
     program("mv", "-", "s3://corpus/x", code=2)
+    assert "s3://BUCKET/KEY" in program("mv", "corpus/readme", "corpus/other", code=2).stderr
     assert node.objects["corpus"] == before
     assert node.objects["same"]
     assert node.objects["disk"]

@@ -78,6 +78,8 @@ def _check_apart(client: Client, source: str, target: str) -> None:
     """`Invalid` if both sides may be the same bytes under two names."""
     if source == "-":
         raise Invalid("standard input cannot be moved: `forebay put - BUCKET/KEY` stores it")
+    if not source.startswith(SCHEMES) and not target.startswith(SCHEMES):
+        return  # `copy` refuses two local paths
     if source.startswith(SCHEMES) and target.startswith(SCHEMES):
         one, other = address.parse(source).bucket, address.parse(target).bucket
         if one == other:

@@ -46,7 +46,7 @@ def sync(
     """Make a bucket's folder like a directory here, or the other way.
 
     What is there already is left out. With --json: {"files", "size_bytes", "fetched_bytes" or "sent_bytes", "skipped",
-    "failed", "seconds", "target", "deleted"}.
+    "failed", "seconds", "target", "deleted", "dry_run"}.
     """
     up = target.startswith(SCHEMES)
     if up == source.startswith(SCHEMES):
@@ -68,9 +68,13 @@ def sync(
     if not as_json:
         if delete:
             print(f"{deleted} {'would be deleted' if dry_run else 'deleted'} in {one_line(target)}")
-        done.tell(source, as_json=False)
-        return
-    show.document({**done.fields(), "deleted": deleted})
+        if not dry_run:
+            done.tell(source, as_json=False)
+            return
+        what = f"{done.files - done.skipped} files would be copied, {done.skipped} are there already"
+        print(f"{one_line(source)} -> {one_line(done.target)}: {what}")
+    else:
+        show.document({**done.fields(), "deleted": deleted, "dry_run": dry_run})
     done.check()
 
 
