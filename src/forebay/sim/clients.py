@@ -322,13 +322,15 @@ class Client:
         document = f"<Delete>{listed}</Delete>".encode()
         digest = base64.b64encode(hashlib.md5(document).digest()).decode()
         began = self._board.now()
-        answer = await self._asked("POST", (place[0], ""), "delete", document, {"Content-MD5": digest})
+        answer = await self._told("POST", (place[0], ""), "delete", document, {"Content-MD5": digest})
         ended = self._board.now()
         gone = {found.decode() for found in re.findall(rb"<Deleted><Key>([^<]+)</Key>", answer.body if answer else b"")}
         if answer is not None and answer.status != 200:
             self._refused(place, "POST ?delete", answer)
         for each in some:
             self._board.note(each, Call("delete", ABSENT, began, ended if each[1] in gone else math.inf), "delete some")
+        if answer is None:
+            await self._pause()
 
     async def _multipart(self, place: Place) -> None:
         label = self._label(place)
@@ -367,7 +369,7 @@ class Client:
         again = self._board.writing[(source, label) if source else (place, before)] > 0
         self._board.writing[place, label] += 1
         try:
-            answer = await self._asked(method, place, query, body, headers)
+            answer = await self._told(method, place, query, body, headers)
         finally:
             self._board.writing[place, label] -= 1
         ended = self._board.now()
@@ -375,8 +377,10 @@ class Client:
         status = UNSURE if answer is None else answer.status
         if answer is not None and status == 200 and b"<Error>" in answer.body:  # told after the head had been sent
             status = 412 if b"PreconditionFailed" in answer.body else UNSURE
-        if status == UNSURE:
+        if status == UNSURE:  # noted before the pause, in which the machine may stop
             self._board.note(place, Call(kind, label, began, math.inf, before), act)
+            if answer is None:
+                await self._pause()
         elif status == 412 and again:
             return  # what was read may have been put once more since, when an answer was lost: another version
         elif source in self._places and status in (404, 412):  # the source is not what was read any more
@@ -403,12 +407,25 @@ class Client:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answer | None:
+        """The answer; after a pause None, if what was asked may have been done or not."""
+        answer = await self._told(method, place, query, body, headers)
+        if answer is None:
+            await self._pause()
+        return answer
+
+    async def _told(
+        self,
+        method: str,
+        place: Place,
+        query: str = "",
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer | None:
         target = f"/{place[0]}/{quote(place[1])}" + (f"?{query}" if query else "")
         with contextlib.suppress(OSError, http.client.HTTPException):
             answer = await self._ask(method, target, headers or {}, body)
             if answer.status != UNSURE:
                 return answer
-        await self._pause()
         return None
 
     def _lasts(self, place: Place, seen: Seen) -> bool:
