@@ -19,7 +19,7 @@ from forebay.cli import address
 from forebay.cli.get import entries, entries_crew, get_all, get_one
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
-from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.options import AsJson, Debug, Recursive, Source, Target, Threads, Url, open_client
 from forebay.cli.outcome import one_line, verb
 from forebay.cli.progress import Progress
 from forebay.cli.put import Checksum, put_all, put_one
@@ -36,10 +36,10 @@ SCHEMES = ("s3://", "forebay://")
 @app.command("cp")
 @verb
 def cp(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/key, or a local path.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="s3://bucket/key, or a local path.")],
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All in the folder or directory.")] = False,
-    threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
+    source: Source,
+    target: Target,
+    recursive: Recursive = False,
+    threads: Threads = 8,
     force: Annotated[bool, typer.Option("--force", help="With -r, also copy what is there already.")] = False,
     checksum: Checksum = False,
     quiet: Quiet = False,

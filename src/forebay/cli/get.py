@@ -22,7 +22,7 @@ from forebay.cli import address, show
 from forebay.cli.cat import Member, stdout_fd
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
-from forebay.cli.options import Address, AsJson, Debug, Url, open_client
+from forebay.cli.options import Address, AsJson, Debug, Threads, Url, open_client
 from forebay.cli.outcome import Interrupted, as_forebay, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.client import flows
@@ -42,7 +42,7 @@ def get(
     where: Address,
     target: Annotated[str, typer.Argument(metavar="[TARGET]", help="File or directory; - is standard output.")] = ".",
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects in the folder.")] = False,
-    threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
+    threads: Threads = 8,
     force: Annotated[bool, typer.Option("--force", help="With -r, also fetch what is there already.")] = False,
     member: Member = None,
     quiet: Quiet = False,

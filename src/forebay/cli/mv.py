@@ -13,7 +13,7 @@ Invariant. A source is deleted only after a copy of it elsewhere was acknowledge
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import typer
@@ -21,7 +21,7 @@ import typer
 from forebay.cli import address
 from forebay.cli.cp import SCHEMES, copy
 from forebay.cli.jobs import Quiet
-from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.options import AsJson, Debug, Recursive, Source, Target, Threads, Url, open_client
 from forebay.cli.outcome import verb
 from forebay.core.errors import Invalid, Precondition
 from forebay.core.types import LOCAL_URL
@@ -35,10 +35,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command("mv")
 @verb
 def mv(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/key, or a local path.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="s3://bucket/key, or a local path.")],
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All in the folder or directory.")] = False,
-    threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
+    source: Source,
+    target: Target,
+    recursive: Recursive = False,
+    threads: Threads = 8,
     quiet: Quiet = False,
     url: Url = None,
     as_json: AsJson = False,

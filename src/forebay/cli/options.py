@@ -30,6 +30,10 @@ Dir = Annotated[
 Address = Annotated[
     str, typer.Argument(metavar="ADDRESS", autocompletion=addresses, help="s3://bucket/key or bucket/key.")
 ]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/key, or a local path.")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="s3://bucket/key, or a local path.")]
+Recursive = Annotated[bool, typer.Option("--recursive", "-r", help="All in the folder or directory.")]
+Threads = Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")]
 BucketName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=bucket_names, help="The bucket's name.")]
 
 

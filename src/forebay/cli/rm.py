@@ -19,7 +19,7 @@ from forebay.cli import address, show
 from forebay.cli.get import entries, entries_crew
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
-from forebay.cli.options import Address, AsJson, Debug, Url, open_client
+from forebay.cli.options import Address, AsJson, Debug, Threads, Url, open_client
 from forebay.cli.outcome import Interrupted, Partial, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.core.errors import Invalid
@@ -40,7 +40,7 @@ def rm(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="All objects in the folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With -r, do not ask; also all of a bucket.")] = False,
-    threads: Annotated[int, typer.Option("--threads", "-j", min=1, max=64, help="With -r, objects at once.")] = 8,
+    threads: Threads = 8,
     quiet: Quiet = False,
     url: Url = None,
     as_json: AsJson = False,

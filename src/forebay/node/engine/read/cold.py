@@ -236,7 +236,7 @@ class ColdReads:
 
         Skips a flight whose bytes are no longer kept, or that has the object's version from before its flush.
         """
-        record = self.suspicions.first_look(name, self.store.here(*name).record)
+        record = self.suspicions.first_look(name, self.store.lookup(*name))
         flight = self.flights.get(name)
         if flight is None:
             return record, record

@@ -119,8 +119,7 @@ class KnownVolumes:
             memory = memory.with_volume(self._measured(at, volume))
         ids_below = store.next_id + IDS_AHEAD
         await self._keep(msgspec.structs.replace(memory, epoch=store.epoch, ids_below=ids_below))
-        store.ids_remembered = ids_below
-        store.know(self.memory.volumes, self.noted)
+        self._tell(store)
 
     # --- what is owed where ---
 
@@ -143,7 +142,7 @@ class KnownVolumes:
             else:
                 known = msgspec.structs.replace(known, buckets=tuple(sorted({*known.buckets, bucket})))
             await self._keep(self.memory.with_volume(known))
-            store.know(self.memory.volumes, self.noted)
+            self._tell(store)
 
     async def tend(self, store: Store, is_written: Collection[str]) -> None:
         """Every few seconds: update how much is owed, and forget buckets of which a volume owes nothing any more.
@@ -174,8 +173,7 @@ class KnownVolumes:
                     memory = memory.with_volume(now)
             if memory is not self.memory:
                 await self._keep(memory)
-                store.ids_remembered = memory.ids_below
-                store.know(self.memory.volumes, self.noted)
+                self._tell(store)
 
     def _measured(self, known: KnownVolume, volume: Volume) -> KnownVolume:
         usage = volume.usage
@@ -222,10 +220,15 @@ class KnownVolumes:
             given_up = (*self.memory.given_up, known.volume_id)
             await self._keep(msgspec.structs.replace(self.memory, volumes=kept, given_up=given_up))
             self.standings = [each for each in self.standings if each.volume_id != known.volume_id]
-            store.know(self.memory.volumes, self.noted)
+            self._tell(store)
         return known
 
     # --- keeping ---
+
+    def _tell(self, store: Store) -> None:
+        """What was kept holds for the store."""
+        store.ids_remembered = self.memory.ids_below
+        store.know(self.memory.volumes, self.noted)
 
     async def _keep(self, memory: Memory) -> None:
         noted, astray = _pairs(memory)
