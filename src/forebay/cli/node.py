@@ -67,10 +67,15 @@ Loosen = Annotated[
 ]
 
 
+LogFormat = Annotated[
+    str | None, typer.Option("--log-format", metavar="FORMAT", help="Log lines as text or json. Default: text.")
+]
+
+
 # fmt: off
 _AS_THEY_ARE = (
     "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
-    "flush_timeout",
+    "flush_timeout", "log_format",
 )
 # fmt: on
 
@@ -108,6 +113,7 @@ def node(
     auto_buckets: AutoBuckets = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
+    log_format: LogFormat = None,
     log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
     debug: Debug = False,
 ) -> int:

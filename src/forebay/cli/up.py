@@ -7,11 +7,13 @@ listens elsewhere, a port that somebody else holds.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +52,7 @@ def up(
     auto_buckets: node_verb.AutoBuckets = None,
     flush_timeout: node_verb.FlushTimeout = None,
     loosen: node_verb.Loosen = False,
+    log_format: node_verb.LogFormat = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")
     ] = 60.0,
@@ -222,5 +225,12 @@ def last_words(at: Path) -> str:
             continue
         lines = [line for line in lines if line.strip() and not _ABOUT_CHILDREN.search(line)]
         if lines:
-            return one_line(_LOG_PREFIX.sub("", lines[-1]))
+            return one_line(_message(lines[-1]))
     return "it said nothing"
+
+
+def _message(line: str) -> str:
+    """What a line of the log says, without when and where."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(line)["message"])
+    return _LOG_PREFIX.sub("", line)

@@ -16,7 +16,7 @@ import os
 import socket
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores t
 PORT_DEFAULT = 9400
 HUNG_AFTER_MAX_S = 3600.0
 FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
+LOG_BYTES_LEAST = 64 * 1024  # of a log that is put aside when it is full
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
 
@@ -64,7 +65,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `fronts`: front processes; 0 runs all in one process, None chooses by cores. `capacity_bytes` bounds all volumes
     together (None: what the filesystems have). `volumes` are directories; none means DIR/volumes/v0. `domain` is the
     suffix of virtual-host bucket names. `auto_buckets`: an unknown bucket is looked for at s3:// with the environment's
-    credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr. `identity_key` is the file that
+    credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr; the file is put aside when it has
+    `log_bytes_max` (0: never). `log_format`: lines of text, or of JSON. `identity_key` is the file that
     opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
     key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
     only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
@@ -84,6 +86,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auto_buckets: bool = True
     scrub_bytes_s: float = 20e6
     log_to_file: bool = False
+    log_format: Literal["text", "json"] = "text"
+    log_bytes_max: int = 64 * limits.MIB
     identity_key: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -108,6 +112,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Invalid(f"--flush-timeout {self.flush_timeout_s:g} is outside 0 (do not flush) to a week, in seconds")
         if self.hung_after_s and not 1 <= self.hung_after_s <= HUNG_AFTER_MAX_S:
             raise Invalid(f"hung_after_s {self.hung_after_s:g} is neither 0 (never) nor from 1 to an hour, in seconds")
+        if self.log_bytes_max and self.log_bytes_max < LOG_BYTES_LEAST:
+            raise Invalid(f"log_size {self.log_bytes_max} is neither 0 (never put aside) nor 64KiB or more")
         if not 0 < self.connections_share <= 1:
             raise Invalid(f"connections_share {self.connections_share:g} is no part of all: give more than 0, up to 1")
         Reach(self.allow_backends)
@@ -215,13 +221,19 @@ def from_json(line: bytes) -> Settings:
     return msgspec.json.decode(line, type=Settings)
 
 
-_FILE_NAMES = {"capacity": "capacity_bytes", "flush_timeout": "flush_timeout_s"}  # what people write -> the field
+_FILE_NAMES = {  # what people write -> the field
+    "capacity": "capacity_bytes",
+    "flush_timeout": "flush_timeout_s",
+    "log_size": "log_bytes_max",
+}
+_SIZES = ("capacity_bytes", "log_bytes_max")
 
 
 def load(config: str | Path | None = None, **flags: Any) -> Settings:
     """Settings from a TOML file and flags; a flag of None leaves the file's value. Sizes may be text such as `100GiB`.
 
-    Field names are those of `Settings`, and `capacity` for `capacity_bytes`. `Invalid` for anything unknown.
+    Field names are those of `Settings`, and `capacity` for `capacity_bytes`, `log_size` for `log_bytes_max`. `Invalid`
+    for anything unknown.
     """
     values: dict[str, Any] = {}
     if config is not None:
@@ -233,8 +245,9 @@ def load(config: str | Path | None = None, **flags: Any) -> Settings:
             raise Invalid(f"the configuration file {config} cannot be read: {error}") from None
     values |= {name: value for name, value in flags.items() if value is not None and value != ()}
     named = {_FILE_NAMES.get(name, name).replace("-", "_"): value for name, value in values.items()}
-    if isinstance(named.get("capacity_bytes"), str):
-        named["capacity_bytes"] = parse_size(named["capacity_bytes"])
+    for name in _SIZES:
+        if isinstance(named.get(name), str):
+            named[name] = parse_size(named[name])
     for name in named.keys() - set(Settings.__struct_fields__):
         meant = did_you_mean(name, [*Settings.__struct_fields__, *_FILE_NAMES])
         raise Invalid(f"there is no setting {name}{meant}: see docs/operating.md")

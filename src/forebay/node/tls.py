@@ -2,15 +2,15 @@
 
 Theory. Certificate and key are two files that somebody else replaces (a renewal, a mounted secret), perhaps one a
 moment after the other. So each front looks at them once a second, takes what it finds only when it stayed the same for
-two looks and fits together, and otherwise stays with what it has and says so once. A connection keeps the context it
-began with; new ones get the new certificate. Nothing restarts and nobody is cut off.
+two looks and fits together, and otherwise stays with what it has and says so once. At SIGHUP it reads them at once. A
+connection keeps the context it began with; new ones get the new certificate. Nothing restarts and nobody is cut off.
 
 What a client would refuse is refused at the start with words that say which file is wrong and how: a certificate that
 is no PEM, that is not of this key, that has expired, or a key with a pass phrase (nobody would be there to type it).
 
 Rejected: TLS 1.0 and 1.1 (broken; every client of the last ten years speaks 1.2); client certificates (identities have
-keys and tokens; a second way to prove would need its own rules); a key that reloads on SIGHUP (that stops a node when a
-terminal goes, and the fronts are several processes).
+keys and tokens; a second way to prove would need its own rules); SIGHUP as the only way to have a new certificate read
+(a renewal that forgets it is found when the old one expires).
 
 Invariants. (1) `context` is always one that a handshake succeeds with, but for the certificate's age. (2) A key is
 never logged.
@@ -43,11 +43,12 @@ class TlsFiles:
         self._seen = self._used = self._state()
         self.context = self._load()
 
-    def follow(self) -> None:
-        """Look whether the files changed; call once a second. Keeps the context if they cannot be used."""
+    def follow(self, *, anew: bool = False) -> None:
+        """Look whether the files changed; call once a second. Keeps the context if they cannot be used. `anew`: read
+        them now, as if they had changed."""
         state = self._state()
         settled, self._seen = state == self._seen, state
-        if not settled or state == self._used:
+        if not anew and (not settled or state == self._used):
             return
         self._used = state  # whatever comes of it: it is said once
         try:

@@ -420,6 +420,11 @@ class Engine:
         """The supervisor reports how often it restarted the node's processes."""
         self.restarts = msgspec.json.decode(line, type=list[tuple[str, str, int]])
 
+    def read_anew(self) -> None:
+        """Read what somebody may have changed: the identities."""
+        if self._identities.read(anew=True):
+            self.fronts.greet_again()
+
     def _begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
         return self.catching_up.is_done and self.writes.begin(call, done)
 

@@ -32,10 +32,13 @@ class IdentitiesFile:
         self._seen: tuple[int, ...] = ()  # the state of the file that was read last
         self._told: tuple[int, ...] = ()  # the state whose problem was logged last
 
-    def read(self) -> bool:
-        """Read the file if it changed; return whether the identities changed. `Invalid` only before any were read."""
+    def read(self, *, anew: bool = False) -> bool:
+        """Read the file if it changed, or `anew`; return whether the identities changed. `Invalid` only before any were
+        read."""
         if self._path is None:
             return False
+        if anew:
+            self._seen = self._told = ()
         try:
             at = self._path.stat()
         except OSError as error:

@@ -165,6 +165,11 @@ class Front:
             await self._shards.aclose()
         self._store.close()
 
+    def read_anew(self) -> None:
+        """Read what somebody may have changed: the certificate."""
+        if self._tls is not None:
+            self._tls.follow(anew=True)
+
     def snapshot(self) -> Snapshot:
         """This front's counters and gauges."""
         self.counts.engine_connects = self.link.connects

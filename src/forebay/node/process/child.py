@@ -14,6 +14,9 @@ finished: a kill is what every process of a node must survive anyhow.
 Standard input is a socket, and a child that serves beats on it (`core/machines/pulse.py`), so that its supervisor
 notices one that hangs. What the supervisor has to say later comes the other way, a line each.
 
+SIGHUP has a child reopen its log and read files anew. One that just starts could not take it yet, and would end: so it
+is started with the signal held back, until `on_hangup` says what to do.
+
 From before its first look at the node's data until its last instruction a child shares a lock on `run/children.lock`,
 so the next supervisor knows when the last of them is gone (`supervisor.last_run_ended`).
 
@@ -92,6 +95,12 @@ def beat(loop: asyncio.AbstractEventLoop, interval_s: float, fd: int = 0) -> Non
     with suppress(OSError):  # it does not read: it is busy, or stopped, or gone
         os.write(fd, b".")
     loop.call_later(interval_s, beat, loop, interval_s, fd)
+
+
+def on_hangup(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    """Call `act` at each SIGHUP, also for one that came before now."""
+    loop.add_signal_handler(signal.SIGHUP, act)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 
 
 def _ended(fd: int) -> bool:

@@ -18,7 +18,7 @@ from forebay.core.errors import ForebayError
 from forebay.core.machines.pulse import interval_s
 from forebay.node.engine.engine import FILES_NEEDED, Engine
 from forebay.node.front.front import Front
-from forebay.node.process import child
+from forebay.node.process import child, logs
 from forebay.node.settings import Settings
 from forebay.node.vitals import raise_file_limit
 
@@ -26,7 +26,11 @@ log = logging.getLogger("forebay.engine")
 
 
 async def run_until_stopped(
-    settings: Settings, after_start: Callable[[], None] | None = None, *, single: bool = False
+    settings: Settings,
+    after_start: Callable[[], None] | None = None,
+    *,
+    single: bool = False,
+    node_log: logs.Log | None = None,
 ) -> int:
     """Run an engine (with a front in the same process if `single`) until a signal."""
     loop = asyncio.get_running_loop()
@@ -41,6 +45,15 @@ async def run_until_stopped(
         if single:
             front = Front(settings, 0)
             await front.start(reuse_port=True)
+
+        def read_anew() -> None:
+            if node_log is not None:
+                node_log.reopen()
+            engine.read_anew()
+            if front is not None:
+                front.read_anew()
+
+        child.on_hangup(loop, read_anew)
         log.info("engine of node %s is ready", engine.node_id)
         child.beat(loop, interval_s(settings.hung_after_s))
         if after_start is not None:
@@ -60,7 +73,7 @@ def main() -> int:
     """The process: settings from standard input; the exit status."""
     import uvloop
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.begin("engine")
     if raise_file_limit() < FILES_NEEDED:
         log.error(
             "only %d open files are allowed, and %d are needed: raise `ulimit -n`", raise_file_limit(), FILES_NEEDED
@@ -68,7 +81,8 @@ def main() -> int:
         return child.EXIT_REFUSED
     try:
         settings = child.begin()
-        status: int = uvloop.run(run_until_stopped(settings, single=settings.fronts == 0))
+        node_log = logs.begin("engine", settings)
+        status: int = uvloop.run(run_until_stopped(settings, single=settings.fronts == 0, node_log=node_log))
         return status
     except (ForebayError, msgspec.MsgspecError) as error:
         log.error("engine: %s", error)

@@ -16,14 +16,14 @@ import msgspec
 from forebay.core.errors import ForebayError
 from forebay.core.machines.pulse import interval_s
 from forebay.node.front.front import Front
-from forebay.node.process import child
+from forebay.node.process import child, logs
 from forebay.node.settings import Settings
 from forebay.node.vitals import raise_file_limit
 
 log = logging.getLogger("forebay.front")
 
 
-async def _serve(settings: Settings, number: int) -> int:
+async def _serve(settings: Settings, number: int, node_log: logs.Log) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -36,6 +36,12 @@ async def _serve(settings: Settings, number: int) -> int:
     try:
         if starting.done():
             await starting
+
+            def read_anew() -> None:
+                node_log.reopen()
+                front.read_anew()
+
+            child.on_hangup(loop, read_anew)
             child.beat(loop, interval_s(settings.hung_after_s))
             gc.freeze()  # what exists now stays: collecting it again and again would stop requests for milliseconds
             log.info("front %d serves port %d", number, front.port)
@@ -52,11 +58,12 @@ def main(arguments: list[str]) -> int:
     """The process: settings from standard input, number from the command line; the exit status."""
     import uvloop
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.begin(f"front-{arguments[0]}")
     raise_file_limit()
     try:
         settings = child.begin()
-        status: int = uvloop.run(_serve(settings, int(arguments[0])))
+        node_log = logs.begin(f"front-{arguments[0]}", settings)
+        status: int = uvloop.run(_serve(settings, int(arguments[0]), node_log))
         return status
     except (ForebayError, msgspec.MsgspecError) as error:
         log.error("front: %s", error)

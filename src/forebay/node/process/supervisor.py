@@ -11,6 +11,9 @@ file may come back. One that hangs (`core/machines/pulse.py`: each beats on its 
 then as one that died; one that starts or stops is given the time that it takes. How often which was started again is
 told to the engine, a line of JSON each time, which counts it among its metrics.
 
+SIGHUP never ends a node. The supervisor reopens its log and passes the signal on to its children, which do the same and
+read identities and certificates anew. It also puts the log aside when that has grown.
+
 `node.json` in DIR/run appears when the node is ready (engine up, every front listening) and goes when it stops.
 
 A supervisor that is killed takes its children along (`node/process/child.py`), but not within the same instant: the
@@ -43,6 +46,7 @@ from forebay.core.errors import Busy, Exists, Invalid
 from forebay.core.machines.pulse import Pulse, interval_s
 from forebay.node.last_start import check_not_looser, remember
 from forebay.node.process.child import EXIT_REFUSED
+from forebay.node.process.logs import Log
 from forebay.node.settings import Settings
 from forebay.ports import machine
 from forebay.ports.clock import Clock
@@ -56,6 +60,7 @@ STEADY_S = 30.0
 LAST_RUN_END_S = 60.0  # a killed process ends at once, but not before a disk has answered what it was asked
 STOP_TIMEOUT_S = 20.0  # for a child to finish what it is sending and sync; then it is killed
 READY_POLL_S = 0.02
+LOG_LOOK_S = 5.0  # between looks at how long the log is
 
 
 class Lock:
@@ -198,6 +203,7 @@ class Child:
             self._socket.setblocking(False)
             self._socket.send(self._settings.to_json() + b"\n" + self._news)
             with theirs:
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # the child begins so, and takes it later
                 try:
                     process = await asyncio.create_subprocess_exec(
                         *self._command, stdin=theirs.fileno(), env=_environment()
@@ -205,6 +211,8 @@ class Child:
                 except OSError as error:
                     log.error("%s cannot be started: %s", self.name, error)
                     return 1
+                finally:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
             self.process = process
             watching = asyncio.create_task(self._watch(self._socket, process))
             try:
@@ -232,6 +240,12 @@ class Child:
             with suppress(OSError):  # it has ended, or it hangs
                 self._socket.send(line)
 
+    def hang_up(self) -> None:
+        """Have it reopen its log and read files anew."""
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGHUP)
+
     async def stop(self) -> None:
         """Ask it to end, and kill it if it does not in time."""
         self._stopping = True
@@ -258,8 +272,11 @@ def _environment() -> dict[str, str]:
 class Supervisor:
     """See the module's header."""
 
-    def __init__(self, settings: Settings, *, clock: Clock = system_clock, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: Settings, *, clock: Clock = system_clock, announce: Callable[[str], None], node_log: Log
+    ) -> None:
         self._clock = clock
+        self._node_log = node_log
         self._announce = announce
         self._holder, self.settings = hold_port(settings)
         fronts = self.settings.fronts_resolved
@@ -288,6 +305,7 @@ class Supervisor:
             stale.unlink(missing_ok=True)
         tasks = [asyncio.create_task(child.run()) for child in self.children]
         ready = asyncio.create_task(self._tell_when_ready())
+        rotating = asyncio.create_task(self._rotate_log())
         stopped = asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -296,16 +314,26 @@ class Supervisor:
                 log.error("%s cannot start: see its message above", refused[0])
             return EXIT_REFUSED if refused else 0
         finally:
-            ready.cancel()
-            stopped.cancel()
+            for task in (ready, rotating, stopped):
+                task.cancel()
             self.settings.node_file.unlink(missing_ok=True)
             await asyncio.gather(*(child.stop() for child in self.children[1:]))
             await self.children[0].stop()  # after the fronts: what they are sending may still need it
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(ready, stopped, *tasks, return_exceptions=True)
+            await asyncio.gather(ready, rotating, stopped, *tasks, return_exceptions=True)
             self.settings.no_flush_file.unlink(missing_ok=True)
             self._holder.close()
+
+    def hang_up(self) -> None:
+        """Have every process of the node reopen its log and read identities and certificates anew."""
+        for child in self.children:
+            child.hang_up()
+
+    async def _rotate_log(self) -> None:
+        while True:
+            self._node_log.rotate(self.settings.log_bytes_max)
+            await asyncio.sleep(LOG_LOOK_S)
 
     def _restarted(self, name: str, reason: str) -> None:
         self.restarts[name.replace(" ", "-"), reason] += 1
@@ -344,12 +372,21 @@ def _listeners(port: int, family: int) -> int:
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
-async def supervise(settings: Settings, announce: Callable[[str], None]) -> int:
+async def supervise(settings: Settings, announce: Callable[[str], None], node_log: Log) -> int:
     """Run a node until SIGTERM or SIGINT; the exit status."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    running: list[Supervisor] = []
+
+    def hang_up() -> None:
+        node_log.reopen()
+        log.info("SIGHUP: logs are opened again, identities and certificates read again")
+        for each in running:
+            each.hang_up()
+
+    for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     lock = Lock(settings.lock_file)
     try:
         check_not_looser(settings)
@@ -363,7 +400,8 @@ async def supervise(settings: Settings, announce: Callable[[str], None]) -> int:
         if not waiting.done():
             return 0
         await waiting
-        return await Supervisor(settings, announce=announce).run(stopping)
+        running.append(Supervisor(settings, announce=announce, node_log=node_log))
+        return await running[0].run(stopping)
     finally:
         for task in (stopped, waiting):
             task.cancel()
