@@ -8,6 +8,7 @@ import pytest
 from forebay.backends.locate import OPTIONS
 from forebay.core.backend_options import HIDDEN, hide_secrets, is_secret, with_secrets
 from forebay.core.errors import Invalid
+from forebay.core.s3rules.keeping import OPTIONS as KEEPING_OPTIONS
 from forebay.core.types import Bucket
 
 SECRETS = {
@@ -42,7 +43,7 @@ def test_what_is_hidden_stays_as_it_was_while_the_place_stands() -> None:
 
 def test_a_new_place_needs_its_secret_anew() -> None:
     names = {name for options in OPTIONS.values() for name in options} - SECRETS - PATHS
-    for name in names - {"request_payer", "look_before_write"}:
+    for name in names - {"request_payer", "look_before_write", *KEEPING_OPTIONS}:
         with pytest.raises(Invalid, match=rf"option {name} would change.*secret_access_key anew"):
             with_secrets(changed(**{name: "else"}), KEPT)
     with pytest.raises(Invalid, match="the URL would change"):

@@ -187,7 +187,9 @@ class Shelf:
                     bad.append(block)
         return bad
 
-    def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None:
+    def mark_clean(
+        self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float, keeping: Headers = ()
+    ) -> Record | None:
         owed = self.notes.get((bucket, key))
         if owed is None or owed.note.object_id != object_id:
             return None

@@ -363,5 +363,5 @@ def test_fields_of_the_transfer_say_nothing_of_the_object() -> None:
     for value in (b"public-read", b"GLACIER", b"a=b", b"*", b"\xff"):
         headers = dict.fromkeys(puts.OF_THE_TRANSFER, value)
         request = Request(b"PUT", b"/b/k", b"/b/k", b"", headers)
-        assert puts.options_of(request) == puts.PutOptions()
+        assert puts.options_of(request, Bucket("bucket", "local://")) == puts.PutOptions()
         check_acl(request, "private")

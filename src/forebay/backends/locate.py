@@ -41,6 +41,7 @@ from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import Invalid
+from forebay.core.s3rules import keeping
 from forebay.core.spelling import did_you_mean
 from forebay.core.types import LOCAL_URL, LOOP_HEADER, Bucket
 from forebay.ports import chance
@@ -52,9 +53,9 @@ CLIENT_OPTIONS = {
     "proxy_url": "HTTP proxy (default: HTTP_PROXY, HTTPS_PROXY, NO_PROXY of the environment)",
 }
 OPTIONS: dict[str, dict[str, str]] = {
-    "s3": {**aws.OPTIONS, **CLIENT_OPTIONS},
-    "gs": {**google.OPTIONS, **CLIENT_OPTIONS},
-    "az": {**container.OPTIONS, **CLIENT_OPTIONS},
+    "s3": {**aws.OPTIONS, **keeping.S3_OPTIONS, **CLIENT_OPTIONS},
+    "gs": {**google.OPTIONS, **keeping.GOOGLE_OPTIONS, **CLIENT_OPTIONS},
+    "az": {**container.OPTIONS, **keeping.AZURE_OPTIONS, **CLIENT_OPTIONS},
     "http": CLIENT_OPTIONS,
     "https": CLIENT_OPTIONS,
     "file": {},
@@ -141,6 +142,7 @@ def _parse(bucket: Bucket) -> tuple[str, str, str]:
             listed = ", ".join(sorted(known_options)) or "(none)"
             meant = did_you_mean(option, known_options)
             raise Invalid(f"option {option!r} is not known for {scheme}://{meant}: known options are {listed}")
+    keeping.keeping_of(bucket.options)
     if scheme == "file":
         if parts.netloc or not parts.path.startswith("/"):
             raise Invalid(f"backend URL {bucket.url!r} is not absolute: write it as file:///dir")
@@ -204,8 +206,11 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
         credential_provider=provider,
     )
     wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
-    writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"))
-    return Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)
+    kept = keeping.keeping_of(options)
+    writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"), keeping=kept)
+    cloud = Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)
+    cloud.tells_keeping = bool(kept)
+    return cloud
 
 
 def _gcs(
@@ -230,7 +235,8 @@ def _gcs(
     authorize = tokens.authorize if tokens else anonymous
     wire = Wire(f"{base}/{name}", authorize, client, bucket=name, meta="x-goog-meta-")
     api = Wire(base, authorize, client)
-    return Cloud("gs", store, wire, prefix, _pages(wire), GoogleWrites(wire, api, chance.system), clock)
+    writes = GoogleWrites(wire, api, chance.system, keeping.keeping_of(options))
+    return Cloud("gs", store, wire, prefix, _pages(wire), writes, clock)
 
 
 def _azure(
@@ -256,7 +262,7 @@ def _azure(
         credential_provider=provider,
     )
     wire = container.make_wire(place, client)
-    writes = AzureWrites(wire, place.sas, chance.system, clock)
+    writes = AzureWrites(wire, place.sas, chance.system, clock, keeping.keeping_of(options))
     return Cloud("az", store, wire, prefix, container.Lister(wire).list_page, writes, clock)
 
 

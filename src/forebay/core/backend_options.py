@@ -17,18 +17,19 @@ from typing import Final
 import msgspec
 
 from forebay.core.errors import Invalid
+from forebay.core.s3rules.keeping import OPTIONS
 from forebay.core.types import Bucket
 
 HIDDEN: Final = "***"  # what is shown in place of a secret
 _SECRET_WORDS = ("secret", "token", "password", "key", "sas", "credential", "private")
-_HARMLESS = frozenset({"request_payer", "look_before_write"})  # what a request says, not where it goes
+_HARMLESS = OPTIONS | {"request_payer", "look_before_write"}  # what a request says, not where it goes
 
 
 def is_secret(name: str, value: str) -> bool:
     """Whether nobody sees the value of this option: by its name, or because it is a URL with a password."""
     if "://" in value and "@" in value:
         return True
-    return not name.endswith("access_key_id") and any(word in name.lower() for word in _SECRET_WORDS)
+    return not name.endswith("key_id") and any(word in name.lower() for word in _SECRET_WORDS)
 
 
 def hide_secrets(bucket: Bucket) -> Bucket:

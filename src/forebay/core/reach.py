@@ -42,10 +42,10 @@ _SCHEMES: Final = ("s3", "gs", "az", "http", "https", "file", "memory")
 _SERVICES: Final = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}  # the option that names another service
 _OPTIONS: Final = {
     "s3": {"region", "addressing_style", "access_key_id", "secret_access_key", "session_token", "skip_signature",
-           "request_payer", "look_before_write"},
-    "gs": {"service_account_key", "bearer_token", "skip_signature"},
+           "request_payer", "look_before_write", "storage_class", "server_side_encryption", "sse_kms_key_id"},
+    "gs": {"service_account_key", "bearer_token", "skip_signature", "storage_class"},
     "az": {"account_name", "account_key", "sas_token", "bearer_token", "client_id", "client_secret", "tenant_id",
-           "skip_signature"},
+           "skip_signature", "access_tier"},
 }  # fmt: skip
 _CREDENTIALS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {  # one of these, whole
     "s3": (("access_key_id", "secret_access_key"),),

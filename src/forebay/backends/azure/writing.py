@@ -29,10 +29,11 @@ from forebay.backends import errors
 from forebay.backends.http.requests import CONTENT_HEADERS, WRITE_ANSWER_TIMEOUT_S, Answer, Wire
 from forebay.backends.s3 import tags as s3tags
 from forebay.backends.s3.listing import parse
-from forebay.backends.s3.writing import META, STORAGE_CLASS, checked_condition, described, refused
+from forebay.backends.s3.writing import META, checked_condition, described, keeping_sent, refused
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotSupported, Precondition, Unavailable
+from forebay.core.s3rules.keeping import NAMES, STORAGE_CLASS
 from forebay.core.types import Headers, ObjectInfo
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
@@ -48,15 +49,16 @@ class AzureWrites:
 
     part_bytes_min = 1
 
-    def __init__(self, wire: Wire, query: str, chance: Chance, clock: Clock) -> None:
-        """`query`: what a shared access signature adds to the URL of a copy's source."""
-        self._wire, self._query, self._chance, self._clock = wire, query, chance, clock
+    def __init__(self, wire: Wire, query: str, chance: Chance, clock: Clock, keeping: Headers = ()) -> None:
+        """`query`: what a shared access signature adds to the URL of a copy's source. `keeping`: the access tier of
+        what is written."""
+        self._wire, self._query, self._chance, self._clock, self._keeping = wire, query, chance, clock, keeping
 
     async def put(self, key: str, body: Body, headers: Headers, expect: str | None, tags: str) -> ObjectInfo:
         """See `Backend.put`."""
         what = self._what(key)
         _check_size(body.size_bytes, BLOB_BYTES_MAX, what)
-        sent = {"x-ms-blob-type": "BlockBlob", **_stored(headers, tags, what), **_condition(expect, what)}
+        sent = {"x-ms-blob-type": "BlockBlob", **self._stored(headers, tags, what), **_condition(expect, what)}
         answer = await self._wire.tell("PUT", key, headers=sent, body=body)
         if answer.status != 201:
             raise _refused(answer, what, expect)
@@ -77,6 +79,7 @@ class AzureWrites:
             raise NotSupported(f"{what}: Azure copies headers as they are: read the source and put it with others")
         source = f"{self._wire.url}/{quote(source_key, safe='/-_.~')}"
         sent = {"x-ms-copy-source": f"{source}?{self._query}" if self._query else source}
+        sent |= self._stored((), "", what)
         if source_version:
             sent["x-ms-source-if-match"] = checked_condition(source_version, what)
         answer = await self._wire.tell("PUT", key, headers=sent)
@@ -113,10 +116,17 @@ class AzureWrites:
         if answer.status != 204:
             raise _refused(answer, self._what(key), None)
 
+    def _stored(self, headers: Headers, tags: str, what: str) -> dict[str, str]:
+        """Stored headers, tags and tier as Azure takes them."""
+        sent = _stored(headers, tags, what)
+        for _, value in keeping_sent(self._keeping, headers, (STORAGE_CLASS,), what):
+            sent["x-ms-access-tier"] = value
+        return sent
+
     # --- uploads -----------------------------------------------------------------------------------------------------
     async def begin_upload(self, key: str, headers: Headers, tags: str) -> str:
         """See `Backend.begin_upload`. Asks nothing of the service."""
-        _stored(headers, tags, self._what(key))
+        self._stored(headers, tags, self._what(key))
         packed = zlib.compress(json.dumps([headers, tags]).encode())
         return f"{self._chance.token_hex(_MARK_BYTES)}.{base64.urlsafe_b64encode(packed).decode()}"
 
@@ -145,7 +155,7 @@ class AzureWrites:
             size_bytes += int(size)
             listed.append(f"<Latest>{escape(name)}</Latest>")
         data = f"<?xml version='1.0' encoding='utf-8'?><BlockList>{''.join(listed)}</BlockList>".encode()
-        sent = {"content-type": "application/xml", **_stored(headers, tags, what), **_condition(expect, what)}
+        sent = {"content-type": "application/xml", **self._stored(headers, tags, what), **_condition(expect, what)}
         answer = await self._wire.tell(
             "PUT", key, query=[("comp", "blocklist")], headers=sent, body=Body(len(data), data)
         )
@@ -233,7 +243,7 @@ def _stored(headers: Headers, tags: str, what: str) -> dict[str, str]:
             sent["x-ms-blob-cache-control" if name == "cache-control" else f"x-ms-blob-{name}"] = value
         elif name.startswith(META):
             sent["x-ms-meta-" + name.removeprefix(META)] = value
-        elif name != STORAGE_CLASS:
+        elif name not in NAMES:
             raise Invalid(f"{what}: header {name!r} cannot be stored: use x-amz-meta-… for your own")
     if tags:
         sent["x-ms-tags"] = tags

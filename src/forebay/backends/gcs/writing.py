@@ -25,9 +25,10 @@ import msgspec
 from forebay.backends import errors
 from forebay.backends.http.requests import Answer, Wire, bare_etag, version_of
 from forebay.backends.s3.contents import parse_time
-from forebay.backends.s3.writing import GOOGLE, META, STORAGE_CLASS, S3Writes, check_size
+from forebay.backends.s3.writing import GOOGLE, META, S3Writes, check_size, keeping_sent
 from forebay.backends.seam import Body
 from forebay.core.errors import Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.types import Headers, ObjectInfo
 from forebay.ports.chance import Chance
 
@@ -45,9 +46,9 @@ Query = list[tuple[str, str]]
 class GoogleWrites(S3Writes):
     """The writing half of a bucket. Keys are those of the bucket behind, prefix included."""
 
-    def __init__(self, wire: Wire, api: Wire, chance: Chance) -> None:
+    def __init__(self, wire: Wire, api: Wire, chance: Chance, keeping: Headers = ()) -> None:
         """`wire` leads to the bucket (XML API), `api` to the service's root (JSON API)."""
-        super().__init__(wire, GOOGLE)
+        super().__init__(wire, GOOGLE, keeping=keeping)
         self._api, self._chance = api, chance
 
     async def put(self, key: str, body: Body, headers: Headers, expect: str | None, tags: str) -> ObjectInfo:
@@ -56,7 +57,7 @@ class GoogleWrites(S3Writes):
         if tags:
             raise NotSupported(f"{what}: Google has no tags on objects: leave them out, or use user metadata")
         check_size(body.size_bytes, what)
-        resource = {"name": key, **_resource(headers, what)}
+        resource = {"name": key, **self._resource(headers, what)}
         if body.md5:
             resource["md5Hash"] = base64.b64encode(bytes.fromhex(body.md5)).decode()
         query = [("uploadType", "multipart"), *await self._generation(key, expect, "ifGenerationMatch")]
@@ -91,7 +92,9 @@ class GoogleWrites(S3Writes):
     async def copy(self, source_key: str, key: str, source_version: str, headers: Headers | None) -> ObjectInfo:
         """See `Backend.copy`."""
         what = self._what(key)
-        resource = _resource(headers, what) if headers is not None else None
+        if headers is None and self._keeping:
+            raise NotSupported(f"{what}: Google takes a class of storage with all metadata alone: read it and put it")
+        resource = self._resource(headers, what) if headers is not None else None
         data = b"" if resource is None else json.dumps(resource).encode()
         path = f"{self._path(source_key)}/rewriteTo/b/{self._wire.bucket}/o/{quote(key, safe='')}"
         condition = await self._generation(source_key, source_version or None, "ifSourceGenerationMatch")
@@ -158,6 +161,13 @@ class GoogleWrites(S3Writes):
         etag = f"generation-{generation}"
         return ObjectInfo(key, size_bytes, f'"{etag}"', etag, parse_time(str(made.get("updated", ""))), headers)
 
+    def _resource(self, headers: Headers, what: str) -> dict[str, Any]:
+        """What the JSON API is told of an object."""
+        resource = _resource(without_keeping(headers), what)
+        for _, value in keeping_sent(self._keeping, headers, GOOGLE.keeping, what):
+            resource["storageClass"] = value
+        return resource
+
     def _path(self, key: str) -> str:
         return f"/storage/v1/b/{self._wire.bucket}/o/{quote(key, safe='')}"
 
@@ -193,7 +203,7 @@ def _resource(headers: Headers, what: str) -> dict[str, Any]:
             metadata[name.removeprefix(META)] = value
         elif name == "expires":
             raise NotSupported(f"{what}: Google keeps no Expires: use Cache-Control")
-        elif name != STORAGE_CLASS:
+        else:
             raise Invalid(f"{what}: header {name!r} cannot be stored: use x-amz-meta-… for your own")
     if metadata:
         resource["metadata"] = metadata

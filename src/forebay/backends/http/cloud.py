@@ -22,12 +22,14 @@ Rejected: HEAD of the bucket (Azure and GCS differ, and each needs other rights)
 allow them, but a proxy may resolve them into another object, read with this bucket's credentials: RFC 3986, 5.2.4).
 
 Invariants. (1) One request per `fetch`, except for a suffix range on Azure (which has none), a first range on an HTTP
-server without ranges, and a 404 without a code. (2) A body never ends early without an error and never exceeds its
-range. (3) Only the object of exactly the wanted key is returned.
+server without ranges, a 404 without a code, and a bucket that `tells_keeping`: its objects are looked at, too. (2) A
+body never ends early without an error and never exceeds its range. (3) Only the object of exactly the wanted key is
+returned.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import re
@@ -44,6 +46,7 @@ from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.core import limits
 from forebay.core.errors import Busy, Corrupt, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.s3rules.keeping import keeping_among, kept_as
 from forebay.core.types import Headers, ListEntry, ListPage, ObjectInfo, RangeSpec, check_key
 from forebay.ports.clock import Clock
 
@@ -203,6 +206,7 @@ class CloudReads:
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
         self._wary_until_s = float("-inf")  # monotonic: nor before then
+        self.tells_keeping = False  # what is read says in which class it is and how encrypted; obstore does not
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         full, what = self._full(key)
@@ -218,7 +222,23 @@ class CloudReads:
                 raise errors.changed(what)
             start, end = range.resolve(info.size_bytes)
             return await self._fetch(full, key, what, RangeSpec(start, end - 1), info.version)
+        if self.tells_keeping and not version:
+            return await self._fetch_and_look(full, key, what, range)
         return await self._fetch(full, key, what, range, version)
+
+    async def _fetch_and_look(self, full: str, key: str, what: str, range: RangeSpec | None) -> Fetch:
+        """A body, with what a HEAD meanwhile says of how the object is kept."""
+        looking = asyncio.ensure_future(self._head_by_wire(full, key))
+        try:
+            opened = await self._fetch(full, key, what, range, "")
+            await asyncio.wait([looking])
+        finally:
+            looking.cancel()
+        seen = None if looking.exception() else looking.result()
+        if seen is not None and seen.version == opened.info.version:
+            headers = kept_as(opened.info.headers, keeping_among(seen.headers))
+            opened.info = msgspec.structs.replace(opened.info, headers=headers)
+        return opened
 
     async def _fetch_by_wire(self, full: str, key: str, range: RangeSpec | None, version: str) -> WireFetch:
         opened = await self._wire.run(functools.partial(self._wire.open, full, range, version))
@@ -302,7 +322,7 @@ class CloudReads:
         return await self._answered(self._head(full, key, what), SEEN_KEPT_S)
 
     async def _head(self, full: str, key: str, what: str) -> ObjectInfo:
-        if not self._by_obstore(full):
+        if self.tells_keeping or not self._by_obstore(full):
             return await self._head_by_wire(full, key)
         try:
             result = await obstore.get_async(self._store, full, options={"head": True})
@@ -337,6 +357,8 @@ class CloudReads:
                 return None if info.version == version else info
             raise self._head_failed(failed, what) from error
         info = _describe(result, full, key)
+        if info.version != version and self.tells_keeping:
+            info = await self._head_by_wire(full, key)
         return None if info.version == version else info
 
     def _head_failed(self, failed: ForebayError, what: str) -> ForebayError:

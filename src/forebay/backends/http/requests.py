@@ -37,6 +37,7 @@ from forebay.backends.http import bodies
 from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotSupported, Unavailable
+from forebay.core.s3rules.keeping import NAMES
 from forebay.core.s3rules.sigv4 import canonical_query
 from forebay.core.types import Headers, ObjectInfo, RangeSpec
 
@@ -202,7 +203,7 @@ class Wire:
         return info, start, start + length
 
     def _stored_headers(self, answer: http.client.HTTPResponse) -> Headers:
-        found = [(name, _text(value)) for name in CONTENT_HEADERS if (value := answer.getheader(name))]
+        found = [(name, _text(value)) for name in (*CONTENT_HEADERS, *NAMES) if (value := answer.getheader(name))]
         for name, value in sorted(answer.getheaders()):
             if name.lower().startswith(self._meta):
                 found.append(("x-amz-meta-" + name.lower().removeprefix(self._meta), _text(value)))

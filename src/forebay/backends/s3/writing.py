@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 from urllib.parse import quote, unquote_plus
@@ -32,12 +32,20 @@ from forebay.backends.s3.listing import parse
 from forebay.backends.seam import Body, PartSeen, UploadSeen
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound, NotSupported, Precondition, Unavailable
+from forebay.core.s3rules.keeping import (
+    ENCRYPTION,
+    KMS_KEY,
+    NAMES,
+    STANDARD,
+    STORAGE_CLASS,
+    keeping_among,
+    kept_as,
+    without_keeping,
+)
 from forebay.core.types import Headers, ObjectInfo
 
 HASHED_BYTES_MAX = 64 * limits.KIB  # a body in memory up to here is signed: 50 us; TLS guards the others
 META = "x-amz-meta-"
-# Of reads, these come back as stored headers; elsewhere they mean nothing.
-STORAGE_CLASS = "x-amz-storage-class"
 UPLOADS_LISTED_MAX = 1000
 PARTS_PAGE = 1000
 
@@ -47,11 +55,12 @@ class Dialect(NamedTuple):
 
     names: str = "x-amz-"
     has_tags: bool = True
+    keeping: tuple[str, ...] = NAMES  # what can be said of how an object is kept
     signs_payload: bool = True
 
 
 AMAZON = Dialect()
-GOOGLE = Dialect("x-goog-", has_tags=False, signs_payload=False)
+GOOGLE = Dialect("x-goog-", has_tags=False, keeping=(STORAGE_CLASS,), signs_payload=False)
 
 
 class S3Writes:
@@ -59,9 +68,10 @@ class S3Writes:
 
     part_bytes_min = limits.PART_BYTES_MIN
 
-    def __init__(self, wire: Wire, dialect: Dialect = AMAZON, *, looks: bool = False) -> None:
-        """`looks`: the service knows no conditions; look at the object before, which others may slip in behind."""
-        self._wire, self._dialect, self._looks = wire, dialect, looks
+    def __init__(self, wire: Wire, dialect: Dialect = AMAZON, *, looks: bool = False, keeping: Headers = ()) -> None:
+        """`looks`: the service knows no conditions; look at the object before, which others may slip in behind.
+        `keeping`: how objects are kept of which their own headers do not say it."""
+        self._wire, self._dialect, self._looks, self._keeping = wire, dialect, looks, keeping
 
     async def put(self, key: str, body: Body, headers: Headers, expect: str | None, tags: str) -> ObjectInfo:
         """See `Backend.put`."""
@@ -73,7 +83,7 @@ class S3Writes:
             raise refused(answer, what, expect)
         if not answer.headers.get("etag"):
             return await self._look(key)
-        return described(key, body.size_bytes, answer, headers)
+        return described(key, body.size_bytes, answer, _said(answer, headers, sent))
 
     async def delete(self, key: str, expect: str | None) -> None:
         """See `Backend.delete`."""
@@ -95,7 +105,8 @@ class S3Writes:
                 raise NotSupported(f"{what}: the source has no version that can be a condition: read it and put it")
             sent[f"{names}copy-source-if-match"] = source_version
         if headers is not None:
-            sent |= {f"{names}metadata-directive": "REPLACE", **self._stored(headers, "", what)}
+            sent |= {f"{names}metadata-directive": "REPLACE"}
+        sent |= self._stored(headers or (), "", what)
         answer = await self._wire.tell("PUT", key, headers=sent)
         if answer.status == 400 and b"maximum allowable size for a copy source" in answer.body:
             raise NotSupported(f"{what}: the source is too large for one copy: read it and upload it in parts")
@@ -231,9 +242,8 @@ class S3Writes:
         """The stored headers and tags as this service takes them."""
         names = self._dialect.names
         sent = stored_headers(headers, f"{names}meta-", what)
-        for name, value in headers:
-            if name == STORAGE_CLASS and names == "x-amz-":
-                sent[name] = value
+        for name, value in keeping_sent(self._keeping, headers, self._dialect.keeping, what):
+            sent[names + name.removeprefix("x-amz-")] = value
         if tags:
             if not self._dialect.has_tags:
                 raise NotSupported(f"{what}: this service has no tags on objects: leave them out, or use user metadata")
@@ -309,9 +319,26 @@ def stored_headers(headers: Headers, meta: str, what: str) -> dict[str, str]:
             sent[name] = value
         elif name.startswith(META):
             sent[meta + name.removeprefix(META)] = value
-        elif name != STORAGE_CLASS:
+        elif name not in NAMES:
             raise Invalid(f"{what}: header {name!r} cannot be stored: use x-amz-meta-… for your own")
     return sent
+
+
+def keeping_sent(keeping: Headers, headers: Headers, known: tuple[str, ...], what: str) -> Headers:
+    """How to keep an object with these stored headers, where `keeping` holds for what they do not say. `NotSupported`
+    for what is not among the `known`."""
+    sent = kept_as(keeping, keeping_among(headers))
+    for name, _ in sent:
+        if name not in known:
+            raise NotSupported(f"{what}: this service takes no {name}: leave it out")
+    return sent
+
+
+def _said(answer: Answer, headers: Headers, sent: Mapping[str, str]) -> Headers:
+    """The stored headers of an object that was put with `sent`: how it is encrypted the answer says."""
+    encrypted = tuple((name, answer.headers[name]) for name in (ENCRYPTION, KMS_KEY) if name in answer.headers)
+    kept = ((STORAGE_CLASS, sent[STORAGE_CLASS]),) if sent.get(STORAGE_CLASS, STANDARD) != STANDARD else ()
+    return (*without_keeping(headers), *kept, *encrypted)
 
 
 def refused(answer: Answer, what: str, expect: str | None) -> Exception:

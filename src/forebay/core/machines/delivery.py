@@ -68,6 +68,7 @@ from forebay.core.machines.delivery_events import (
     Yielded,
 )
 from forebay.core.machines.sent_bodies import Ours, Whose, judge
+from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.types import Headers, ObjectInfo
 
 ROUNDS_MAX = 4  # give up for now on an object that changes at the backend at every look
@@ -320,7 +321,9 @@ class Delivery:
     def _settle(self, seen: ObjectInfo | None, whose: Whose | None) -> list[Effect]:
         """`seen` was judged."""
         assert whose is not None, "its bytes were read"
-        is_this = whose is Whose.THIS and seen is not None and set(self.terms.headers) <= set(seen.headers)
+        is_this = (
+            whose is Whose.THIS and seen is not None and set(without_keeping(self.terms.headers)) <= set(seen.headers)
+        )
         if is_this or (self._copy and whose is Whose.THIS):  # a copy's name says whose it is
             gone = self._client or self._reason is _For.FORGOTTEN
             return [*([] if gone else self._drop_upload()), *self._done(seen)]

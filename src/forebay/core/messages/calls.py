@@ -180,7 +180,8 @@ class DeleteCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Copy an object; `headers` None: the source's. The `source_*` conditions are judged against the source."""
+    """Copy an object; `headers` None: the source's. The `source_*` conditions are judged against the source. `keeping`:
+    how the copy is kept (`core/s3rules/keeping.py`)."""
 
     source_bucket: str
     source_key: str
@@ -195,6 +196,7 @@ class CopyCall(msgspec.Struct, frozen=True, omit_defaults=True):
     if_none_match: str | None = None
     tags: str | None = None  # None: the source's
     checksum_algorithm: str = ""  # to compute of the copy, by S3's name; "": the source's, if it has one
+    keeping: Headers = ()
 
 
 class ObjectNamed(msgspec.Struct, frozen=True):

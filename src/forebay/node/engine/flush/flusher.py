@@ -57,7 +57,8 @@ from forebay.core.machines.gate import Admit, Bounds, Gate, Gone, Knock, Owes, R
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.metrics import series
 from forebay.core.record import Record
-from forebay.core.types import Bucket
+from forebay.core.s3rules.keeping import keeping_among
+from forebay.core.types import Bucket, Headers, ObjectInfo
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.delivery import Superseded
 from forebay.node.engine.disk_wait import by_disk, check_flushes
@@ -84,7 +85,9 @@ ASKED_AT_ONCE = 2 * limits.FLUSHES_MAX  # keys that one flush asks for at once: 
 class Ledger(Books, Protocol):
     """What the flusher needs of the store."""
 
-    def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None: ...
+    def mark_clean(
+        self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float, keeping: Headers = ()
+    ) -> Record | None: ...
     def write_notes(self, owed: list[Owed]) -> None: ...
     def volume_at(self, bucket: str, key: str) -> Volume | None: ...
 
@@ -513,7 +516,7 @@ class Flusher:
             since_s = None
             if debt is not None and debt.note.seq == note.seq:
                 if isinstance(outcome, Delivered):
-                    self._clean(name, key, note, version)
+                    self._clean(name, key, note, outcome.seen)
                 else:
                     await self._commit(Delete(name, key))
                 sent = sent_bodies.left(note.sent, note.known_by) if errand.is_repeated else note.sent
@@ -546,8 +549,15 @@ class Flusher:
         while of.late and all(end_s <= now_s for _, end_s in next(iter(of.late.values())).late):
             del of.late[next(iter(of.late))]
 
-    def _clean(self, name: str, key: str, note: Note, version: str) -> None:
-        record = self._store.mark_clean(name, key, note.object_id, version=version, checked_s=self._clock.wall_s())
+    def _clean(self, name: str, key: str, note: Note, seen: ObjectInfo | None) -> None:
+        record = self._store.mark_clean(
+            name,
+            key,
+            note.object_id,
+            version=seen.version if seen is not None else "",
+            checked_s=self._clock.wall_s(),
+            keeping=keeping_among(seen.headers) if seen is not None else (),
+        )
         self._flush_soon()
         if record is not None:
             self._cleaned(name, key, record)

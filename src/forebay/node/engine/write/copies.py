@@ -42,8 +42,9 @@ from forebay.core.machines.uploads import Digest, stored_checksum, with_checksum
 from forebay.core.messages.calls import CopyCall, PartState, UploadPartCall, UploadPartCopyCall, Written
 from forebay.core.record import Record, State
 from forebay.core.s3rules.conditions import Conditions
+from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.s3rules.tags import tags_among, without_tags
-from forebay.core.types import ObjectInfo, RangeSpec, check_key
+from forebay.core.types import Headers, ObjectInfo, RangeSpec, check_key
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.disk_wait import by_disk, by_disk_in_steps, threads_of
 from forebay.node.engine.read.cold import ColdReads
@@ -210,7 +211,7 @@ class Copies:
         check_key(call.source_key)
         check_key(call.key)
         onto_itself = (call.source_bucket, call.source_key) == (call.bucket, call.key)
-        if onto_itself and call.headers is None and call.tags is None:
+        if onto_itself and call.headers is None and call.tags is None and not call.keeping:
             raise Invalid(
                 "This copy request is illegal because it is trying to copy an object to itself without changing the "
                 "object's metadata: give x-amz-metadata-directive: REPLACE",
@@ -253,7 +254,7 @@ class Copies:
     async def _put(
         self, call: CopyCall, served: Served, info: ObjectInfo, drawn: Drawn, algorithm: str, etag_kept: str | None
     ) -> Written:
-        headers = without_own(without_tags(info.headers)) if call.headers is None else call.headers
+        headers = (*(_headers_of(info) if call.headers is None else call.headers), *call.keeping)
         tags = (tags_among(info.headers) or "") if call.tags is None else call.tags
         try:
             return await self._writes.put_file(
@@ -359,10 +360,13 @@ class Copies:
     async def _at_backend(self, call: CopyCall, served: Served, info: ObjectInfo) -> Written | None:
         """Let the backend copy. None if it cannot."""
         async with self._writes.lock(call.bucket, call.key):
+            headers = call.headers
+            if call.keeping:
+                headers = (*(_headers_of(info) if headers is None else headers), *call.keeping)
             async with self._writes.asking(served.bucket, call.key):
                 try:
                     seen = await served.backend.copy(
-                        call.source_key, call.key, source_version=info.version, headers=call.headers
+                        call.source_key, call.key, source_version=info.version, headers=headers
                     )
                 except BaseException as error:
                     self._writes.doubt(served.bucket, call.key, error)
@@ -432,6 +436,11 @@ class _SourceChanged(Exception):
     def __init__(self, error: ForebayError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def _headers_of(info: ObjectInfo) -> Headers:
+    """Those of the source that its copy has too. How a copy is kept, its own write says."""
+    return without_keeping(without_own(without_tags(info.headers)))
 
 
 def _check_size(size_bytes: int) -> None:

@@ -52,6 +52,7 @@ from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.record import PINNED, Record, State, blocks_in, info_of, is_pinned, own_version, present_blocks
 from forebay.core.s3rules.conditions import Conditions
+from forebay.core.s3rules.keeping import keeping_among, kept_as
 from forebay.core.s3rules.tags import with_tags
 from forebay.core.types import Bucket, Headers, ObjectInfo, check_key
 from forebay.node.engine.buckets import Buckets, Served
@@ -519,7 +520,8 @@ class Writes:
     async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, asked_s: float) -> Written:
         """Cache the object that the backend has now; if that fails, forget the key."""
         key = what.key
-        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, what.shown)
+        headers = kept_as(what.shown, keeping_among(seen.headers))
+        info = ObjectInfo(key, what.size_bytes, seen.version, seen.etag, seen.modified_s, headers)
         put = Put(
             bucket.name,
             info,

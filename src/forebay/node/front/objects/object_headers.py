@@ -1,8 +1,9 @@
 """What the headers of a write say about the object to be: stored headers, tags, conditions, and what is refused.
 
 Theory. A stored header is kept exactly as it came and sent back with every read, so it must be one line of UTF-8. What
-an object cannot be here (encrypted by a customer's key, locked, in another storage class) is refused with
-NotImplemented: a header that asks for it and is dropped would be a lie that is noticed too late.
+an object cannot be here (encrypted by a customer's key, locked) is refused with NotImplemented: a header that asks for
+it and is dropped would be a lie that is noticed too late. In which class of storage an object is kept, and how it is
+encrypted, an S3 backend is told, by whatever write mode the object gets there; no other keeps it so.
 
 Invariant. `stored_headers` yields names in lower case, each once, and nothing that describes the transfer alone.
 """
@@ -14,8 +15,9 @@ from typing import Final, NamedTuple
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotSupported
+from forebay.core.s3rules.keeping import NAMES, STANDARD, check_encryption
 from forebay.core.s3rules.tags import format_tags, parse_tags
-from forebay.core.types import Headers
+from forebay.core.types import Bucket, Headers
 from forebay.node.front.http.requests import Request
 
 _CONTENT: Final = (
@@ -34,11 +36,16 @@ _REFUSED: Final = (  # beginnings of names
     b"x-amz-write-offset-bytes", b"x-amz-expected-bucket-owner", b"x-amz-source-expected-bucket-owner",
     b"x-amz-copy-source-server-side-encryption",
 )
-_STORAGE_CLASSES: Final = frozenset((  # all that S3 has: another is a mistake, these are not served
+_STORAGE_CLASSES: Final = frozenset((  # all that S3 has: another is a mistake
     b"STANDARD", b"REDUCED_REDUNDANCY", b"STANDARD_IA", b"ONEZONE_IA", b"INTELLIGENT_TIERING", b"GLACIER",
     b"DEEP_ARCHIVE", b"OUTPOSTS", b"GLACIER_IR", b"SNOW", b"EXPRESS_ONEZONE", b"FSX_OPENZFS", b"FSX_ONTAP",
 ))
 # fmt: on
+_KEEPING: Final = tuple(name.encode() for name in NAMES)
+_CLASS, _ENCRYPTION, _KMS_KEY = _KEEPING
+_ENCRYPTING: Final = (_ENCRYPTION, _KMS_KEY)
+_CUSTOMER_KEY: Final = (_ENCRYPTION + b"-customer-", b"x-amz-copy-source" + _ENCRYPTION.removeprefix(b"x-amz"))
+_STANDARD: Final = STANDARD.encode()
 _OWNERS_ACLS: Final = (b"bucket-owner-full-control", b"bucket-owner-read")  # so it is anyway
 _BUCKETS_ACLS: Final = (b"private", b"public-read", b"public-read-write", b"authenticated-read", b"aws-exec-read")
 
@@ -114,17 +121,40 @@ def write_conditions(request: Request) -> WriteConditions:
     return WriteConditions(if_match, if_none_match)
 
 
-def refuse_unserved(request: Request) -> None:
-    """`NotSupported` for headers of a write whose meaning would have to be dropped."""
+def refuse_unserved(request: Request, *, keeps: bool = False) -> None:
+    """`NotSupported` for headers of a write whose meaning would have to be dropped. `keeps`: `keeping_in` sees to those
+    that say how the object is kept."""
     headers = request.headers
     for name in headers:
-        if name.startswith(b"x-amz-") and name.startswith(_REFUSED):
+        if name.startswith(b"x-amz-") and name.startswith(_REFUSED) and not (keeps and name in _ENCRYPTING):
+            if name.startswith(_CUSTOMER_KEY):
+                raise NotSupported(
+                    f"{name.decode()} is not served: the node would hand out what only your key may open; have the "
+                    "backend encrypt (SSE-S3 or SSE-KMS), or write to the bucket itself"
+                )
             raise NotSupported(f"{name.decode()} is not served: leave it out, or write to the bucket itself")
-    storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
+    storage_class = headers.get(_CLASS, _STANDARD)
     if storage_class not in _STORAGE_CLASSES:
         raise Invalid("The storage class you specified is not valid: leave it out", code="InvalidStorageClass")
-    if storage_class != b"STANDARD":
-        raise NotSupported("no storage class but STANDARD is served: leave x-amz-storage-class out")
+    if storage_class != _STANDARD and not keeps:
+        raise NotSupported("a storage class means nothing to this request: leave x-amz-storage-class out")
+
+
+def keeping_in(request: Request, bucket: Bucket) -> Headers:
+    """How the backend is to keep what the request writes, among its stored headers. `Invalid` for what S3 does not
+    know, `NotSupported` where no backend keeps it so: only S3 does, as far as headers go."""
+    headers = request.headers
+    asked = [name for name in _KEEPING if name in headers]
+    if asked == [_CLASS] and headers[_CLASS] == _STANDARD and "storage_class" not in bucket.options:
+        return ()
+    said = tuple((name.decode(), request.header(name)) for name in asked)
+    check_encryption(request.header(_ENCRYPTION), request.header(_KMS_KEY))
+    if asked and bucket.url and (bucket.write == "local" or not bucket.url.startswith("s3://")):
+        raise NotSupported(
+            f"bucket {bucket.name} has no S3 backend that could keep {asked[0].decode()}: leave it out, or set what "
+            "the backend has as an option of the bucket (docs/backends.md)"
+        )
+    return said
 
 
 def check_acl(request: Request, acl: str) -> None:

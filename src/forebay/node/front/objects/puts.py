@@ -35,6 +35,7 @@ from forebay.node.front.objects.body_intake import Intake, promised_checksums
 from forebay.node.front.objects.object_headers import (
     WriteConditions,
     check_acl,
+    keeping_in,
     refuse_unserved,
     stored_headers,
     tags_of,
@@ -84,10 +85,11 @@ OF_THE_TRANSFER: Final = frozenset(
 _PLAIN: Final = PutOptions()
 
 
-def options_of(request: Request) -> PutOptions:
+def options_of(request: Request, bucket: Bucket) -> PutOptions:
     """What the headers of a PUT ask for. `Invalid`, `NotSupported`."""
-    refuse_unserved(request)
-    return PutOptions(stored_headers(request), tags_of(request), write_conditions(request))
+    refuse_unserved(request, keeps=True)
+    headers = (*stored_headers(request), *keeping_in(request, bucket))
+    return PutOptions(headers, tags_of(request), write_conditions(request))
 
 
 def _options_for(bucket: Bucket, request: Request) -> PutOptions:
@@ -96,7 +98,7 @@ def _options_for(bucket: Bucket, request: Request) -> PutOptions:
     if OF_THE_TRANSFER.issuperset(request.headers):
         return _PLAIN
     check_acl(request, bucket.acl)
-    return options_of(request)
+    return options_of(request, bucket)
 
 
 def _digests(bucket: Bucket) -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ from forebay.core.messages.calls import PartState, UploadCreateCall, UploadPartC
 from forebay.core.types import Bucket
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import Request
-from forebay.node.front.objects.object_headers import check_acl, refuse_unserved, stored_headers, tags_of
+from forebay.node.front.objects.object_headers import check_acl, keeping_in, refuse_unserved, stored_headers, tags_of
 from forebay.node.outcomes import Call
 
 _NUMBER: Final = re.compile(r"[0-9]{1,10}")
@@ -23,7 +23,7 @@ _NUMBER: Final = re.compile(r"[0-9]{1,10}")
 
 def create_call(request: Request, bucket: Bucket, key: str) -> UploadCreateCall:
     """Begin an upload of an object with the request's headers. `Invalid`, `NotSupported`."""
-    refuse_unserved(request)
+    refuse_unserved(request, keeps=True)
     check_acl(request, bucket.acl)
     algorithm = request.header(b"x-amz-checksum-algorithm").upper()
     kind: Any = request.header(b"x-amz-checksum-type").upper()
@@ -31,7 +31,8 @@ def create_call(request: Request, bucket: Bucket, key: str) -> UploadCreateCall:
         raise Invalid(
             "Value for x-amz-checksum-type header is invalid: COMPOSITE or FULL_OBJECT", code="InvalidRequest"
         )
-    return UploadCreateCall(bucket.name, key, stored_headers(request), algorithm, kind, tags_of(request))
+    headers = (*stored_headers(request), *keeping_in(request, bucket))
+    return UploadCreateCall(bucket.name, key, headers, algorithm, kind, tags_of(request))
 
 
 def part_number(text: str, upload_id: str) -> int:

@@ -30,6 +30,7 @@ from forebay.node.front.http.checksums import HEADERS, check_algorithm
 from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request
 from forebay.node.front.objects.object_headers import (
     check_acl,
+    keeping_in,
     refuse_unserved,
     stored_headers,
     tags_of,
@@ -138,14 +139,15 @@ class Objects:
         """What a CopyObject asks for. Raises what is wrong with it."""
         if request.body:
             raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
-        refuse_unserved(request)
+        refuse_unserved(request, keeps=True)
         check_acl(request, bucket.acl)
+        keeping = keeping_in(request, bucket)
         algorithm = request.header(b"x-amz-checksum-algorithm")
         source_bucket, source_key = copy_source(request)
         self._auth.require_read(identity, self._find(source_bucket))
         replaced = _directive(request, b"x-amz-metadata-directive")
         tags_replaced = _directive(request, b"x-amz-tagging-directive")
-        if (source_bucket, source_key) == (bucket.name, key) and not replaced:
+        if (source_bucket, source_key) == (bucket.name, key) and not replaced and not keeping:
             raise Invalid(
                 "This copy request is illegal because it is trying to copy an object to itself without changing the "
                 "object's metadata, storage class, website redirect location or encryption attributes.",
@@ -167,6 +169,7 @@ class Objects:
             own.if_none_match,
             tags_of(request) if tags_replaced else None,
             check_algorithm(algorithm) if algorithm else "",
+            keeping,
         )
 
     async def _copy(self, request: Request, exchange: Exchange, call: CopyCall) -> None:

@@ -35,8 +35,9 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Unavailable
-from forebay.core.record import OWNED, Record, State, blocks_in, build_head
-from forebay.core.types import ObjectInfo
+from forebay.core.record import OWNED, Record, State, blocks_in, build_head, info_of
+from forebay.core.s3rules.keeping import kept_as
+from forebay.core.types import Headers, ObjectInfo
 from forebay.node.store.disk import files, keys, ledger, presence
 from forebay.node.store.disk.durable import Entry, sync_path
 from forebay.node.store.disk.notes import Note, Owed
@@ -439,7 +440,9 @@ class Puts:
 
     # --- clean again ---
 
-    def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None:
+    def mark_clean(
+        self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float, keeping: Headers = ()
+    ) -> Record | None:
         volume = self._volumes.volume_at(bucket, key)
         if volume is None:
             return None
@@ -457,23 +460,31 @@ class Puts:
         record = volume.record(entry, key)
         if record is None or record.object_id != object_id or not record.state & State.DIRTY:
             return None
+        head = record.head
+        if keeping:
+            info = info_of(record, key)
+            head = build_head(msgspec.structs.replace(info, headers=kept_as(info.headers, keeping)))
         clean = msgspec.structs.replace(
-            record, state=int(record.state & ~State.OWNED), version=version, checked_s=checked_s
+            record, state=int(record.state & ~State.OWNED), version=version, checked_s=checked_s, head=head
         )
         self._put(volume, bucket, key, clean, record)
         owned.settle(volume, entry, kept)
         if record.inline is None:
-            volume.desk.begin(self._rename_version, volume, clean)
+            volume.desk.begin(self._rename_version, volume, clean, keeping)
         return clean
 
-    def _rename_version(self, volume: Volume, record: Record) -> None:
+    def _rename_version(self, volume: Volume, record: Record, keeping: Headers) -> None:
         """Update the file's header from the record. If that fails, a machine stop costs the cached bytes."""
         try:
             with volume.headers:
                 header = files.Header.read(volume.data_path(record.object_id))
                 if header is not None:
                     identity = msgspec.structs.replace(
-                        header.identity, version=record.version, checked_s=record.checked_s, owned=False
+                        header.identity,
+                        version=record.version,
+                        checked_s=record.checked_s,
+                        owned=False,
+                        headers=kept_as(header.identity.headers, keeping),
                     )
                     header.rename_to(identity)
         except OSError as error:

@@ -29,7 +29,7 @@ import xxhash
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, NotFound, Unavailable
 from forebay.core.record import OWNED, Record, State, blocks_in, build_head, decode_record
-from forebay.core.types import ObjectInfo
+from forebay.core.types import Headers, ObjectInfo
 from forebay.node.store.disk import block_checks, files, keys, ledger, presence
 from forebay.node.store.disk.notes import Owed, digest_of
 from forebay.node.store.disk.volume import Expected, StoreEvent, Volume, stalled
@@ -455,14 +455,17 @@ class Store(VolumeSet):
         if landing is not None:
             self._lose(landing)
 
-    def mark_clean(self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float) -> Record | None:
+    def mark_clean(
+        self, bucket: str, key: str, object_id: int, *, version: str, checked_s: float, keeping: Headers = ()
+    ) -> Record | None:
         """The backend has this dirty object as `version`: it is clean from the next flush on, its ETag stays, and it
         may be evicted. Returns its record; None, with nothing done, if the key has another object by now.
 
         `object_id` 0: the backend has done the delete; the tombstone goes. The durable index forgets the note with its
-        next transaction (or `settle`): after a machine stop before it, the flush is owed again.
+        next transaction (or `settle`): after a machine stop before it, the flush is owed again. `keeping`: how the
+        backend says that it keeps the object.
         """
-        return self._puts.mark_clean(bucket, key, object_id, version=version, checked_s=checked_s)
+        return self._puts.mark_clean(bucket, key, object_id, version=version, checked_s=checked_s, keeping=keeping)
 
     def write_notes(self, owed: Iterable[Owed]) -> None:
         """Replace the notes that have the same `seq`; synced if the note is in the durable index. Any thread.

@@ -19,6 +19,7 @@ from forebay.core import limits
 from forebay.core.errors import Invalid
 from forebay.core.machines.uploads import PARTS_CHECKSUMS_HEADER, SIZES_HEADER, sizes_of, stored_checksum
 from forebay.core.messages.calls import ObjectState
+from forebay.core.s3rules.keeping import STANDARD, STORAGE_CLASS
 from forebay.node.front.http.requests import Request
 from forebay.node.front.s3.xml import document, element
 
@@ -67,7 +68,7 @@ def render_attributes(asked: Asked, state: ObjectState) -> bytes:
     if "ObjectParts" in asked.names and multipart is not None:
         inner += f"<ObjectParts>{_parts(asked, state, int(multipart[1]), algorithm)}</ObjectParts>"
     if "StorageClass" in asked.names:
-        inner += element("StorageClass", "STANDARD")
+        inner += element("StorageClass", state.headers.get(STORAGE_CLASS, STANDARD))
     if "ObjectSize" in asked.names:
         inner += element("ObjectSize", str(state.size_bytes))
     return document("GetObjectAttributesResponse", inner)
