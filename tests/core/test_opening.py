@@ -287,30 +287,31 @@ def test_nobody_gets_what_was_missed_unless_nothing_is_written_here():
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------
-SIGNS = ["open", "close", "list", "list elsewhere", "ask", "answer", "answer", "land"]
+SIGNS = ["open", "close", "list", "list elsewhere", "show v1", "show v2", "show ", "ask", "answer", "answer", "land"]
 
 
 class Sign(NamedTuple):
     """What happened to the one key that the story is about."""
 
     at: int
-    what: str  # open, close, list
+    what: str  # open, close, list, show
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_confirmation_is_recorded_that_a_write_may_have_outlived(data):
     """Writes, listings and questions of a key in any order. The oracle looks at the whole history each time: an answer
-    may be recorded if no write was under way when it came, and none ended or was listed while it was on its way."""
+    may be recorded if no write was under way when it came, and none ended or was shown while it was on its way."""
     windows, name = Windows(), ("bucket", "a/key")
     signs: list[Sign] = []
     asked: list[tuple[int, object]] = []
     open_since = held = None
+    holds = ""  # the version that reads go by
     for now in range(1, data.draw(st.integers(1, 30)) + 1):
         what = data.draw(st.sampled_from(SIGNS))
         if what == "open" and open_since is None:
             windows.open(name, "v1", float(held or 0))
-            open_since, held = now, held or 0
+            open_since, held, holds = now, held or 0, "v1"
         elif what == "close" and open_since is not None:
             windows.close(name)
             signs.append(Sign(now, what))
@@ -320,12 +321,20 @@ def test_no_confirmation_is_recorded_that_a_write_may_have_outlived(data):
             assert listed == (["a/key"] if open_since is not None else [])
             if open_since is not None:
                 signs.append(Sign(now, what))
-                held = 0
+                held, holds = 0, ""
+        elif what.startswith("show"):
+            version = what.removeprefix("show ")
+            counts_no_more = open_since is not None and (not version or version != holds)
+            assert windows.shown(name, version) == counts_no_more
+            if counts_no_more:
+                signs.append(Sign(now, "show"))
+                held, holds = 0, ""
         elif what == "list elsewhere":
             assert windows.listed("bucket", "b/", "", "") == []
             assert windows.listed("bucket", "a/", "a/key", "") == []
             assert windows.listed("bucket", "a/", "", "a/ke") == []
             assert windows.listed("other", "", "", "") == []
+            assert not windows.shown(("bucket", "a/ke"), "v2")
         elif what == "ask":
             asked.append((now, windows.ask(name)))
         elif what == "answer" and asked:
@@ -335,10 +344,10 @@ def test_no_confirmation_is_recorded_that_a_write_may_have_outlived(data):
             assert question.overtaken == overtaken
             if not overtaken:
                 assert windows.may_record(name, "v1", float(began)) == (open_since is None)
-                held = None if open_since is None else max(held, began)
+                held, holds = (None, "") if open_since is None else (max(held, began), "v1")
         elif what == "land" and open_since is not None:
             assert not windows.may_record(name, "v1", float(now)), "it holds for reads alone"
-            held = now
+            held, holds = now, "v1"
         fresh_s = windows.checked_s(name, "v1", 0.0)
         assert fresh_s == (held or 0 if open_since is not None else 0)
         assert windows.checked_s(name, "v2", 0.0) == 0.0, "of another version nothing is said"
@@ -355,6 +364,11 @@ def test_a_refused_write_gives_the_confirmation_back():
     assert windows.refused(name) == ("v1", 7.0)
     windows.listed("bucket", "", "", "")
     assert windows.refused(name) is None, "the listing may have shown another version"
+    assert not windows.may_record(name, "v2", 8.0)
+    assert not windows.shown(name, "v2"), "that is the one which is held"
+    assert windows.refused(name) == ("v2", 8.0)
+    assert windows.shown(name, "v3")
+    assert windows.refused(name) is None
     windows.close(name)
     windows.open(name, "", 0.0)
     assert windows.refused(name) is None

@@ -69,6 +69,8 @@ class Remote:
         self.refuses: ForebayError | None = None  # what writes are answered, and they do not happen
         self.answers: dict[str, asyncio.Event] = {}  # answers to these verbs come when it is set; the write happens
         self.unheard: Counter[str] = Counter()  # how many of them are held so
+        self.may_head = asyncio.Event()  # heads stop before they look while it is clear
+        self.may_head.set()
         self.hung_check: asyncio.Future[None] | None = None  # the next check waits for it, and fails as it does
 
     def place(self, key: str, data: bytes) -> ObjectInfo:
@@ -98,6 +100,7 @@ class Remote:
     async def head(self, key: str) -> ObjectInfo:
         self._may()
         self.asked.append(("head", key, 0, 0))
+        await self.may_head.wait()
         return await self.objects.head(key)
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:

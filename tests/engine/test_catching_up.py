@@ -284,7 +284,7 @@ def test_a_listing_or_a_write_under_way_does_not_confirm_what_a_machine_stop_bro
             if window:
                 cold.confirmations.open_window("remote", "key")
             assert cold.confirmations.kept_s("remote", "key", record.version, record.checked_s) == MISSED
-        cold.listed("remote", "", "", "")
+        cold.openings.listed("remote", "", "", "")
         assert rig.engine.store.lookup("remote", "key").checked_s == MISSED  # type: ignore[union-attr]
         cold.confirmations.close_window("remote", "key")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -321,6 +322,57 @@ def test_who_saw_a_write_in_a_listing_reads_nothing_older(rigged: Rigged, gone: 
                 await rig.front.get("key")
         else:
             assert await rig.front.get("key") == b"two"
+        answered.set()
+        await change
+
+    rigged(story)
+
+
+@pytest.mark.parametrize("size", [9, 9 * MIB])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_saw_a_write_in_a_head_reads_nothing_older(rigged: Rigged, gone: bool, kept: bool, size: int) -> None:
+    """The backend does what a write or a delete asks while it is asked about the key, for a HEAD. A GET that asked
+    before the write has the older version: it is `kept` before the HEAD is answered, or would be after that."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        old, new = pattern(size, 1), pattern(size + 1, 2)
+        rig.remote.place("key", old)
+        rig.remote.may_head.clear()
+        head = rig.front.open("key", head_only=True)
+        await until(lambda: rig.remote.count("head") == 1)
+        if not kept:
+            rig.remote.open.clear()
+        early = rig.front.open("key")
+        await until(lambda: rig.remote.count("fetch") >= 1)
+        if kept:
+            assert await early.whole() == old
+            await until(lambda: not rig.engine.cold.all_flights)
+        verb = "delete" if gone else "put"
+        answered = rig.remote.answers[verb] = asyncio.Event()
+        change = asyncio.create_task(delete(rig, "key") if gone else put(rig, "key", new))
+        await until(lambda: rig.remote.unheard[verb] == 1)
+        if kept:
+            assert await rig.front.get("key") == old, "nobody has seen anything else"
+        rig.remote.may_head.set()
+        await head.until(lambda: head.opened is not None or head.error is not None)
+        if gone:
+            assert isinstance(head.error, NotFound)
+        else:
+            assert head.opened is not None
+            assert head.opened.end == size + 1
+        head.close()
+        late = rig.front.open("key")
+        rig.remote.open.set()
+        if not kept:
+            with contextlib.suppress(Precondition):
+                assert await early.whole() == old, "it was opened before"
+        if gone:
+            with pytest.raises(NotFound):
+                await late.whole()
+        else:
+            assert await late.whole() == new
         answered.set()
         await change
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -13,6 +16,8 @@ from xml.etree import ElementTree
 import pytest
 
 from forebay.core.types import LOCAL_URL, parse_freshness
+from tests.node.lossy import Lossy
+from tests.patience import PATIENCE_S
 from tests.s3.fake_front import MODIFIED_S, Front, Object
 from tests.s3.real_node import RealNode
 
@@ -184,16 +189,58 @@ def test_the_examples_hold_for_a_real_node_cold_and_warm(node: RealNode) -> None
 class _Helpers:
     """What the page calls `node`."""
 
-    def __init__(self, node: RealNode, root: Path) -> None:
+    def __init__(self, node: RealNode, root: Path, ends: ExitStack) -> None:
         self._node = node
         self._root = root
+        self._ends = ends
+        self._slow: tuple[RealNode, Lossy] | None = None  # a server of S3, and what its answers come through
 
     def bucket(self, name: str, freshness: str) -> None:
         (self._root / name).mkdir()
         self._node.add_bucket(name, (self._root / name).as_uri(), parse_freshness(freshness))
 
+    def slow_bucket(self, name: str, freshness: str) -> None:
+        server = self._ends.enter_context(RealNode(self._root / "server", "--fronts", "1"))
+        server.add_bucket(name, LOCAL_URL, write="local")
+        relay = self._ends.enter_context(closing(Lossy(server.endpoint)))
+        options = {"endpoint": relay.endpoint, "skip_signature": "true"}
+        self._node.add_bucket(name, f"s3://{name}", parse_freshness(freshness), options)
+        self._slow = server, relay
+
+    @contextmanager
+    def writing(self, bucket: str, key: str, text: str) -> Iterator[None]:
+        assert self._slow is not None
+        done, go_on = threading.Event(), threading.Event()
+
+        def held_up(line: str) -> bool:
+            if line.startswith("PUT ") and f"/{key}" in line:
+                done.set()
+                assert go_on.wait(PATIENCE_S)
+            return False
+
+        self._slow[1].lose = held_up
+        statuses: list[int] = []
+        put = threading.Thread(
+            target=lambda: statuses.append(self._node.ask("PUT", f"/{bucket}/{key}", None, text.encode())[0])
+        )
+        put.start()
+        try:
+            assert done.wait(PATIENCE_S)
+            yield
+        finally:
+            go_on.set()
+            put.join(PATIENCE_S)
+        assert statuses == [200]
+
+    def look(self, bucket: str, key: str) -> int:
+        return int(json.loads(self._node.ask("GET", f"/-/v1/stat/{bucket}/{key}?revalidate=1")[2])["size_bytes"])
+
     def put(self, bucket: str, key: str, text: str) -> None:
-        (self._root / bucket / key).write_text(text)
+        if (self._root / bucket).exists():
+            (self._root / bucket / key).write_text(text)
+            return
+        assert self._slow is not None
+        assert self._slow[0].ask("PUT", f"/{bucket}/{key}", None, text.encode())[0] == 200
 
     def delete(self, bucket: str, key: str) -> None:
         (self._root / bucket / key).unlink()
@@ -209,10 +256,12 @@ class _Helpers:
 def test_the_stories_of_change_hold_for_a_real_node(node: RealNode, tmp_path: Path) -> None:
     runner = doctest.DocTestRunner(verbose=False)
     said: list[str] = []
-    for line, text in _blocks("pycon"):
-        story = doctest.DocTestParser().get_doctest(
-            text, {"node": _Helpers(node, tmp_path)}, f"semantics.md:{line}", str(PAGE), line
-        )
-        runner.run(story, out=said.append)
+    with ExitStack() as ends:
+        helpers = _Helpers(node, tmp_path, ends)
+        for line, text in _blocks("pycon"):
+            story = doctest.DocTestParser().get_doctest(
+                text, {"node": helpers}, f"semantics.md:{line}", str(PAGE), line
+            )
+            runner.run(story, out=said.append)
     assert runner.tries > 0
     assert runner.failures == 0, "".join(said)

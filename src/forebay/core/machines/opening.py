@@ -29,8 +29,8 @@ process. It stays so until the write has its outcome. That time is the key's win
 Inside a window no confirmation is recorded: the backend may have given it before the write took effect. It still counts
 for reads meanwhile, so memory holds it, with what the record said before; a slow write makes no reader ask more often.
 A question that is under way when a window closes is *overtaken*: its answer may be older than the write, so it is not
-recorded either. A listing may already show the effect of a write under way. Then the confirmations held for its key no
-longer count, and earlier questions are overtaken.
+recorded either. A listing, or the answer to another question about the key, may already show the effect of a write
+under way. Then the confirmations held for its key no longer count, and earlier questions are overtaken.
 
 Rejected: the backend's own Cache-Control (few set it, most set it for browsers); dropping the record when a window
 opens (most writes succeed, but those that do not would cost the bytes); windows only where the bucket is `immutable`
@@ -38,7 +38,8 @@ opens (most writes succeed, but those that do not would cost the bytes); windows
 
 Invariants. (1) `always` serves nothing unasked but what is owned; `immutable` asks about nothing that was confirmed
 once. (2) No recorded confirmation is of a version that a write of this node may have replaced since. (3) A version
-confirmed inside a window is fresh inside it, until a listing shows its key. (4) What a front serves, the engine would.
+confirmed inside a window is fresh inside it, until somebody was shown another. (4) What a front serves, the engine
+would.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Taken(NamedTuple):
 
 def take(said: Said, held: Held, terms: Terms, *, version: str = "", overtaken: bool = False) -> Taken:
     """What the backend's answer about `held` changes. `version`: the one it has, if OTHER. `overtaken`: a write of the
-    key ended, or was listed, since the question was asked."""
+    key ended, or was shown, since the question was asked."""
     match said:
         case Said.SAME:
             return Taken(Then.JUDGE, confirm=not overtaken)
@@ -227,7 +228,8 @@ def may_share(terms: Terms, asked_s: float, *, stale: bool = False, answers: int
 
 # --- windows ---------------------------------------------------------------------------------------------------------
 class Question:
-    """One question to the backend about one key. `overtaken`: a write of the key ended since it was asked."""
+    """One question to the backend about one key. `overtaken`: a write of the key ended, or was shown, since it was
+    asked."""
 
     __slots__ = ("overtaken",)
 
@@ -268,9 +270,17 @@ class Windows:
             if of_bucket == bucket and key.startswith(prefix) and after < key and (not upto or key <= upto)
         ]
         for key in written:
-            self._open[bucket, key] = ("", 0.0)
-            self._overtake((bucket, key))
+            self._outdate((bucket, key))
         return written
+
+    def shown(self, name: Name, version: str) -> bool:
+        """The backend showed somebody that it has this version of the key ("": none, or another than was asked about).
+        Returns whether what is held of the key counts no more: it is being written, and another version was held."""
+        held = self._open.get(name)
+        if held is None or held[0] == version != "":
+            return False
+        self._outdate(name)
+        return True
 
     def ask(self, name: Name) -> Question:
         """A question about the key begins. `answered` ends it."""
@@ -298,6 +308,10 @@ class Windows:
         """When this version was confirmed, if its record or flight says `checked_s`."""
         held = self._open.get(name)
         return max(checked_s, held[1]) if held is not None and held[0] == version else checked_s
+
+    def _outdate(self, name: Name) -> None:
+        self._open[name] = ("", 0.0)
+        self._overtake(name)
 
     def _overtake(self, name: Name) -> None:
         for question in self._questions.get(name, ()):

@@ -299,7 +299,7 @@ class Engine:
         )
 
     def _assemble_answers(self) -> None:
-        self.pages = Pages(self.store, self.index, self.flusher, self.cold.listed)
+        self.pages = Pages(self.store, self.index, self.flusher, self.cold.openings.listed)
         self.derived = Derived(self.index, self._ask, self._touched)
         self.listings = Listings(self.buckets, self.pages, self.derived, self.clock, self._workers)
         self.hinting = Hinting(

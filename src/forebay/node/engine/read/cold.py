@@ -317,7 +317,7 @@ class ColdReads:
         if found is None:
             found, _ = self.here(name)
             if found is None:
-                return make_record(await served.backend.head(ask.key), asked_s)
+                return make_record(await self.openings.head(served, ask.key), asked_s)
             _, info = await self.openings.check(served, ask.key, found, terms, asked_s)
             if info is not None:
                 return make_record(info, asked_s)
@@ -328,15 +328,6 @@ class ColdReads:
         self._wrote(bucket, key)
         self.flights.pop((bucket, key), None)
         self.openings.overtake((bucket, key))
-
-    def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
-        """The backend listed these keys. Whoever read the page must find no older version here, even of keys whose
-        writes are under way."""
-        for key in self.confirmations.windows.listed(bucket, prefix, after, upto):
-            flight = self.flights.get((bucket, key))
-            if flight is not None:
-                flight.checked_s = min(flight.checked_s, 0.0)
-            self.openings.overtake((bucket, key))
 
     def replaced(self, name: tuple[str, str], version: str) -> None:
         """The backend has another version, or none: stop serving this one."""

@@ -148,6 +148,35 @@ class Openings:
         shared = may_share(terms, opening.asked_s, stale=answer.stale, answers=answers, answers_before=opening.answers)
         return answer if shared else None
 
+    async def head(self, served: Served, key: str, by: Opening | None = None) -> ObjectInfo:
+        """The metadata of an object of which nothing is here. `by`: the opening that needs it."""
+        name = (served.bucket.name, key)
+        try:
+            info = await served.backend.head(key)
+        except NotFound:
+            self.shown(name, "", by)
+            raise
+        self.shown(name, info.version, by)
+        return info
+
+    def shown(self, name: tuple[str, str], version: str, by: Opening | None = None) -> None:
+        """The backend told somebody of this version ("": of none, or of another than was asked about). Whoever heard it
+        must find no older version here, even while the key is written. `by`: the opening that asked."""
+        if self.confirmations.windows.shown(name, version):
+            self._outdated(name, by)
+
+    def listed(self, bucket: str, prefix: str, after: str, upto: str) -> None:
+        """As `shown`, for the keys that the backend listed."""
+        for key in self.confirmations.windows.listed(bucket, prefix, after, upto):
+            self._outdated((bucket, key), None)
+
+    def _outdated(self, name: tuple[str, str], by: Opening | None) -> None:
+        flight = self._cold.flights.get(name)
+        if flight is not None:
+            flight.checked_s = min(flight.checked_s, 0.0)
+        if by is None or self.under_way.get(name) is not by:
+            self.overtake(name)
+
     def _leave_to_its_own(self, opening: Opening) -> None:
         self._left.add(opening.done)
         opening.done.add_done_callback(self._left.discard)
@@ -179,16 +208,24 @@ class Openings:
         if record is not None and record.state & State.OWNED:
             return Answer(opening.asked_s)  # written since we were asked
         if found is not None:
-            then, _ = await self.check(opening.served, ask.key, found, terms, opening.asked_s)
+            then, _ = await self.check(opening.served, ask.key, found, terms, opening.asked_s, by=opening)
             if then is not Then.FETCH:
                 return Answer(opening.asked_s, stale=then is Then.STALE)
         return await self._first_fetch(ask, opening)
 
     async def check(
-        self, served: Served, key: str, found: Flight | Record, terms: Terms, asked_s: float
+        self,
+        served: Served,
+        key: str,
+        found: Flight | Record,
+        terms: Terms,
+        asked_s: float,
+        *,
+        by: Opening | None = None,
     ) -> tuple[Then, ObjectInfo | None]:
         """Ask the backend whether the version is current, and do what its answer changes here. Returns how it goes on,
-        and the new metadata for FETCH. The backend's error for FAIL, `Precondition` for CHANGED."""
+        and the new metadata for FETCH. The backend's error for FAIL, `Precondition` for CHANGED. `by`: the opening that
+        needs it."""
         name, held, answers = (served.bucket.name, key), held_of(found), served.answers
         if spares(held, terms, served.silence, answers, self._clock.monotonic_s()):
             self._tally.revalidations["unreachable"] += 1
@@ -211,6 +248,7 @@ class Openings:
         version = info.version if info is not None else ""
         taken = take(said, held, terms, version=version, overtaken=question.overtaken)
         if taken.drop:
+            self.shown(name, version, by)
             self._cold.replaced(name, held.version)
         if taken.confirm:
             self._confirm(name, held.version, asked_s)
@@ -263,7 +301,7 @@ class Openings:
 
     async def _beyond(self, ask: Ask, opening: Opening) -> Answer:
         """The range lies outside the object. Either the object is empty, or the reader must learn its size."""
-        info = await opening.served.backend.head(ask.key)
+        info = await self.head(opening.served, ask.key, opening)
         if info.size_bytes == 0:
             return Answer(opening.asked_s, inline=self._keep_inline(opening, info, b""))
         return Answer(opening.asked_s, beyond=info)

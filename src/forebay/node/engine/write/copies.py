@@ -371,8 +371,9 @@ class Copies:
                 except BaseException as error:
                     self._writes.doubt(served.bucket, call.key, error)
                     if isinstance(error, Precondition | NotFound):  # whoever hears it reads no older source after it
-                        self._cold.listed(call.source_bucket, call.source_key, "", call.source_key)
-                        self._cold.replaced((call.source_bucket, call.source_key), info.version)
+                        source = (call.source_bucket, call.source_key)
+                        self._cold.openings.shown(source, "")
+                        self._cold.replaced(source, info.version)
                     if isinstance(error, NotSupported):
                         return None
                     if isinstance(error, Precondition):
