@@ -402,6 +402,33 @@ def test_a_damaged_durable_index_keeps_the_volume_out(bench: Bench, tmp_path: Pa
     bench.store = Store.open([tmp_path / "elsewhere"])
 
 
+def test_a_settled_note_of_a_key_that_belongs_elsewhere_does_not_come_back(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    """Its removal waits for a commit when the process is killed. The next start finds its mark, and another set of
+    volumes; a machine stop takes the mark. An old delete hid what was written since."""
+    bench = make_bench("a", "b")
+    home = {name: bench.store.volume_of(BUCKET, name) for name in (f"k{number}" for number in range(12))}
+    away = bench.store.volumes()[1].volume_id
+    bench.close()
+    bench.dirs.pop()
+    bench.open()  # b is not there this time
+    writer = Writer(bench)
+    for name in home:
+        writer.remove(name)
+    for name in home:
+        bench.store.mark_clean(BUCKET, name, 0, version="", checked_s=9.0)
+    bench.store.flush()
+    assert owning.owed(bench.store) == {}
+    kill(bench)
+    bench.dirs.append(tmp_path / "b")
+    bench.open()
+    kill(bench)
+    owning.unclean(bench)
+    bench.open()
+    assert not {name for name in owning.owed(bench.store) if home[name] == away}
+
+
 def test_what_could_not_be_moved_is_refused_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([tmp_path / "a"])
     writer = Writer(bench)

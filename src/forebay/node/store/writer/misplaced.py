@@ -6,7 +6,9 @@ then the removal on the old one. A stop in between leaves both, and the next sta
 
 A volume that was away may bring back a key that was written again, or deleted, on the volume that took over. The note
 with the higher `seq` is the later write. If the other volume has no note, its clean object may be older or newer,
-nobody knows: the write acknowledged here stays owed, and its conditional flush finds out.
+nobody knows: the write acknowledged here stays owed, and its conditional flush finds out. Settled notes are removed
+before anything moves: their keys are written elsewhere from now on, and a note whose mark goes with the visible index
+would come back as an old write.
 
 Rejected: leaving objects where they are and asking every volume (each look-up would pay); moving in the background
 (until then a key would read as the backend has it, which is older).

@@ -136,6 +136,7 @@ class Store(VolumeSet):
             self._tell_absent(ids)
         if (changed or astray) and (len(self._all) > 1 or epoch > 0):
             self.catching.before_moving()
+            self.settle()  # a settled note elsewhere would be owed again where a machine stop takes its mark
             self.astray = misplaced.move_owned(self, self._puts, self._all)
             self._drop_misplaced()
         if changed:
