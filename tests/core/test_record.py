@@ -1,9 +1,21 @@
 """The index record: what is present, and the header lines that were made in advance."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.record import Record, State, blocks_in, build_head, decode_record, encode_record
+from forebay.core.record import (
+    Record,
+    State,
+    blocks_in,
+    build_head,
+    decode_record,
+    encode_record,
+    header_bytes,
+    header_text,
+    info_of,
+    make_record,
+)
 from forebay.core.types import ObjectInfo
 
 
@@ -75,3 +87,23 @@ def test_no_stored_header_can_split_a_response(name, value):
     assert lines.pop() == b""
     assert len(lines) in (4, 5)
     assert not any(b"\r" in line or b"\n" in line or b"\0" in line for line in lines)
+
+
+@given(st.binary().filter(lambda raw: not any(byte < 32 or byte == 127 for byte in raw)))
+def test_any_value_comes_back_as_its_bytes(raw):
+    text = header_text(raw)
+    assert header_bytes(text) == raw
+    assert text.isascii() or text.encode() == raw
+
+
+@pytest.mark.parametrize("raw", [b"Hello World\xe9", b"\xff", "ü".encode(), b"plain", b"", b"=?ISO-8859-1?B?6Q==?="])
+def test_a_record_keeps_values_that_are_not_utf_8(raw):
+    info = ObjectInfo("k", 5, "v", "e", 0.0, (("content-type", "a/b"), ("x-amz-meta-a", header_text(raw))))
+    assert b"x-amz-meta-a: " + raw + b"\r\n" in build_head(info)
+    assert info_of(make_record(info, 0.0), "k") == info
+
+
+def test_no_word_of_a_backend_can_split_a_response():
+    for word in ("=?ISO-8859-1?B?DQpYOiB5?=", "=?ISO-8859-1?B?AA==?=", "=?ISO-8859-1?B?6Q=?=", "=?ISO-8859-1?B?YQ==?="):
+        assert header_bytes(word) == word.encode()
+        assert header_text(word.encode()) == word

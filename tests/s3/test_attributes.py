@@ -113,3 +113,47 @@ def test_what_is_kept_for_us_is_told_to_nobody(front: Front) -> None:
     assert (part.status, part.body, part.headers["x-amz-mp-parts-count"]) == (206, b"ta", "2")
     typed = front.get("/corpus/two?response-content-type=a/b", asked).headers
     assert (typed["content-type"], typed["x-amz-checksum-type"]) == ("a/b", "COMPOSITE")
+
+
+def parts_of(front: Front, **headers: str) -> None:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    front.reads.buckets["corpus"]["parts"] = Object(b"aaab", {"x-forebay-part-sizes": "3,1", **named}, f"{MD5S}-2")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(("kind", "whole"), [("COMPOSITE", "AAAAAA==-2"), ("FULL_OBJECT", "AAAAAA==")])
+def test_a_part_is_told_its_own_checksum(front: Front, method: str, kind: str, whole: str) -> None:
+    parts_of(front, x_forebay_part_checksums="MQ==,Mg==", x_amz_checksum_crc32=whole, x_amz_checksum_type=kind)
+    asked = {"x-amz-checksum-mode": "ENABLED"}
+
+    def told(query: str, headers: dict[str, str]) -> list[str | None]:
+        answer = front.ask(method, f"/corpus/parts{query}", headers).headers
+        assert not [name for name in answer if name.startswith("x-forebay-part")]
+        return [answer.get("x-amz-checksum-crc32"), answer.get("x-amz-checksum-type")]
+
+    assert told("?partNumber=1", asked) == ["MQ==", kind]
+    assert told("?partNumber=2", asked) == ["Mg==", kind]
+    assert told("", asked) == [whole, kind]
+    assert told("?partNumber=2", {}) == told("", asked | {"range": "bytes=0-0"}) == [None, None]
+
+
+def test_a_part_whose_checksum_is_not_kept_is_told_none(front: Front) -> None:
+    parts_of(front, x_amz_checksum_crc32="AAAAAA==-2")
+    asked = {"x-amz-checksum-mode": "ENABLED"}
+    part, whole = (front.get(f"/corpus/parts{query}", asked).headers for query in ("?partNumber=1", ""))
+    assert not [name for name in part if name.startswith("x-amz-checksum-")]
+    assert whole["x-amz-checksum-type"] == "COMPOSITE"
+
+
+def test_the_only_part_has_the_checksum_of_the_whole(front: Front) -> None:
+    told = front.get("/corpus/summed?partNumber=1", {"x-amz-checksum-mode": "ENABLED"}).headers
+    assert (told["x-amz-checksum-crc32"], told["x-amz-checksum-type"]) == ("AAAAAA==", "FULL_OBJECT")
+
+
+def test_an_empty_last_part_is_not_the_whole_object(front: Front) -> None:
+    front.reads.buckets["corpus"]["parts"] = Object(b"aaa", {"x-forebay-part-sizes": "3,0"}, f"{MD5S}-2")
+    assert front.get("/corpus/parts?partNumber=1").body == b"aaa"
+    assert (front.get("/corpus/parts?partNumber=2").status, front.get("/corpus/parts?partNumber=2").code) == (
+        416,
+        "InvalidRange",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from boto3.s3.transfer import TransferConfig
@@ -96,6 +98,11 @@ def test_every_checksum_of_the_sdk(place: Place, algorithm: str) -> None:
         assert said == whole.base64()
     else:
         assert said.endswith("-3")
+    for ask in (place.s3.get_object, place.s3.head_object):
+        part = ask(Bucket="up-local", Key=algorithm, ChecksumMode="ENABLED", PartNumber=3)
+        own = uploads.Digest(algorithm)
+        own.update(DATA[10 * MIB :])
+        assert (part[f"Checksum{algorithm}"], part["ChecksumType"]) == (own.base64(), got["ChecksumType"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -130,6 +137,47 @@ def test_conditions_of_complete_are_judged(place: Place, mode: str) -> None:
     place.s3.complete_multipart_upload(**which, **done, IfMatch=now)
     assert place.s3.get_object(Bucket=f"up-{mode}", Key="there")["Body"].read() == b"new"
     until(lambda: not place.parts_on_disk(), "parts are removed")
+
+
+def test_of_two_uploads_of_one_part_the_one_that_ended_last_counts(place: Place) -> None:
+    """As ceph's suite asks: the first begins, the second begins and ends, the first ends."""
+    for mode in MODES:
+        which: dict[str, Any] = {"Bucket": f"up-{mode}", "Key": "resent"}
+        which["UploadId"] = place.s3.create_multipart_upload(**which)["UploadId"]
+        first = http.client.HTTPConnection(urlsplit(place.node.endpoint).netloc, timeout=60)
+        first.putrequest("PUT", f"/up-{mode}/resent?partNumber=1&uploadId={which['UploadId']}")
+        first.putheader("content-length", "6")
+        first.endheaders(b"fir")
+        second = place.s3.upload_part(**which, PartNumber=1, Body=b"second!")["ETag"]
+        first.send(b"st!")
+        ended = first.getresponse()
+        assert (ended.status, ended.read()) == (200, b"")
+        first.close()
+        (listed,) = place.s3.list_parts(**which)["Parts"]
+        assert (listed["ETag"], listed["Size"]) == (ended.headers["etag"], 6)
+        with pytest.raises(ClientError, match="InvalidPart"):
+            complete(place, which, second)
+        complete(place, which, listed["ETag"])
+        assert place.s3.get_object(Bucket=f"up-{mode}", Key="resent")["Body"].read() == b"first!"
+
+
+def complete(place: Place, which: dict[str, Any], etag: str) -> None:
+    place.s3.complete_multipart_upload(**which, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": etag}]})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metadata_comes_back_as_the_bytes_that_were_sent(place: Place, mode: str) -> None:
+    """http.client sends and reads headers as Latin-1. What is evicted comes back from SeaweedFS."""
+    for raw in ("Hello World\xe9", "\xe4\xf6\xfc", "ü".encode().decode("latin-1"), "=?ISO-8859-1?B?6Q==?="):
+        put, copy = f"/up-{mode}/latin", f"/up-{mode}/copy-of-latin"
+        assert place.node.ask("PUT", put, {"x-amz-meta-name": raw}, b"x")[0] == 200
+        assert place.node.ask("PUT", copy, {"x-amz-copy-source": put})[0] == 200
+        for evicted in (False, True)[: 1 if mode == "local" else 2]:
+            if evicted:
+                place.node.flush(f"up-{mode}")
+                assert place.node._native("POST", "evict", {"bucket": f"up-{mode}", "prefix": ""})[0] < 300
+            for method, path in (("GET", put), ("HEAD", put), ("GET", copy)):
+                assert place.node.ask(method, path)[1]["x-amz-meta-name"] == raw, (method, path, evicted)
 
 
 # --- killed in the middle --------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ complete. (2) `complete` implies `present == b""`. (3) An object id belongs to o
 
 from __future__ import annotations
 
+import base64
+import binascii
 import email.utils
 import functools
 import math
@@ -30,6 +32,8 @@ from forebay.core.types import Bucket, Headers, ObjectInfo
 OWN_HEADERS: Final = ("x-amz-checksum-", "x-forebay-")  # how stored headers begin that stay here and only some are told
 _OWN: Final = tuple(name.encode() for name in OWN_HEADERS)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_WORD_START: Final = "=?ISO-8859-1?B?"
+_WORD: Final = re.compile(r"=\?ISO-8859-1\?B\?([A-Za-z0-9+/]+={0,2})\?=")
 
 
 class State(IntFlag):
@@ -93,6 +97,32 @@ def _http_date(second_s: int) -> str:
     return email.utils.formatdate(second_s, usegmt=True)
 
 
+def header_text(raw: bytes) -> str:
+    """The value of a stored header as text: UTF-8 as it is, other bytes as RFC 2047 writes them. Backends get that
+    text: it is ASCII, and S3 itself shows such values so."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if text.encode() == raw == header_bytes(text):
+        return text
+    return f"{_WORD_START}{base64.b64encode(raw).decode()}?="
+
+
+def header_bytes(text: str) -> bytes:
+    """The bytes that `header_text` wrote as `text`. Any other text, or one that hides a control character, stands for
+    itself."""
+    match = _WORD.fullmatch(text)
+    if match is not None:
+        try:
+            raw = base64.b64decode(match[1], validate=True)
+        except binascii.Error:
+            raw = b""
+        if raw and not _CONTROL.search(raw.decode("latin-1")) and header_text(raw) == text:
+            return raw
+    return text.encode()
+
+
 def build_head(info: ObjectInfo) -> bytes:
     """The static header lines of a 200 or 206 for `info`: ETag, Last-Modified, Accept-Ranges and the stored headers.
 
@@ -106,13 +136,15 @@ def build_head(info: ObjectInfo) -> bytes:
             kind = ""
         if _CONTROL.search(name) or _CONTROL.search(value):
             continue
+        if value.startswith(_WORD_START):
+            value = header_bytes(value).decode(errors="surrogateescape")
         if name.startswith(OWN_HEADERS):
             own += f"{name}: {value}\r\n"
         else:
             shown += f"{name if name.startswith('x-amz-') else name.title()}: {value}\r\n"
     etag = f'ETag: "{info.etag}"\r\n' if info.etag and not _CONTROL.search(info.etag) else ""
     date = _http_date(math.floor(info.modified_s))
-    return f"{own}{etag}Last-Modified: {date}\r\nAccept-Ranges: bytes\r\n{kind}{shown}".encode()
+    return f"{own}{etag}Last-Modified: {date}\r\nAccept-Ranges: bytes\r\n{kind}{shown}".encode(errors="surrogateescape")
 
 
 def split_head(head: bytes) -> tuple[bytes, bytes]:
@@ -177,7 +209,7 @@ def headers_of(record: Record) -> Headers:
     """The stored content headers and user metadata, read back from the record's head."""
     lines = (line.partition(b": ") for line in record.head.split(b"\r\n") if line)
     return tuple(
-        (name.lower().decode(), value.decode()) for name, _, value in lines if name.lower() not in _MADE_HEADERS
+        (name.lower().decode(), header_text(value)) for name, _, value in lines if name.lower() not in _MADE_HEADERS
     )
 
 

@@ -37,6 +37,7 @@ from forebay.backends.http import bodies
 from forebay.backends.seam import Body
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotSupported, Unavailable
+from forebay.core.record import header_text
 from forebay.core.s3rules.keeping import NAMES
 from forebay.core.s3rules.sigv4 import canonical_query
 from forebay.core.types import Headers, ObjectInfo, RangeSpec
@@ -453,11 +454,8 @@ def _is_quiet(connection: http.client.HTTPConnection) -> bool:
 
 
 def _text(value: str) -> str:
-    """A header's value, which http.client reads as Latin-1, as the UTF-8 that it probably is."""
-    try:
-        return value.encode("latin-1").decode()
-    except UnicodeError:
-        return value
+    """A header's value, whose bytes http.client reads as Latin-1."""
+    return header_text(value.encode("latin-1"))
 
 
 def _range_header(range: RangeSpec) -> str:

@@ -13,7 +13,7 @@ import re
 from typing import Final
 
 from forebay.core.errors import Invalid, NotSupported, Precondition
-from forebay.core.machines.uploads import SIZES_HEADER, part_range
+from forebay.core.machines.uploads import PARTS_CHECKSUMS_HEADER, SIZES_HEADER, part_range
 from forebay.core.record import Record, split_head
 from forebay.core.s3rules.conditions import CONDITION_NAMES, conditions_of, parse_range, range_applies
 from forebay.core.types import RangeSpec
@@ -23,8 +23,9 @@ from forebay.node.front.objects.reads import Answer, Decide, answer_plainly
 DECIDED_BY: Final = frozenset((*CONDITION_NAMES, b"range"))  # a read with none of these has nothing to decide
 _MULTIPART_ETAG: Final = re.compile(r".*-[0-9]+")
 _SIZES: Final = re.compile(rb"^%b: ([0-9*,]+)\r?$" % SIZES_HEADER.encode(), re.IGNORECASE | re.MULTILINE)
+_SUMS_OF_PARTS: Final = re.compile(rb"^%b: ([^\r]*)\r$" % PARTS_CHECKSUMS_HEADER.encode(), re.MULTILINE)
 _TYPE: Final = b"x-amz-checksum-type"
-_FULL_OBJECT: Final = _TYPE + b": FULL_OBJECT\r\n"
+_SUM: Final = re.compile(rb"^(x-amz-checksum-(?!type:)[a-z0-9]+: )([^\r]*)\r$", re.MULTILINE)
 _KEPT_BY_304: Final = (b"etag:", b"last-modified:", b"cache-control:", b"expires:", b"vary:")
 
 
@@ -66,8 +67,8 @@ def decide_by(
         status, head, start, end = answer_plainly(record, wanted, said)
         if replaced:
             head = _without(head[: len(head) - len(said)], replaced) + said
-        if checksums and status == 200:  # a checksum of the whole says nothing about a range
-            head = _checksums(record.head) + head
+        if checksums and (status == 200 or part is not None):  # a checksum of the whole says nothing about a range
+            head = _checksums(record.head, part if _MULTIPART_ETAG.fullmatch(record.etag) else None) + head
         return Answer(status, head, start, end)
 
     return decide
@@ -82,16 +83,29 @@ def _range_of_part(part: int, record: Record) -> tuple[RangeSpec | None, bytes]:
             raise NotSupported("parts of a multipart object are not known here: read ranges of it instead")
         start, end, parts = part_range(sizes[1].decode(), part)
         counted = b"x-amz-mp-parts-count: %d\r\n" % parts
+        if start == end and record.size_bytes:
+            raise Invalid(f"part {part} is empty: there is nothing to read", code="InvalidRange")
         return (RangeSpec(start, end - 1) if start < end else None), counted
     if part > 1:
         raise Invalid("The requested partnumber is not satisfiable: the object has one part", code="InvalidPartNumber")
     return (RangeSpec(0, None) if record.size_bytes else None), b""
 
 
-def _checksums(head: bytes) -> bytes:
-    """The lines that say the object's checksum, of its record's head."""
-    found = _only(split_head(head)[0], (b"x-amz-checksum-",))
-    return found + _FULL_OBJECT if found and _TYPE not in found else found  # without a type it came with one body
+def _checksums(head: bytes, part: int | None) -> bytes:
+    """The lines that say the object's checksum and its type, from its record's head; or that of its part `part`."""
+    own = split_head(head)[0]
+    found = _only(own, (b"x-amz-checksum-",))
+    whole = _SUM.search(found)
+    if whole is None:
+        return b""
+    if _TYPE not in found:  # it came with one body, or from a backend
+        found += _TYPE + (b": COMPOSITE\r\n" if b"-" in whole[2] else b": FULL_OBJECT\r\n")
+    if part is None:
+        return found
+    sums = _SUMS_OF_PARTS.search(own)
+    if sums is None:
+        return b""
+    return found.replace(whole[0], whole[1] + sums[1].split(b",")[part - 1] + b"\r")
 
 
 def _only(head: bytes, prefixes: tuple[bytes, ...]) -> bytes:

@@ -1,9 +1,10 @@
 """What the headers of a write say about the object to be: stored headers, tags, conditions, and what is refused.
 
-Theory. A stored header is kept exactly as it came and sent back with every read, so it must be one line of UTF-8. What
-an object cannot be here (encrypted by a customer's key, locked) is refused with NotImplemented: a header that asks for
-it and is dropped would be a lie that is noticed too late. In which class of storage an object is kept, and how it is
-encrypted, an S3 backend is told, by whatever write mode the object gets there; no other keeps it so.
+Theory. A stored header is kept exactly as it came and sent back with every read. User metadata may be any line of
+bytes; other headers must be UTF-8. What an object cannot be here (encrypted by a customer's key, locked) is refused
+with NotImplemented: a header that asks for it and is dropped would be a lie that is noticed too late. In which class of
+storage an object is kept, and how it is encrypted, an S3 backend is told, by whatever write mode the object gets there;
+no other keeps it so.
 
 Invariant. `stored_headers` yields names in lower case, each once, and nothing that describes the transfer alone.
 """
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotSupported
+from forebay.core.record import header_text
 from forebay.core.s3rules.keeping import NAMES, STANDARD, check_encryption
 from forebay.core.s3rules.tags import format_tags, parse_tags
 from forebay.core.types import Bucket, Headers
@@ -58,7 +60,7 @@ class WriteConditions(NamedTuple):
 
 
 def stored_headers(request: Request) -> Headers:
-    """What shall be sent back with the object. `Invalid` for what is no UTF-8, `MetadataTooLarge`."""
+    """What shall be sent back with the object. `Invalid` for a content header that is no UTF-8, `MetadataTooLarge`."""
     headers = request.headers
     kept = []
     for name in _CONTENT:
@@ -72,7 +74,7 @@ def stored_headers(request: Request) -> Headers:
     for name, raw in headers.items():
         if name.startswith(_META):
             size += len(name) - len(_META) + len(raw)
-            kept.append((name.decode("ascii"), _text(name, raw)))
+            kept.append((name.decode("ascii"), header_text(raw)))
     if size > limits.METADATA_BYTES_MAX:
         raise Invalid(
             f"Your metadata headers exceed the maximum allowed metadata size of {limits.METADATA_BYTES_MAX} bytes",
