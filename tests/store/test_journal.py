@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from forebay.core.errors import Corrupt
+from forebay.node.store.disk import durable as durables
 from forebay.node.store.disk import journal as journals
 from forebay.node.store.disk.durable import Durable, Entry
 from forebay.node.store.disk.journal import ALIGN_BYTES, Journal, pack
@@ -52,6 +53,57 @@ def short_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several generations within a test."""
     monkeypatch.setattr(journals, "GENERATION_BYTES", 8 * ALIGN_BYTES)
     monkeypatch.setattr(journals, "PROVIDED_BYTES_MIN", 4 * ALIGN_BYTES)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+class Cut(Exception):
+    """The process ends here."""
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories that were synced, in order."""
+    found: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        found.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_a_journal_that_a_killed_process_made_gets_its_name_synced(tmp_path: Path, synced: list[str]) -> None:
+    """The file was there, so its name was taken for synced: a stop of the machine took it, with acknowledged writes."""
+    (tmp_path / "journal.1").touch()
+    journal = written(tmp_path, 2)
+    assert synced == [str(tmp_path)], "once for each file and process"
+    journal.turn()
+    assert journal.provides(10)
+    assert synced == [str(tmp_path)] * 2
+    journal.turn()
+    assert journal.provides(10)
+    assert synced == [str(tmp_path)] * 2
+    journal.close()
+
+
+def test_an_index_that_a_killed_process_made_gets_its_name_synced(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(path: str) -> None:
+        raise Cut
+
+    path = str(tmp_path / "durable")
+    with monkeypatch.context() as patch:
+        patch.setattr(durables, "sync_path", cut)
+        with pytest.raises(Cut):
+            Durable(path)
+    assert not synced
+    Durable(path).close()
+    assert synced == [path, str(tmp_path)]
+    Durable(path).close()
+    assert synced == [path, str(tmp_path)], "it is known by now"
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

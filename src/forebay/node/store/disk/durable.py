@@ -118,10 +118,6 @@ class Durable:
                 self._open(map_bytes)
         except lmdb.Error as error:
             raise as_error(error, path) from error
-        if fresh:
-            self._env.sync(True)
-            for directory in (path, os.path.dirname(path)):
-                sync_path(directory)
 
     def _open(self, map_bytes: int) -> None:
         self._env = open_env(self.path, map_bytes, write=True, sync=True, tables=2)
@@ -144,6 +140,9 @@ class Durable:
                         f"the durable index {self.path} is not the one that its journal belongs to: what it held is "
                         "lost; move it away to go on without"
                     )
+                self._env.sync(True)
+                for directory in (self.path, os.path.dirname(self.path)):
+                    sync_path(directory)  # before there is a seed: without one, the next start does it again
                 seed = bytes.fromhex(chance.token_hex(8))
                 with self._env.begin(self._about, write=True) as txn:
                     txn.put(_SEED, seed)

@@ -74,6 +74,7 @@ class Journal:
         self._last: _Frame | None = None  # the last frame found
         self._provided_bytes = 0
         self._fd = -1
+        self._named: set[str] = set()  # files whose names are on the disk
         self._read()
 
     # --- reading ---
@@ -206,15 +207,19 @@ class Journal:
 
     def _open_file(self) -> None:
         path = _path(self._directory, self.generation)
-        fresh = not os.path.exists(path)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._provided_bytes = os.fstat(self._fd).st_size
-        if fresh:
-            directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+        if path in self._named:
+            return
+        directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)  # also if the file was there: its maker may have been killed before this
+        except OSError:
+            self._close_file()
+            raise
+        finally:
+            os.close(directory)
+        self._named.add(path)
 
     def _close_file(self) -> None:
         if self._fd >= 0:
