@@ -214,13 +214,12 @@ def test_what_is_needed_sooner_is_never_evicted_to_fetch_ahead():
     machine, now = told.machine, told.hints.passed
     due = {n: told.hints.due(unit_of(n, 0)) for n in range(3) if unit_of(n, 0) in machine}
     last = max(due.values())
-    assert machine.spares(MIB, last - 1)
-    assert not machine.spares(MIB, last + 1)
+    assert machine.stay("b", MIB) == (last, True)
     assert now < min(due.values()) < last
     assert not machine.pin(unit_of(9, 9))
     for n in due:
         machine.pin(unit_of(n, 0))
-    assert not machine.spares(MIB, now), "what is pinned never leaves"
+    assert machine.stay("b", MIB) == (now, True), "what is pinned never leaves"
     machine.check()
 
 
@@ -415,7 +414,7 @@ def test_any_order_of_events_keeps_the_books(seed):
                 later = [each for each in beside if dues[each] > dues[victim]]
                 assert not [each for each in later if split_unit(each)[0] % 2 == split_unit(victim)[0] % 2]
                 evicted += 1
-        machine.spares(MIB, hints.passed + 5.0)
+        machine.stay("b", MIB)
         machine.check()
         hints.check()
     assert evicted > 20

@@ -37,8 +37,8 @@ class Job:
         self.listing = await self.rig.engine.listings.load("remote", "", state.id)
         return self
 
-    async def tell(self, start, accesses):
-        call = HintsCall(self.name, "remote", "", self.listing.id, start, packed(accesses))
+    async def tell(self, start, accesses, use_bytes=0):
+        call = HintsCall(self.name, "remote", "", self.listing.id, start, packed(accesses), use_bytes=use_bytes)
         return await self.rig.front.call("hints", call)
 
     async def at(self, position):

@@ -31,7 +31,7 @@ class Node(Telling):
         self.closed = False
         self.fail: Callable[[str], None] = lambda verb: None
 
-    def future(self, accesses: Any, start: int | None = None) -> None:
+    def future(self, accesses: Any, start: int | None = None, use_bytes: int = 0) -> None:
         self.fail("future")
         assert start is not None
         assert accesses.dtype == np.uint32
@@ -199,7 +199,8 @@ def test_names_of_jobs(numbers: MemorySource, nodes: list[Node], monkeypatch: py
 def test_objects_are_counted_as_the_listing_counts_them():
     sizes = {"a.jpg": 1, "b.txt": 5, "c.jpg": 0, "d.jpg": 2 * BLOCK_BYTES + 1}
     dataset = ObjectDataset("b-1", suffixes=[".jpg"], source=MemorySource({k: bytes(n) for k, n in sizes.items()}))
-    assert dataset.accesses(np.array([2, 0, 1])).tolist() == [[3, 0, 3], [0, 0, 1], [2, 0, 1]]
+    assert dataset.accesses(np.array([2, 0, 1])).rows.tolist() == [[3, 0, 3], [0, 0, 1], [2, 0, 1]]
+    assert dataset.accesses(np.array([2])).size_bytes == 0, "all of it"
 
 
 def test_members_and_windows_are_the_blocks_that_they_lie_in():
@@ -210,15 +211,19 @@ def test_members_and_windows_are_the_blocks_that_they_lie_in():
     shards._source.source.before = items.extend
     indices = np.arange(0, len(shards), 7)
     shards.__getitems__(indices)
-    rows = shards.accesses(indices)
+    rows, size_bytes = shards.accesses(indices)
     for item, (number, first, end) in zip([i for i in items if i.start != i.end], rows.tolist(), strict=False):
         assert ("a.tar", "b.tar")[number] == item.key
         assert first == item.start // BLOCK_BYTES
         assert end == -(-item.end // BLOCK_BYTES)
+    read_bytes = sum(item.end - item.start for item in items)
+    assert read_bytes <= size_bytes <= 1.01 * read_bytes
     windows = TokenDataset("b-1", 1000, stride=600_000, source=MemorySource({"a": tokens(100), "b": tokens(9_000_000)}))
     begins = np.arange(len(windows)) * 600_000 * 2
     ends = begins + 2000
-    assert windows.accesses(np.arange(len(windows))).tolist() == [
+    rows, size_bytes = windows.accesses(np.arange(len(windows)))
+    assert size_bytes == len(windows) * 2000
+    assert rows.tolist() == [
         [1, begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)] for begin, end in zip(begins, ends, strict=True)
     ]
 

@@ -45,15 +45,17 @@ def pack(accesses: Any) -> memoryview:
     return view
 
 
-def tell(job: str, listing: Listing, start: int, accesses: memoryview) -> flows.Flow[HintsState]:
-    """From access `start` on the job reads these, as `pack` made them. What was told before of `start` and later no
-    longer holds."""
+def tell(job: str, listing: Listing, start: int, accesses: memoryview, use_bytes: int = 0) -> flows.Flow[HintsState]:
+    """From access `start` on the job reads these, as `pack` made them, and of each block so many bytes (0: all). What
+    was told before of `start` and later no longer holds."""
     step = PIECE_ACCESSES * TRIPLE_BYTES
     state: HintsState | None = None
     for at in range(0, len(accesses) or 1, step):
         first = start + at // TRIPLE_BYTES
         piece = bytes(accesses[at : at + step])
-        body = msgspec.msgpack.encode(HintsCall(job, listing.bucket, listing.prefix, listing.id, first, piece))
+        body = msgspec.msgpack.encode(
+            HintsCall(job, listing.bucket, listing.prefix, listing.id, first, piece, use_bytes=use_bytes)
+        )
         headers = (("Content-Type", "application/msgpack"),)
         state = yield from _state(Request("POST", encode_path("-/v1/hints", job), headers, body), job)
     assert state is not None
@@ -102,13 +104,14 @@ class Hints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
+    def future(self, accesses: Accesses, start: int | None = None, use_bytes: int = 0) -> HintsState:
         """Tell what is read from access `start` on (by default after what was told), as triples of an object's number
-        in the listing, its first block and its end block, or a uint32 array of them. Telling an epoch ahead of the
-        position lets the node choose best. `Invalid` beyond HINT_ACCESSES_MAX ahead; `NotFound` when the node has not
-        got the listing any more."""
+        in the listing, its first block and its end block, or a uint32 array of them. `use_bytes`: how many bytes of a
+        block an access reads on average, so that the node fetches no block of which too little is read; 0: all. Telling
+        an epoch ahead of the position lets the node choose best. `Invalid` beyond HINT_ACCESSES_MAX ahead; `NotFound`
+        when the node has not got the listing any more."""
         said: HintsState = self._run(
-            tell(self.job, self.listing, self.known if start is None else start, pack(accesses))
+            tell(self.job, self.listing, self.known if start is None else start, pack(accesses), use_bytes)
         )
         self.known = said.known
         return said
@@ -145,10 +148,10 @@ class HintsAsync:
     ) -> None:
         await self.aclose()
 
-    async def future(self, accesses: Accesses, start: int | None = None) -> HintsState:
+    async def future(self, accesses: Accesses, start: int | None = None, use_bytes: int = 0) -> HintsState:
         """See `Hints.future`."""
         said: HintsState = await self._run(
-            tell(self.job, self.listing, self.known if start is None else start, pack(accesses))
+            tell(self.job, self.listing, self.known if start is None else start, pack(accesses), use_bytes)
         )
         self.known = said.known
         return said

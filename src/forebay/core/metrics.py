@@ -77,6 +77,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_hint_jobs", "gauge", "Jobs that told their future."),
         Metric("forebay_hint_fetched_bytes_total", "counter", "Bytes fetched ahead because of hints."),
         Metric("forebay_hint_hits_total", "counter", "Blocks fetched ahead because of hints that were read."),
+        Metric("forebay_hint_ranged_bytes_total", "counter", "Bytes fetched range by range for jobs, and not kept."),
         Metric("forebay_prestaging", "gauge", "Objects that a HEAD asked to have here, and that are not yet."),
         Metric("forebay_prestaged_total", "counter", "Objects that a HEAD asked to have here.", ("result",)),
         Metric("forebay_prestaged_bytes_total", "counter", "Bytes fetched because a HEAD asked for them."),

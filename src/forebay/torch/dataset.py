@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
@@ -37,6 +37,14 @@ BLOCK_BYTES = 64 * limits.MIB  # of a run of keys or windows that a block shuffl
 WINDOW_BYTES = 4 * limits.GIB  # of a block shuffle: what fits a node's cache many times over
 _INLINE_BYTES_MAX = limits.MIB  # of a listing that a pickle holds itself
 _SKIPPED = (Corrupt, NotFound)
+
+
+class Accesses(NamedTuple):
+    """Rows (object's number in the listing, first block, end block), uint32; and how many bytes are read of these
+    blocks together (0: all)."""
+
+    rows: Column
+    size_bytes: int
 
 
 class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by the type checker
@@ -78,11 +86,11 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         """Samples and bytes of each block, in order: what a block shuffle keeps together."""
         raise NotImplementedError
 
-    def accesses(self, indices: Column) -> Column:
-        """For each sample a row (object's number in the listing, first block, end block), uint32."""
+    def accesses(self, indices: Column) -> Accesses:
+        """What each of these samples reads."""
         raise NotImplementedError
 
-    def of_blocks(self, blocks: Column) -> Column:
+    def of_blocks(self, blocks: Column) -> Accesses:
         """As `accesses`, for all of the blocks of an order in windows."""
         raise NotImplementedError
 
@@ -202,6 +210,16 @@ def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> 
         found = Corrupt(f"{name()} cannot be decoded ({type(error).__name__}: {error}): repair it, or on_error='skip'")
         found.__cause__ = error
         return found
+
+
+def ranges(listing: ListingColumns, objects: Column, starts: Column, ends: Column) -> Accesses:
+    """To the bytes starts..ends of objects."""
+    return Accesses(block_rows(listing, objects, starts, ends), int((ends - starts).sum()))
+
+
+def whole(listing: ListingColumns, objects: Column) -> Accesses:
+    """To all of objects."""
+    return Accesses(block_rows(listing, objects, np.zeros_like(objects), listing.sizes[objects]), 0)
 
 
 def block_rows(listing: ListingColumns, objects: Column, starts: Column, ends: Column) -> Column:

@@ -1,9 +1,9 @@
 """Tells the node what the job will read next, while the job reads.
 
 Theory. The order is computed, so the future is known exactly, for all ranks. A thread of rank 0 sends it as accesses in
-the order of the epoch: for each sample, the blocks of its bytes. It stays an epoch ahead of the job (or as much as the
-node allows), goes on into the next epoch before this one ends, and now and then sends the job's position. So the node
-fetches what comes next and keeps what is needed soonest.
+the order of the epoch: for each sample, the blocks of its bytes, and how many bytes it reads of them. It stays an epoch
+ahead of the job (or as much as the node allows), goes on into the next epoch before this one ends, and now and then
+sends the job's position. So the node fetches what comes next and keeps what is needed soonest.
 
 In an epoch that goes window by window over uncounted shards (`shards.py`), an access is a whole shard, and the position
 is where the job's window begins. A few windows are told at a time, so that later data takes no share of the link. The
@@ -187,13 +187,13 @@ class Foretelling:
         """The next accesses, at most `count` and to the end of their epoch, in which `begin` lie before them."""
         end = min(begin + count, epoch.accesses)
         if epoch.windows is None:
-            accesses = self._dataset.accesses(epoch.order.at(np.arange(begin, end)))
+            accesses, size_bytes = self._dataset.accesses(epoch.order.at(np.arange(begin, end)))
         else:
-            accesses = self._dataset.of_blocks(epoch.windows.blocks[begin:end])
+            accesses, size_bytes = self._dataset.of_blocks(epoch.windows.blocks[begin:end])
         blocks = int((accesses[:, 2].astype(np.int64) - accesses[:, 1]).sum())
         if blocks > AHEAD_BLOCKS_MAX and end - begin > 1:
             self._tell(epoch, begin, (end - begin) // 2)
             return
-        self._hints.future(accesses, self._known)
+        self._hints.future(accesses, self._known, -(-size_bytes // max(1, blocks)))
         self._known += end - begin
         self._ahead_blocks.append((self._known, blocks))

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Dataset, OnError, block_rows, decoded, runs, whole_objects
+from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, runs, whole, whole_objects
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -67,8 +65,8 @@ class ObjectDataset(Dataset):
     def blocks(self) -> tuple[Column, Column]:
         return runs(self.listing.sizes)
 
-    def accesses(self, indices: Column) -> Column:
-        return block_rows(self.listing, indices, np.zeros_like(indices), self.listing.sizes[indices])
+    def accesses(self, indices: Column) -> Accesses:
+        return whole(self.listing, indices)
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         items = whole_objects(self.listing, indices)

@@ -41,7 +41,7 @@ from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
-from forebay.torch.dataset import Dataset, OnError, Shuffle, block_rows, decoded
+from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, ranges
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
@@ -332,12 +332,12 @@ class ShardDataset(Dataset):
         plain = form_of(self.listing.key(shard), None) == Form("tar", "")
         return plain and int(self.listing.sizes[shard]) >= 2 * FIRST_BYTES
 
-    def of_blocks(self, blocks: Column) -> Column:
+    def of_blocks(self, blocks: Column) -> Accesses:
         """As `accesses`, for all of each of an order's blocks."""
         shards = self._parts.shard(blocks)
         starts = np.where(self._parts.is_rest(blocks), FIRST_BYTES, 0)
         ends = np.where(self._parts.is_head(blocks), FIRST_BYTES, self.listing.sizes[shards])
-        return block_rows(self.listing, shards, starts, ends)
+        return Accesses(block_rows(self.listing, shards, starts, ends), 0)
 
     # --- layouts -----------------------------------------------------------------------------------------------------
     def _layout(self, number: int, facts: Facts, source: Patient | None = None) -> Layout:
@@ -394,7 +394,7 @@ class ShardDataset(Dataset):
         layout = self._layout(int(blocks[0]), Facts())
         return f"{self.listing.key(int(self._parts.shard(blocks)[0]))}/{layout.key(int(inner[0]))}"
 
-    def accesses(self, indices: Column) -> Column:
+    def accesses(self, indices: Column) -> Accesses:
         """From the first to the last byte of a sample's parts; all of a shard that is compressed as a whole."""
         blocks, inner = self._located(indices)
         shards = self._parts.shard(blocks)
@@ -410,7 +410,7 @@ class ShardDataset(Dataset):
                 last = members[inner[here]] - 1
                 offsets, sizes = (np.frombuffer(column, np.uint64) for column in (layout.offsets, layout.sizes))
                 starts[here], ends[here] = offsets[first], offsets[last] + sizes[last]
-        return block_rows(self.listing, shards, starts, ends)
+        return ranges(self.listing, shards, starts, ends)
 
     def _located(self, indices: Column) -> tuple[Column, Column]:
         """Shards of samples (or heads of shards), and their numbers there, by their places or their numbers in the

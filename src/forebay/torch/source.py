@@ -24,9 +24,10 @@ import msgspec
 
 from forebay.client.hinting import Hints
 from forebay.client.sync import Client
-from forebay.core.errors import Busy, Closed, ForebayError, Invalid, Precondition, Unavailable
+from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
+from forebay.core.machines.hints import HintsState
 from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket, check_bucket_name
 from forebay.ports import clock
@@ -52,8 +53,9 @@ class Answers(NamedTuple):
 class Telling(Protocol):
     """One job's hints at a node: `forebay.client.hinting.Hints`."""
 
-    def future(self, accesses: Any, start: int | None = None) -> Any:
-        """From access `start` on these are read: rows of (object, first block, end block), uint32."""
+    def future(self, accesses: Any, start: int | None = None, use_bytes: int = 0) -> Any:
+        """From access `start` on these are read: rows of (object, first block, end block), uint32; of each block
+        `use_bytes` on average (0: all)."""
         ...
 
     def at(self, position: int) -> Any:
@@ -219,6 +221,16 @@ class _Hints(Hints):
     def __init__(self, client: Client, job: str, listing: Listing) -> None:
         super().__init__(client.run, job, listing)
         self._client = client
+
+    def future(self, accesses: Any, start: int | None = None, use_bytes: int = 0) -> HintsState:
+        try:
+            return super().future(accesses, start, use_bytes)
+        except NotFound as error:
+            if error.code != "NoSuchListing":
+                raise
+        # it made room for the data: the node lists again, and has no other now
+        self._client.listing(self.listing.bucket, self.listing.prefix, id=self.listing.id)
+        return super().future(accesses, start, use_bytes)
 
     def close(self) -> None:
         try:

@@ -21,7 +21,7 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import BLOCK_BYTES, Dataset, OnError, block_rows
+from forebay.torch.dataset import BLOCK_BYTES, Accesses, Dataset, OnError, ranges
 from forebay.torch.source import PATIENCE_S, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -108,11 +108,11 @@ class TokenDataset(Dataset):
         counts: Column = np.diff(np.append(np.arange(0, self.samples, each), self.samples))
         return counts, counts * self.stride * self._type.itemsize
 
-    def accesses(self, indices: Column) -> Column:
+    def accesses(self, indices: Column) -> Accesses:
         """Of a window over several files, the first of them."""
         file, start = self._begins(indices)
         begin = self.header_bytes + start * self._type.itemsize
-        return block_rows(self.listing, file, begin, begin + self.window * self._type.itemsize)
+        return ranges(self.listing, file, begin, begin + self.window * self._type.itemsize)
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         items, owners = self._items(np.asarray(indices, np.int64))

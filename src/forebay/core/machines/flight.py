@@ -351,7 +351,7 @@ class Flight:
         for number, reader in self.readers.items():
             first, end = blocks_touched(reader.told, reader.end, self.block_bytes)
             gaps = absent_runs(self.here, first, end)
-            if any(self._is_absent(block) for gap in gaps for block in range(gap.first, gap.end)):
+            if any(self.is_absent(block) for gap in gaps for block in range(gap.first, gap.end)):
                 reader.wants_no_more()
                 yield Fail(number, error)
             else:
@@ -366,7 +366,7 @@ class Flight:
             still: list[tuple[Seat, int]] = []
             for reader, at_work in waiting:
                 # Runs that others started further on must not keep a reader from the bytes it waits for.
-                counted = 0 if self._is_absent(reader.told // self.block_bytes) else at_work
+                counted = 0 if self.is_absent(reader.told // self.block_bytes) else at_work
                 if counted < self.parallel and (run := self._next_run(reader, counted)):
                     yield self._fetch_run(run)
                     still.append((reader, at_work + 1))
@@ -374,10 +374,10 @@ class Flight:
         while self.ahead and len(self.runs) < self.parallel_max:
             first = min(self.ahead)
             self.ahead.discard(first)
-            if not self._is_absent(first):
+            if not self.is_absent(first):
                 continue
             end = first + 1
-            while end in self.ahead and end - first < self.run_blocks_max and self._is_absent(end):
+            while end in self.ahead and end - first < self.run_blocks_max and self.is_absent(end):
                 self.ahead.discard(end)
                 end += 1
             yield self._fetch_run(Run(first, end), ahead=True)
@@ -407,17 +407,18 @@ class Flight:
         first, end = blocks_touched(reader.told, limit, self.block_bytes)
         for gap in absent_runs(self.here, first, end):
             start = gap.first
-            while start < gap.end and not self._is_absent(start):
+            while start < gap.end and not self.is_absent(start):
                 start += 1
             stop = start
-            while stop < gap.end and stop - start < self.run_blocks_max and self._is_absent(stop):
+            while stop < gap.end and stop - start < self.run_blocks_max and self.is_absent(stop):
                 stop += 1
             if stop > start:
                 by_window = stop == end and limit < reader.end and stop - start < self.run_blocks_max
                 return None if by_window and at_work else Run(start, stop)
         return None
 
-    def _is_absent(self, block: int) -> bool:
+    def is_absent(self, block: int) -> bool:
+        """Whether the block is neither here nor on its way, nor to be checked first."""
         return not (self.is_here(block) or block in self.owner or block in self.verifying or block in self.doubted)
 
     def _verify(self, first: int, end: int) -> Iterator[Effect]:

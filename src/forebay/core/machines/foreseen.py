@@ -45,6 +45,14 @@ class Latest(NamedTuple):
         return self.due == inf
 
 
+class Stay(NamedTuple):
+    """Something that came now would stay `until` it is due later than that, counted in uses passed (inf: there is
+    room). `hinted`: what would leave for it is a unit that a job may need."""
+
+    until: float
+    hinted: bool
+
+
 class Foreseen:
     """See the module's header. One for each eviction machine."""
 
@@ -114,3 +122,7 @@ class Foreseen:
             self._pace = (self._pace + pace) / 2 if self._pace else pace
             self._paced_at = (now, self.view.passed)
         return (due - self.view.passed) * (self._pace or tick_guess)
+
+    def due_in(self, ticks: float, tick_guess: float) -> float:
+        """The opposite: when something is due that is so many ticks from now, at the pace of `ticks`."""
+        return self.view.passed + ticks / (self._pace or tick_guess)

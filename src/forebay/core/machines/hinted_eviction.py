@@ -12,7 +12,8 @@ holds them. When room is needed,
 With hints alone this is Belady's choice, newcomers included: a unit that is needed later than all units here lands, is
 read, and leaves first. Without hints every decision is the policy's.
 
-`spares` decides whether to fetch ahead of use: yes if there is room, or if what leaves for it is needed later.
+`stay` says how long something would stay that came now. It is worth its bytes if enough of them are needed before that
+(`Hints.pays`); what is not is read from the backend range by range, and nothing leaves for it.
 
 Invariants. (1) A hinted unit never leaves while another hinted unit that may leave is due later. (2) A unit is hinted
 or pinned, not both.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from forebay.core.machines.eviction import _PINNED, _PROBATION, INTERVALS_MIN, LOW_MARK, Evicted, Eviction
-from forebay.core.machines.foreseen import Foreseen, Latest, View
+from forebay.core.machines.foreseen import Foreseen, Latest, Stay, View
 from forebay.core.machines.pool import Pool
 from forebay.core.machines.slots import APART
 
@@ -103,17 +104,21 @@ class HintedEviction(Eviction):
         """All units here that have hints."""
         return list(self._foreseen.units)
 
-    def spares(self, size_bytes: int, due: float) -> bool:
-        """Whether `size_bytes` that are due at `due` may be fetched ahead: there is room, or what leaves is due
-        later."""
-        if self.used_bytes + size_bytes <= int(self.capacity_bytes * LOW_MARK):
-            return True
+    def stay(self, bucket: str, size_bytes: int) -> Stay:
+        """How long `size_bytes` of a bucket would stay if they came now."""
+        pool = self._pool_of[self._bucket_ids[bucket]] if bucket in self._bucket_ids else self._open
+        fits = pool is self._open or pool.used_bytes + size_bytes <= int(pool.limit_bytes * LOW_MARK)
+        if fits and self.used_bytes + size_bytes <= int(self.capacity_bytes * LOW_MARK):
+            return Stay(inf, False)
+        among = None if fits else pool  # a bucket above its quota gives up its own
         self._busy = None
-        latest = self._latest(None)
-        if latest is not None and latest.due > due:
-            return True
-        slot = self._weakest(None) if self.used_bytes - self._fixed_bytes >= size_bytes else -1
-        return slot >= 0 and self._idle(slot) > self._ticks(due)
+        latest = self._latest(among)
+        until = self._foreseen.view.passed if latest is None else latest.due
+        slot = self._weakest(among) if self.used_bytes - self._fixed_bytes >= size_bytes else -1
+        if slot < 0:
+            return Stay(until, True)
+        idle_until = self._foreseen.due_in(self._idle(slot), self._tick_guess)
+        return Stay(idle_until, False) if idle_until > until else Stay(until, True)
 
     def victims(
         self, excess_bytes: int, busy: Callable[[int], bool] | None = None, *, units_max: int = sys.maxsize
@@ -149,8 +154,12 @@ class HintedEviction(Eviction):
         return max(self._means[slot], self._now - self._last[slot])
 
     def _ticks(self, due: float) -> float:
-        guess = self.used_bytes / max(1, len(self._slots)) / self._tick_bytes
-        return self._foreseen.ticks(due, self._now, guess)
+        return self._foreseen.ticks(due, self._now, self._tick_guess)
+
+    @property
+    def _tick_guess(self) -> float:
+        """Ticks per use, where nothing was measured: those of one unit."""
+        return max(1, self.used_bytes) / max(1, len(self._slots)) / self._tick_bytes
 
     def check(self) -> None:
         super().check()

@@ -16,6 +16,10 @@ the best blocks possible (Belady's choice).
 Prefetch. `wanted` goes once over the uses ahead of the position and returns what is not here. It stops while the bytes
 it returned and that are still unused fill a window.
 
+A sample may be much smaller than its block. So jobs tell how many bytes of a block a use reads (`use_bytes`), and
+`pays` says whether enough of a block is read before it leaves again. If not, whoever fetched the whole of it would
+fetch more than the reads themselves, each time.
+
 A job ends with `close`, or HINT_TTL_S after its last call.
 
 Rejected: a heap of next uses for each job (the evictor has one for what is here, which is less); wall time for shares
@@ -28,6 +32,7 @@ answers.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -39,12 +44,14 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
+from forebay.core.machines.foreseen import Stay
 
 NEVER = inf
 NONE = (1 << 64) - 1
 TRIPLE_BYTES = 12  # an access on the wire: object, first block, end block, u32 each, little-endian
 SHARE_WEIGHT = 0.3  # of the newest report in a job's share
 SHARE_MIN = 0.001
+OVERFETCH_MAX = 1.1  # times what is read of a block, if it is to be fetched whole: headers of members lie between
 RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
 SCAN_USES_MAX = 8192  # uses scanned in one call of `wanted`
 TRIM_USES_MIN = 65_536  # passed uses are dropped when there are this many
@@ -55,8 +62,9 @@ JOB_NAME_CHARS_MAX = 64
 # --- how hints are told ----------------------------------------------------------------------------------------------
 class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """From access `start` on, the job reads `accesses`: u32 triples (object's number in the listing, first block, end
-    block). They replace what it told before about `start` and later. The first call creates the job. `identity` is who
-    tells, as the front knows it: each has jobs of their own."""
+    block). They replace what it told before about `start` and later. The first call creates the job. `use_bytes`: how
+    many bytes of a block they read on average; 0: all of it. `identity` is who tells, as the front knows it: each has
+    jobs of their own."""
 
     job: str
     bucket: str
@@ -65,6 +73,7 @@ class HintsCall(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int
     accesses: bytes
     identity: str = ""
+    use_bytes: int = 0
 
 
 class HintsAtCall(msgspec.Struct, frozen=True):
@@ -102,7 +111,8 @@ def check_job_name(job: str) -> str:
 
 # --- datasets and jobs -----------------------------------------------------------------------------------------------
 class Wanted(NamedTuple):
-    """Blocks [first, end) of an object that are not here; use number `use`, at time `due`, needs them first."""
+    """Blocks [first, end) of an object that are not here, in the dataset `blocks`; use number `use`, at time `due`,
+    needs them first."""
 
     object: int
     first: int
@@ -110,6 +120,7 @@ class Wanted(NamedTuple):
     size_bytes: int
     use: int
     due: float
+    blocks: range
 
 
 class Dataset:
@@ -150,6 +161,10 @@ class Dataset:
         """How many bytes a block has."""
         return min(self.block_bytes, self.sizes[object] - block * self.block_bytes)
 
+    def size_of_number(self, number: int) -> int:
+        """How many bytes a block has, by its number."""
+        return self.size_of(*self.place(number))
+
 
 class _Job:
     def __init__(self, name: str, dataset: Dataset, start: int, share: float) -> None:
@@ -171,6 +186,7 @@ class _Job:
         self.ahead = 0  # the first use that `wanted` has not looked at
         self.fetched: deque[tuple[int, int]] = deque()  # (use, bytes) that `wanted` gave and that were not passed
         self.fetched_bytes = 0
+        self.sizes: list[tuple[int, int]] = []  # (first use, bytes that a use from there on reads of its block)
 
     @property
     def known(self) -> int:
@@ -183,6 +199,16 @@ class _Job:
     def end_of(self, access: int) -> int:
         """The number of the first use after those of the accesses before `access`."""
         return self.use_ends[access - self.access_base - 1] if access > self.access_base else self.use_base
+
+    def use_bytes(self, use: int) -> int:
+        """How many bytes a use reads of its block; 0: all."""
+        at = bisect_right(self.sizes, (use, sys.maxsize)) - 1
+        return self.sizes[at][1] if at >= 0 else 0
+
+    def sized(self, use_bytes: int) -> None:
+        """Uses that are added from now on read so many bytes."""
+        if self.use_bytes(self.last_use) != use_bytes:
+            self.sizes.append((self.last_use, use_bytes))
 
     def add(self, first: int, count: int) -> None:
         """One more access, of `count` blocks from number `first`."""
@@ -208,6 +234,7 @@ class _Job:
         accesses = self.position - self.access_base
         del self.uses[:passed], self.next[:passed], self.use_ends[:accesses]
         self.use_base, self.access_base = self.use, self.position
+        del self.sizes[: max(0, bisect_right(self.sizes, (self.use, sys.maxsize)) - 1)]
 
 
 class Hints:
@@ -232,10 +259,10 @@ class Hints:
         dataset.jobs.append(job)
         return self._end(old) if old is not None else []
 
-    def extend(self, name: str, start: int, accesses: array[int], now_s: float) -> bool:
-        """Add `accesses` (object, first block, end block, …) from number `start` on. Returns True if they replace
-        accesses told before. `Invalid`, with nothing changed, for blocks that the listing does not have, for a gap,
-        and beyond HINT_ACCESSES_MAX uses."""
+    def extend(self, name: str, start: int, accesses: array[int], now_s: float, use_bytes: int = 0) -> bool:
+        """Add `accesses` (object, first block, end block, …) from number `start` on, which read `use_bytes` of each
+        block (0: all). Returns True if they replace accesses told before. `Invalid`, with nothing changed, for blocks
+        that the listing does not have, for a gap, and beyond HINT_ACCESSES_MAX uses."""
         job = self._job(name)
         job.heard_s = now_s
         if start > job.known and job.use_ends:
@@ -245,6 +272,7 @@ class Hints:
         again = start != job.known
         if again:
             self._cut(job, start)
+        job.sized(use_bytes)
         starts = job.dataset.starts
         for at in range(0, len(accesses), 3):
             number, first, end = accesses[at : at + 3]
@@ -265,7 +293,9 @@ class Hints:
         """Forget the accesses from number `start` on."""
         bounds = [(job.end_of(at), job.end_of(at + 1)) for at in range(job.position, min(start, job.known))]
         kept = [(job.uses[first - job.use_base], end - first) for first, end in bounds]
+        sizes, before = job.sizes, job.use
         job.reset(job.position if kept else start)
+        job.sizes = [(max(0, use - before), use_bytes) for use, use_bytes in sizes] if kept else []
         for first, count in kept:
             job.add(first, count)
 
@@ -367,8 +397,29 @@ class Hints:
         for job in dataset.jobs:
             use = job.head[block]
             if use != NONE:
-                soonest = min(soonest, self.passed + (use - job.use) / job.share)
+                soonest = min(soonest, self._time_of(job, use))
         return soonest
+
+    def pays(self, dataset: Dataset, blocks: Iterable[int], stay: Stay) -> bool:
+        """Whether to fetch these blocks whole (by number, none of them here), if they `stay` so long: jobs read at
+        least 1/OVERFETCH_MAX of their bytes before they leave. Also if what leaves for them is nobody's who told, and
+        was idle for longer than anybody told."""
+        if not stay.hinted and all(stay.until >= self._time_of(job, job.last_use) for job in dataset.jobs):
+            return True
+        sizes = {block: dataset.size_of_number(block) for block in blocks}
+        left_bytes = sum(sizes.values()) / OVERFETCH_MAX
+        for job in dataset.jobs:
+            for block, size_bytes in sizes.items():
+                use = job.head[block]
+                while use != NONE and self._time_of(job, use) < stay.until:
+                    left_bytes -= min(size_bytes, job.use_bytes(use) or size_bytes)
+                    if left_bytes <= 0:
+                        return True
+                    use = job.next[use - job.use_base]
+        return left_bytes <= 0
+
+    def _time_of(self, job: _Job, use: int) -> float:
+        return self.passed + (use - job.use) / job.share
 
     def wanted(self, name: str, window_bytes: int) -> Wanted | None:
         """The next blocks ahead of the job that are not here. None if the window has none, or if the next SCAN_USES_MAX
@@ -390,7 +441,8 @@ class Hints:
                 break
             size_bytes += dataset.size_of(which, end)
             end += 1
-        return Wanted(which, first, end, size_bytes, use, self.passed + (use - job.use) / job.share)
+        blocks = range(number, number + end - first)
+        return Wanted(which, first, end, size_bytes, use, self._time_of(job, use), blocks)
 
     def fetching(self, name: str, wanted: Wanted) -> None:
         """Note that what `wanted` returned is being fetched: `wanted` does not return it again."""

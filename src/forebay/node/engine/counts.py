@@ -22,6 +22,7 @@ class Tally:
         self.evictions: Counter[str] = Counter()  # by reason: capacity, hint, asked
         self.evicted_bytes = 0
         self.passed_bytes = 0
+        self.ranged_bytes = 0  # fetched for jobs range by range, and not kept
         self.revalidations: Counter[str] = Counter()  # by result: unchanged, changed, gone, unreachable
         self.prestaged: Counter[str] = Counter()  # by result: fetched, present, refused, failed
         self.prestaged_bytes = 0
@@ -36,6 +37,7 @@ class Tally:
             "forebay_prestaged_bytes_total": self.prestaged_bytes,
             "forebay_hint_fetched_bytes_total": self.hinted_bytes,
             "forebay_hint_hits_total": self.hinted_hits,
+            "forebay_hint_ranged_bytes_total": self.ranged_bytes,
         }
         for reason, count in self.evictions.items():
             values[series("forebay_evictions_total", reason=reason)] = count

@@ -313,7 +313,7 @@ class Engine:
             self._workers,
         )
         self.room.foresight = self.hinting
-        self.cold.foretold = self.hinting.covers
+        self.cold.foretold, self.cold.keeps = self.hinting.covers, self.hinting.keeps
         self.work = JobWork(
             self.buckets,
             self.cold,

@@ -33,6 +33,7 @@ import xxhash
 
 from forebay.core import limits
 from forebay.core.machines.eviction import split_unit, unit_of
+from forebay.core.machines.foreseen import Stay
 from forebay.core.machines.hinted_eviction import HintedEviction
 from forebay.core.machines.hints import Hints
 from forebay.core.record import OWNED, PINNED, Record, present_blocks
@@ -263,10 +264,10 @@ class Room:
         for machine in self._machines.values():
             machine.all_moved()
 
-    def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool:
-        """Whether `size_bytes` of an object may be fetched ahead without evicting anything that is due sooner."""
+    def stay(self, bucket: str, key: str, size_bytes: int) -> Stay:
+        """How long `size_bytes` of an object would stay if they came now."""
         machine = self._machines.get(self._store.volume_of(bucket, key))
-        return machine is not None and machine.spares(size_bytes, due)
+        return Stay(0.0, True) if machine is None else machine.stay(bucket, size_bytes)
 
     def window_bytes(self, share: float) -> int:
         """How far ahead to fetch: the free bytes, or this share of the capacity if that is more."""

@@ -7,8 +7,9 @@ in it. `Room` asks `Hinting` whether what landed has hints, and reports what lef
 
 Each job has a task that fetches its next missing blocks, through the same flights as any reader. It makes at most
 FETCHES fetches at once, stays within WINDOW_BYTES (less in a small cache that is full), and fetches nothing that would
-evict something needed sooner (`Room.spares`). Every call of the job and the end of each fetch wake it. A failed fetch
-is not repeated: the read of that block will report the error.
+evict something needed sooner (`Room.stay`), or of which too little is read before it leaves again (`Hints.pays`). A
+read of such a block asks `keeps`, and gets no more than its range. Every call of the job and the end of each fetch wake
+it. A failed fetch is not repeated: the read of that block will report the error.
 
 Hints live in memory only. After a restart of the engine a job's call gets `NoSuchHints`, and the job tells its future
 again. Long calls run in steps of PIECE_ACCESSES, so that hits are served in between.
@@ -29,7 +30,9 @@ from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.formats.listing import Listing
 from forebay.core.machines.eviction import unit_of
+from forebay.core.machines.foreseen import Stay
 from forebay.core.machines.hints import (
+    OVERFETCH_MAX,
     TRIPLE_BYTES,
     Dataset,
     Hints,
@@ -76,7 +79,7 @@ class Space(Protocol):
 
     def all_moved(self) -> None: ...
 
-    def spares(self, bucket: str, key: str, size_bytes: int, due: float) -> bool: ...
+    def stay(self, bucket: str, key: str, size_bytes: int) -> Stay: ...
 
     def window_bytes(self, share: float) -> int: ...
 
@@ -134,6 +137,8 @@ class Hinting:
     async def tell(self, call: HintsCall) -> HintsState:
         """Take a job's future from an access on. `NotFound` (`NoSuchListing`) when its listing is no longer here."""
         name = _name(call)
+        if call.use_bytes < 0:
+            raise Invalid(f"use_bytes is {call.use_bytes}: say how many bytes of a block are read, or 0 for all")
         if len(call.accesses) % TRIPLE_BYTES:
             raise Invalid("the accesses are not whole triples of u32: object, first block, end block")
         accesses = array("I", call.accesses)
@@ -145,7 +150,7 @@ class Hinting:
             again = False
             for at in range(0, len(accesses) or 1, 3 * PIECE_ACCESSES):
                 piece = accesses[at : at + 3 * PIECE_ACCESSES]
-                again |= self.hints.extend(name, call.start + at // 3, piece, now_s)
+                again |= self.hints.extend(name, call.start + at // 3, piece, now_s, call.use_bytes)
                 await asyncio.sleep(0)
             if again:
                 self._room.all_moved()
@@ -235,6 +240,23 @@ class Hinting:
         """Whether a job has the object in its listing."""
         return any(source.listing.find(key) is not None for source in self._by_bucket.get(bucket, ()))
 
+    def keeps(self, bucket: str, key: str, blocks: list[int], wanted_bytes: int) -> bool:
+        """Whether to fetch these blocks of an object whole, none of them here, for a read of `wanted_bytes` in them. Of
+        an object without hints: yes."""
+        pays, known = False, False
+        for source in self._by_bucket.get(bucket, ()):
+            number = source.listing.find(key)
+            numbers = [] if number is None else [source.dataset.block(number, block) for block in blocks]
+            if not numbers or min(numbers) < 0:
+                continue
+            known = True
+            size_bytes = sum(map(source.dataset.size_of_number, numbers))
+            if size_bytes <= wanted_bytes * OVERFETCH_MAX:
+                return True
+            stay = self._room.stay(bucket, key, size_bytes + self._cold.landing_bytes)
+            pays |= self.hints.pays(source.dataset, numbers, stay)
+        return pays or not known
+
     def gone(self, unit: int) -> None:
         """A unit left the store."""
         self.hints.gone(unit)
@@ -276,8 +298,9 @@ class Hinting:
                     await asyncio.sleep(0)  # it scanned enough for one turn
                     continue
                 key = plan.source.listing.key(wanted.object)
-                size_bytes = wanted.size_bytes + plan.flying_bytes
-                if not self._room.spares(plan.source.listing.bucket, key, size_bytes, wanted.due):
+                size_bytes = wanted.size_bytes + max(plan.flying_bytes, self._cold.landing_bytes)
+                stay = self._room.stay(plan.source.listing.bucket, key, size_bytes)
+                if stay.until <= wanted.due or not self.hints.pays(plan.source.dataset, wanted.blocks, stay):
                     break
                 self.hints.fetching(job, wanted)
                 self._take_off(plan, key, wanted)

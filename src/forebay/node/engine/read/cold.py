@@ -5,8 +5,9 @@ flight of the object, the index, the backend (`read/openings.py`). `core/machine
 here will do.
 
 An object or delete that the node owes to the backend (`State.OWNED`, or an unflushed delete) is the truth, and is
-served without asking. A write *overtakes* the flights and openings of its key: readers already waiting get the earlier
-version, but nobody else joins, and nothing of theirs is kept.
+served without asking. A small range of a block that a job's hints say will leave before enough of it is read is
+fetched by itself (`_passes_by`), and nothing of it is kept. A write *overtakes* the flights and openings of its key:
+readers already waiting get the earlier version, but nobody else joins, and nothing of theirs is kept.
 
 Invariants. (1) A read is answered once: opened then landed to its end, or failed. (2) `flights` holds only flights that
 can be joined.
@@ -25,8 +26,9 @@ from typing import Any
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Backend, Fetch
 from forebay.core import limits
-from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, NotFound, Unavailable
+from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.machines.opening import ANY, DOWN_FOR_S, Absent, Held, Terms, Verdict, judge, terms_of
+from forebay.core.machines.shares import Need
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State, cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
@@ -46,6 +48,7 @@ log = logging.getLogger("forebay.cold")
 
 SLOW_DISK_FOR_S = 30.0  # how long a volume that stalled gets no new bytes
 READ_AHEADS_MAX = 1024
+RANGE_BLOCKS_MAX = 16  # of a range that may be fetched by itself: the edges of a longer one are an eighth of it
 STREAMS_MAX = 4  # sequential readers tracked per object
 _BLOCK = limits.BLOCK_BYTES
 
@@ -121,6 +124,8 @@ class ColdReads:
         self._deleted = deleted
         self._wrote = wrote
         self.foretold: Callable[[str, str], bool] = lambda bucket, key: False  # whether a job gives hints of the key
+        # whether blocks of a key that are not here are worth fetching whole for so many bytes in them
+        self.keeps: Callable[[str, str, list[int], int], bool] = lambda bucket, key, blocks, wanted_bytes: True
         self.bring_up: Callable[[str, str], None] = lambda bucket, key: (
             None
         )  # restores the key to view if it was owed before the start
@@ -173,6 +178,8 @@ class ColdReads:
             if found is not None:
                 await self._give_found(read, served, found)
                 return
+            if self.here(name)[0] is None and self._passes_by(ask, None) and await self._pass_unknown(read, served):
+                return
             answer = await self.openings.share(ask, served, terms)
             if answer is None:
                 continue  # it began before we came: ask again
@@ -201,12 +208,53 @@ class ColdReads:
     async def _give_found(self, read: Read, served: Served, found: Flight | Record) -> None:
         if read.closed:
             return
-        if isinstance(found, Flight):
-            self._give(read, found)
-        elif found.inline is not None:
+        if isinstance(found, Record) and found.inline is not None:
             self._give_inline(read, found, hit=True)
+        elif self._passes_by(read.ask, found):
+            info = found.info if isinstance(found, Flight) else info_of(found, read.ask.key)
+            await self._pass(read, served, info, found.checked_s, record=self._stored(found), by_choice=True)
+        elif isinstance(found, Flight):
+            self._give(read, found)
         else:
             await self._give_record(read, served, found)
+
+    def _passes_by(self, ask: Ask, found: Flight | Record | None) -> bool:
+        """Whether to fetch the range alone, and keep nothing: its blocks would leave before enough of them is read."""
+        if ask.range is None or ask.range.first is None or ask.range.last is None:
+            return False
+        start, end = ask.range.first, ask.range.last + 1
+        blocks = range(start // _BLOCK, -(-end // _BLOCK))
+        if len(blocks) > RANGE_BLOCKS_MAX:
+            return False  # at most two of them are not read whole
+        if isinstance(found, Flight):
+            missing = [block for block in blocks if found.lacks(block)]
+        else:
+            missing = [b for b in blocks if found is None or not found.has(b * _BLOCK, (b + 1) * _BLOCK)]
+        wanted_bytes = sum(min(end, (block + 1) * _BLOCK) - max(start, block * _BLOCK) for block in missing)
+        return bool(missing) and not self.keeps(ask.bucket, ask.key, missing, wanted_bytes)
+
+    async def _pass_unknown(self, read: Read, served: Served) -> bool:
+        """Pass the range of an object of which nothing is here. False if it must be asked for as any other."""
+        ask, asked_s = read.ask, self.clock.wall_s()
+        assert ask.range is not None
+        try:
+            async with self.permits(ask.bucket).claim(read, Need.FIRST):
+                fetch = await served.backend.fetch(ask.key, ask.range, version=ask.version)
+        except Invalid:
+            return False  # it lies outside the object
+        span = ask.range.resolve(fetch.info.size_bytes)
+        if (fetch.start, fetch.end) != span:
+            await fetch.aclose()
+            return False
+        run = Run(span[0] // _BLOCK, -(-span[1] // _BLOCK))
+        await self._pass(read, served, fetch.info, asked_s, body=(fetch, run), by_choice=True)
+        return True
+
+    def _stored(self, found: Flight | Record) -> Record | None:
+        """What the store has of it."""
+        if isinstance(found, Flight):
+            return found.sink.landing.record if isinstance(found.sink, DiskSink) else found.record
+        return found
 
     def _found(self, name: tuple[str, str], terms: Terms) -> Flight | Record | None:
         """What is here, if the reader may have it; None if the backend must be asked. `NotFound` if it was deleted
@@ -416,9 +464,10 @@ class ColdReads:
         record: Record | None = None,
         body: tuple[Fetch, Run] | None = None,
         rest: tuple[int, int] | None = None,
+        by_choice: bool = False,
     ) -> None:
         """Serve one reader from memory, over the blocks that `record` has. `rest`: what remains of a read whose flight
-        broke."""
+        broke. `by_choice`: a disk would take the bytes."""
         try:
             if read.ask.version not in ("", info.version) and not (record and is_version(record, read.ask.version)):
                 raise changed_meanwhile(read.ask.bucket, read.ask.key)
@@ -431,7 +480,10 @@ class ColdReads:
                 await body[0].aclose()
             raise
         if record is None or not record.has(start, end) or not self.compared.whole(record.object_id):
-            self._tally.passed_bytes += end - start
+            if by_choice:
+                self._tally.ranged_bytes += end - start
+            else:
+                self._tally.passed_bytes += end - start
         sink = MemorySink(below, self.memory)
         flight = Flight(
             self,
@@ -442,11 +494,18 @@ class ColdReads:
             checked_s=checked_s,
             record=record,
             adopted=body,
+            span=(start, end),
         )
         self._enter(flight)
         read.follow(flight, start, end)
         if read.closed:
             read.detach()
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes on their way to a disk, about."""
+        blocks = sum(flight.blocks_on_the_way for flight in self.all_flights if not flight.private)
+        return (blocks + len(self.openings.under_way)) * _BLOCK
 
     @property
     def pass_bytes(self) -> int:

@@ -12,7 +12,8 @@ A reader that failed, or reads on elsewhere, keeps its place until it leaves (`c
 may take the bytes it was told of from the file or memory, whatever became of the flight.
 
 A *private* flight serves one reader from memory (see `node/engine/read/sink.py`), and other readers cannot find it. Its
-run begins when there is memory for its first unit, and ends where memory ends. The machine begins another run there.
+run begins when there is memory for its first unit, and ends where memory ends. The machine begins another run there. No
+byte outside the reader's range (`span`) is fetched for it.
 
 Invariants. (1) Every `Fetch` effect is answered by one of Ended, GaveUp, Failed, whatever happens in the task. (2) A
 block is reported kept only after the store listed it. (3) When the machine is idle the sink is closed, and the flight
@@ -125,7 +126,9 @@ class Flight:
         checked_s: float,
         record: Record | None = None,
         adopted: tuple[Fetch, Run] | None = None,
+        span: tuple[int, int] | None = None,
     ) -> None:
+        """`span`: the bytes that the reader of a private flight asks for."""
         self.bucket = bucket
         self.backend = backend
         self.info = info
@@ -133,6 +136,8 @@ class Flight:
         self.record = record
         self.checked_s = checked_s
         self.private = isinstance(sink, MemorySink)
+        assert (span is not None) == self.private
+        self._span = span or (0, info.size_bytes)
         self.object_id = sink.landing.object_id if isinstance(sink, DiskSink) else record.object_id if record else 0
         self.gone = False
         self.closed = False
@@ -154,7 +159,7 @@ class Flight:
         # In memory the machine's blocks are smaller: memory is claimed and freed by the unit.
         self._units = limits.BLOCK_BYTES // limits.PASS_UNIT_BYTES if self.private else 1  # of a block of the store
         present, doubted = self._known_blocks(record)
-        first = adopted and self._in_units(range(adopted[1].first, adopted[1].end))
+        first = adopted and self._asked_of(self._in_units(range(adopted[1].first, adopted[1].end)))
         self.machine = machine.Flight(
             info.size_bytes,
             present if not self.private else bitmap_with(b"", self._in_units(iterate_present(present))),
@@ -171,6 +176,11 @@ class Flight:
         """The machine's numbers for these blocks of the store."""
         end = -(-self.info.size_bytes * self._units // limits.BLOCK_BYTES)
         return [u for block in blocks for u in range(block * self._units, min((block + 1) * self._units, end))]
+
+    def _asked_of(self, units: list[int]) -> list[int]:
+        """Those of these units that have bytes of the span."""
+        unit_bytes, (start, end) = limits.BLOCK_BYTES // self._units, self._span
+        return [unit for unit in units if unit * unit_bytes < end and start < (unit + 1) * unit_bytes]
 
     def _known_blocks(self, record: Record | None) -> tuple[bytes, set[int]]:
         if record is None:
@@ -211,6 +221,14 @@ class Flight:
 
     def has(self, start: int, end: int) -> bool:
         return self.machine.has(start, end)
+
+    def lacks(self, block: int) -> bool:
+        """Whether a block is neither here nor on its way."""
+        return any(self.machine.is_absent(unit) for unit in self._in_units([block]))
+
+    @property
+    def blocks_on_the_way(self) -> int:
+        return len(self.machine.owner)
 
     def lost(self, blocks: list[int]) -> None:
         """Somebody else evicted these blocks or found them bad."""
@@ -425,7 +443,7 @@ class Flight:
 
     async def _open(self, first: int, end: int) -> Fetch:
         block_bytes, size = self.machine.block_bytes, self.info.size_bytes
-        start, stop = first * block_bytes, min(end * block_bytes, size)
+        start, stop = max(first * block_bytes, self._span[0]), min(end * block_bytes, self._span[1])
         fetch = await self.backend.fetch(self.info.key, RangeSpec(start, stop - 1), version=self.info.version)
         if fetch.info.version != self.info.version:
             await fetch.aclose()
@@ -443,10 +461,11 @@ class Flight:
 
         The next bytes arrive while others are written: using disk and network in turn would halve the speed.
         """
-        start = first * self.machine.block_bytes
         position = fetch.start
-        hashes = BlockHashes(start, self.info.size_bytes, self.machine.block_bytes)
-        gathering = Gathering(max(start, position), partial(self._write, run, hashes))
+        start = max(first * self.machine.block_bytes, position)
+        assert self.private or start % self.machine.block_bytes == 0, "a block on disk is whole"
+        hashes = BlockHashes(start, self._span[1], self.machine.block_bytes)
+        gathering = Gathering(start, partial(self._write, run, hashes))
         try:
             async for chunk in fetch:
                 data = memoryview(chunk)
@@ -455,7 +474,7 @@ class Flight:
                     data, position = data[skip:], position + skip
                 data = data[: max(0, self._stop(run) - position)]
                 if data:
-                    if not self._told_s and isinstance(self.sink, DiskSink):
+                    if not self._told_s:
                         self._landed(run, self.sink.hold(position, data))
                     position += len(data)
                     await gathering.put(data)
@@ -474,7 +493,7 @@ class Flight:
 
     def _stop(self, run: int) -> int:
         """The byte where the run ends now."""
-        return min(self._ends[run] * self.machine.block_bytes, self.info.size_bytes)
+        return min(self._ends[run] * self.machine.block_bytes, self._span[1])
 
     async def _write(self, run: int, hashes: BlockHashes, position: int, pieces: list[memoryview]) -> None:
         room_bytes = self._stop(run) - position

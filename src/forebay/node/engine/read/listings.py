@@ -6,7 +6,8 @@ wait for it. Whoever comes within the bucket's freshness gets the same listing. 
 the moment it began: an asker who needs a later one waits for the one under way and shares the next.
 
 A listing is kept as a derived object under its bucket, prefix and id, and the fronts send it from there. If the store
-has no room for it, memory holds it (HELD_BYTES_MAX, but always the newest), and it is sent from there in parts. Earlier
+has no room for it, memory holds it (HELD_BYTES_MAX, but always the newest), and it is sent from there in parts. Small
+ones memory holds in any case: in a small cache they would leave before the job that asked gives its hints. Earlier
 listings stay in the store until they are evicted; while one is there, the node can say what changed since.
 
 Nobody waits silently for long: after WAIT_S the answer is the listing's progress, and the asker asks again.
@@ -42,6 +43,7 @@ log = logging.getLogger("forebay.listings")
 
 WAIT_S = 10.0
 HELD_BYTES_MAX = 128 * limits.MIB
+SMALL_BYTES_MAX = 4 * limits.MIB  # 60,000 objects
 KNOWN_MAX = 256  # (bucket, prefix) pairs whose newest listing is remembered
 ONE_BY_ONE = ("az", "https", "http")  # these list from the beginning to reach any key
 
@@ -152,8 +154,9 @@ class Listings:
         asked = begun.survey.requests
         log.info("%s/%s: %d objects listed in %.1f s by %d requests", bucket, prefix, len(listing), took_s, asked)
         self._hold(state.id, data)
-        if await self._derived.keep("listings", bucket, derived_key(prefix, state.id), state.id, data):
-            del self._held[state.id]
+        kept = await self._derived.keep("listings", bucket, derived_key(prefix, state.id), state.id, data)
+        if kept and len(data) > SMALL_BYTES_MAX:
+            self._held.pop(state.id, None)
         self._learn(begun, state)
         return state
 

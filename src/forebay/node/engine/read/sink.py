@@ -73,12 +73,12 @@ def pass_memory() -> Permits:
 
 
 class BlockHashes:
-    """The xxh3-64 of each block of a run, from chunks in order. `feed` may run in a worker thread."""
+    """The xxh3-64 of each block of a run, from chunks in order: from `position`, where a block begins, to `size_bytes`.
+    (In memory, where nothing is compared, both may lie within a block.) `feed` may run in a worker thread."""
 
     __slots__ = ("_block_bytes", "_hash", "_position", "_size_bytes")
 
     def __init__(self, position: int, size_bytes: int, block_bytes: int) -> None:
-        assert position % block_bytes == 0
         self._position, self._size_bytes, self._block_bytes = position, size_bytes, block_bytes
         self._hash = xxhash.xxh3_64()
 
@@ -158,17 +158,7 @@ class DiskSink:
             self.landing.close()
 
     def segments(self, start: int, end: int) -> list[Segment]:
-        held = self._held
-        if held is None or end <= held.start or held.end <= start:
-            return [Segment(start, end, self.landing.path, start)]
-        assert held.body is not None
-        first, stop = max(start, held.start), min(end, held.end)
-        pieces = [Segment(first, stop, "", 0, held.body[first - held.start : stop - held.start])]
-        if start < first:
-            pieces.insert(0, Segment(start, first, self.landing.path, start))
-        if stop < end:
-            pieces.append(Segment(stop, end, self.landing.path, stop))
-        return pieces
+        return _around(self._held, start, end, lambda first, stop: [Segment(first, stop, self.landing.path, first)])
 
     def drop(self, block: int) -> None:
         raise AssertionError("blocks on disk are evicted, not dropped")
@@ -190,6 +180,7 @@ class MemorySink:
         self._memory = memory
         self._claims: dict[int, Claim] = {}
         self._files: dict[int, int] = {}
+        self._held: Segment | None = None
 
     def claim(self, need: Need) -> Claim:
         """A claim to one unit of memory, not taken yet."""
@@ -219,6 +210,12 @@ class MemorySink:
             if unit in self._claims and unit not in self._files:
                 self._claims.pop(unit).leave()
 
+    def hold(self, position: int, data: memoryview) -> int:
+        """As `DiskSink.hold`: a small range travels in the message, and nobody opens a file for it."""
+        body = bytes(data[:HELD_BYTES_MAX])
+        self._held = Segment(position, position + len(body), "", 0, body)
+        return self._held.end
+
     async def write(self, position: int, pieces: list[memoryview], hashes: BlockHashes) -> list[tuple[int, int]]:
         """Write the pieces in order. No thread is needed: a copy within memory is quick."""
         whole: list[tuple[int, int]] = []
@@ -236,6 +233,9 @@ class MemorySink:
         return whole
 
     def segments(self, start: int, end: int) -> list[Segment]:
+        return _around(self._held, start, end, self._in_files)
+
+    def _in_files(self, start: int, end: int) -> list[Segment]:
         pieces: list[Segment] = []
         while start < end:
             block, offset = divmod(start, self._block_bytes)
@@ -262,6 +262,19 @@ class MemorySink:
 
 
 Sink = DiskSink | MemorySink
+
+
+def _around(
+    held: Segment | None, start: int, end: int, otherwise: Callable[[int, int], list[Segment]]
+) -> list[Segment]:
+    """Where [start, end) is: what is `held` in the message, and the rest where `otherwise` says."""
+    if held is None or end <= held.start or held.end <= start:
+        return otherwise(start, end)
+    assert held.body is not None
+    first, stop = max(start, held.start), min(end, held.end)
+    pieces = [Segment(first, stop, "", 0, held.body[first - held.start : stop - held.start])]
+    before = otherwise(start, first) if start < first else []
+    return [*before, *pieces, *(otherwise(stop, end) if stop < end else [])]
 
 
 class Gathering:
