@@ -72,10 +72,16 @@ LogFormat = Annotated[
 ]
 
 
+Audit = Annotated[
+    str | None,
+    typer.Option("--audit", metavar="WHAT", help="Audit log: off, changes, or reads (those too). Default: off."),
+]
+
+
 # fmt: off
 _AS_THEY_ARE = (
     "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
-    "flush_timeout", "log_format",
+    "flush_timeout", "log_format", "audit",
 )
 # fmt: on
 
@@ -113,6 +119,7 @@ def node(
     auto_buckets: AutoBuckets = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
+    audit: Audit = None,
     log_format: LogFormat = None,
     log_to_file: Annotated[bool, typer.Option("--log-to-file", help="Log to DIR/log/node.log, not stderr.")] = False,
     debug: Debug = False,

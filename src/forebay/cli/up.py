@@ -52,6 +52,7 @@ def up(
     auto_buckets: node_verb.AutoBuckets = None,
     flush_timeout: node_verb.FlushTimeout = None,
     loosen: node_verb.Loosen = False,
+    audit: node_verb.Audit = None,
     log_format: node_verb.LogFormat = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")

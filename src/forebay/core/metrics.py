@@ -62,6 +62,8 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_files_open", "gauge", "Data files that fronts hold open."),
         Metric("forebay_door_connections", "gauge", "Processes on this host that read through the door."),
         Metric("forebay_door_files_total", "counter", "Descriptors given to them."),
+        Metric("forebay_audit_lines_total", "counter", "Lines written to the audit log."),
+        Metric("forebay_audit_dropped_total", "counter", "Lines of the audit log for which there was no room."),
         Metric("forebay_engine_connects_total", "counter", "Times a front connected to its engine."),
         # engine
         Metric("forebay_flights", "gauge", "Cold fetches in progress."),

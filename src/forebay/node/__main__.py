@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
         "--loosen", action="store_const", const=True, help="let in who was not let in at the last start"
     )
     parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
+    parser.add_argument("--audit", help="what the audit log tells of: off (the default), changes or reads")
     parser.add_argument("--log-format", help="lines of text (the default) or json")
     flags = vars(parser.parse_args(arguments))
     try:

@@ -66,13 +66,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together (None: what the filesystems have). `volumes` are directories; none means DIR/volumes/v0. `domain` is the
     suffix of virtual-host bucket names. `auto_buckets`: an unknown bucket is looked for at s3:// with the environment's
     credentials. `log_to_file` sends the log to DIR/log/node.log instead of stderr; the file is put aside when it has
-    `log_bytes_max` (0: never). `log_format`: lines of text, or of JSON. `identity_key` is the file that
-    opens sealed secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private
-    key, "" when it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what
-    only the node has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long
-    is replaced (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last
-    start (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may
-    hold. `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
+    `log_bytes_max` (0: never). `log_format`: lines of text, or of JSON. `audit`: what each front tells of in its audit
+    log: nothing, changes, calls of admins and denials, or reads too. `identity_key` is the file that opens sealed
+    secrets of `identities`. With `tls_cert` the node speaks TLS and nothing else; `tls_key` is its private key, "" when
+    it stands in the same file. `flush_timeout_s`: how long a stop may take to bring to the backends what only the node
+    has; 0 leaves it for the next start. `hung_after_s`: a process that gives no sign of life for so long is replaced
+    (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last start
+    (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may hold.
+    `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
     (`core/reach.py`).
     """
 
@@ -88,6 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_to_file: bool = False
     log_format: Literal["text", "json"] = "text"
     log_bytes_max: int = 64 * limits.MIB
+    audit: Literal["off", "changes", "reads"] = "off"
     identity_key: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -196,6 +198,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def log_file(self) -> Path:
         return Path(self.dir) / "log" / "node.log"
+
+    def audit_file(self, number: int) -> Path:
+        """Where front `number` has its audit log (`node/front/audit`)."""
+        return Path(self.dir) / "log" / f"audit-{number}.jsonl"
 
     @property
     def volume_dirs(self) -> list[Path]:

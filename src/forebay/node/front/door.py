@@ -29,7 +29,7 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forebay.core import limits
@@ -71,6 +71,10 @@ COMPARED_BYTES_MAX = 64 * limits.MIB  # of an object that a client waits for: so
 TICK_S = 1.0
 READS_MAX, READ_BYTES_MAX = 1 << 32, 1 << 50  # in one report
 _COLD = DoorCold()
+
+
+# Who asked for what (identity, operation, bucket, key), and why it was refused.
+Tell = Callable[[str, str, str, str, ForebayError | None], None]
 
 
 class _Guest:
@@ -160,6 +164,8 @@ class _Guest:
         except ForebayError as error:
             self.ending = True
             self._post(DoorRefused(error.to_wire()))
+            if self._door.tell is not None:
+                self._door.tell("", "DoorHello", "", "", error)
             return
         self._post(DoorWelcome(self._door.node_id))
 
@@ -281,6 +287,7 @@ class Door:
         self.clock = clock
         self.node_id = ""
         self.files_given = 0
+        self.tell: Tell | None = None  # the audit log
         self.guests: set[_Guest] = set()
         self.loop: asyncio.AbstractEventLoop
         self._store = store
@@ -380,10 +387,13 @@ class Door:
             bucket = known.get(name)
             if bucket is None:
                 bucket = known[name] = self._bucket(guest, name)
+            denied = bucket if isinstance(bucket, ForebayError) else None
             if isinstance(bucket, ForebayError):
                 results.append(DoorError(bucket.to_wire()))
             else:
                 results.append(self._result(guest, bucket, key, now_s, fds))
+            if self.tell is not None and results[-1] is not _COLD and guest.identity is not None:
+                self.tell(guest.identity.name, "DoorOpen", name, key, denied)
         if len(self.link.touched_whole) >= limits.TOUCHES_MAX:
             self.link.flush()
         return results

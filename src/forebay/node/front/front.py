@@ -10,12 +10,15 @@ Invariant. After `stop` no connection, descriptor, task or timer of the front is
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 
 from forebay.core.messages.wire import Welcome
 from forebay.core.metrics import Snapshot
 from forebay.core.s3rules.names import BASE_DOMAINS, Addressing
+from forebay.node.front.audit.audit import Audit
+from forebay.node.front.audit.trail import Trail
 from forebay.node.front.batch.batches import Batches
 from forebay.node.front.door import Door
 from forebay.node.front.http.admission import Admission
@@ -79,11 +82,12 @@ class Front:
             clock=clock,
         )
         self._reads = Reads(self._store, self.link, self.counts, clock=clock)
+        self._audit = self._make_audit(settings)
         self._lane = Lane(
             self._reads,
             self._store,
             self.link,
-            open_to_all=lambda: self._auth.open,
+            open_to_all=lambda: self._auth.open and settings.audit != "reads",  # the lane tells nobody what it served
             ids=RequestIds(),
             path_style=lambda host: self._auth.knows(host) and not self._addressing.bucket_of_host(host),
             clock=clock,
@@ -151,7 +155,11 @@ class Front:
             clock=self._clock,
             timeouts=self._timeouts,
             tls=self._tls,
+            audit=self._audit,
         )
+        if self._audit is not None:
+            self._audit.trail.start()
+            self.door.tell = self._audit.at_door
         self.door.start()
         await self.server.start(listener)
 
@@ -164,6 +172,8 @@ class Front:
         if self._shards is not None:
             await self._shards.aclose()
         self._store.close()
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.trail.stop)
 
     def read_anew(self) -> None:
         """Read what somebody may have changed: the certificate."""
@@ -178,9 +188,19 @@ class Front:
         values["forebay_files_open"] = self._store.files_open
         values["forebay_door_connections"] = len(self.door.guests)
         values["forebay_door_files_total"] = self.door.files_given
+        if self._audit is not None:
+            values["forebay_audit_lines_total"] = self._audit.trail.lines
+            values["forebay_audit_dropped_total"] = self._audit.trail.dropped
         snapshot = Snapshot(values, counted.histograms)
         snapshot.check()
         return snapshot
+
+    def _make_audit(self, settings: Settings) -> Audit | None:
+        if settings.audit == "off":
+            return None
+        file, clock = settings.audit_file(self.number), self._clock
+        trail = Trail(file, self.number, size_bytes_max=settings.log_bytes_max, clock=clock)
+        return Audit(trail, self._auth, self._addressing, reads=settings.audit == "reads", clock=clock)
 
     def _follow(self, welcome: Welcome) -> None:
         self._welcomed = welcome

@@ -16,6 +16,7 @@ import signal
 from forebay.core.errors import Invalid, Unavailable
 from forebay.node.process import logs
 from forebay.node.process.supervisor import supervise
+from forebay.node.rotated_files import open_to_append
 from forebay.node.settings import Settings, is_loopback
 from forebay.node.tls import tls_files
 from forebay.node.vitals import raise_file_limit
@@ -38,8 +39,11 @@ def run(settings: Settings) -> int:
         raise Unavailable(f"only {files} open files are allowed, and a node needs {FILES_MIN}: raise `ulimit -n`")
     try:
         node_log = logs.begin("supervisor", settings)
+        if settings.audit != "off":  # later a front goes on without it
+            os.close(open_to_append(settings.audit_file(0)))
     except OSError as error:
-        raise Invalid(f"the log {settings.log_file} cannot be written ({error.strerror}): give another --dir") from None
+        where = settings.log_file.parent
+        raise Invalid(f"no log can be written in {where} ({error.strerror}): give another --dir") from None
     tls_files(settings)  # what is wrong with them is said here, by the process that the user looks at
     if not settings.tls_cert and not is_loopback(settings.host):
         log.warning(

@@ -31,6 +31,7 @@ import asyncio
 import logging
 import os
 from collections import deque
+from itertools import islice
 
 from forebay.core import limits
 from forebay.core.access import Identity
@@ -57,6 +58,7 @@ HELD_MAX = 128  # leases (and inline objects read again) that one batch holds at
 PATIENCE_S = 1.0
 COMPARED_AHEAD = 32  # hits whose first use they are, at a time
 
+DENIED_NOTED_MAX = 100  # items of a batch that the audit log hears of
 _HEADER_BYTES = FRAME.size
 log = logging.getLogger("forebay.http")
 
@@ -112,6 +114,8 @@ class _Answer:
         self._counts.batches += 1
         try:
             await self._plan.make()
+            for (bucket, key), error in islice(self._plan.denied.items(), DENIED_NOTED_MAX):
+                self._exchange.request.note(bucket, key, error.status, error.code)
             self._total = self._plan.total
             self._counts.batch_failed += self._plan.failed
             self._unasked.extend(self._plan.questions())

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.errors import ForebayError, NotSupported, Precondition
+from forebay.core.errors import Denied, ForebayError, NotSupported, Precondition
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages import batch
 from forebay.core.messages.batch import FRAME, Item
@@ -112,6 +112,7 @@ class BatchPlan:
         self._form = form
         self._items = items
         self._buckets: dict[str, Bucket | ForebayError] = {}
+        self.denied: dict[tuple[str, str], Denied] = {}  # by bucket and key
         self._shards: dict[tuple[str, str], Shard | ForebayError] = {}
 
     async def make(self) -> None:
@@ -264,6 +265,8 @@ class BatchPlan:
             bucket = self._bucket(name)
             check_key(key)
         except ForebayError as error:
+            if isinstance(error, Denied):
+                self.denied[name, key] = error
             return Known(name, key, None, error)
         return Known(name, key, self._sources.store.fresh(bucket, key, self._sources.clock.wall_s()))
 

@@ -135,7 +135,8 @@ class Auth:
         verified = self._verifier.verify(
             now_s, request.method, request.path, request.query, request.headers, request.body
         )
-        return ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
+        request.identity = ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
+        return request.identity
 
     def caller(self, request: Request, bucket: Bucket | None = None) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
@@ -149,7 +150,8 @@ class Auth:
             if bucket is not None and not bucket.url:
                 raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        return Caller(self._owner(verified.key_id, now_s), verified)
+        request.identity = self._owner(verified.key_id, now_s)
+        return Caller(request.identity, verified)
 
     def _owner(self, key_id: str, now_s: float) -> Identity:
         """Whose key this is. Its signature was right, but it may have been replaced."""
@@ -182,7 +184,8 @@ class Auth:
                 _check_page(request)
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
-        return self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
+        request.identity = self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
+        return request.identity
 
     def holder(self, token: bytes) -> Identity:
         """Whose bearer token this is, however it came; `ANYONE` without identities, else `Denied` if it is nobody's."""

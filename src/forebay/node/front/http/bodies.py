@@ -137,6 +137,11 @@ class Incoming:
         if size_bytes is not None and size_bytes > memory_bytes_max:
             self._open()
 
+    @property
+    def taken_bytes(self) -> int:
+        """How much came."""
+        return self._taken
+
     # --- the connection's side (BodySink) ----------------------------------------------------------------------------
     def write(self, chunk: bytes | memoryview) -> None:
         """Take the next bytes. `Invalid` for framing and length, `Denied` for a chunk's signature, `Unavailable`

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
 from forebay.core import limits
+from forebay.core.access import Identity
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.core.types import LOOP_STATUS
@@ -34,11 +35,18 @@ class Request:
     percent-encoded). `headers` maps lower-case names to values without surrounding blanks; repeated fields are joined
     with a comma, as RFC 9110 5.3 allows. `secure`: it came over TLS. `started_s` is monotonic seconds. `sink` took the
     body, if one was announced; `caller` is for the handler, to remember who was let in before the body.
+
+    For the audit log alone, and not there until somebody sets them: `identity`, who proved to have sent it, and
+    `noted`, what came of each of several objects (`note`).
     """
 
     __slots__ = (
-        "body", "caller", "headers", "method", "path", "peer", "query", "secure", "sink", "started_s", "target",
+        "body", "caller", "headers", "identity", "method", "noted", "path", "peer", "query", "secure", "sink",
+        "started_s", "target",
     )  # fmt: skip
+
+    identity: Identity
+    noted: list[tuple[str, str, int, str]]
 
     def __init__(
         self,
@@ -62,6 +70,13 @@ class Request:
         self.peer = peer
         self.secure = secure
         self.started_s = started_s
+
+    def note(self, bucket: str, key: str, status: int, error: str) -> None:
+        """Remember what came of one object of several: the status that it alone would have had, and the code."""
+        try:
+            self.noted.append((bucket, key, status, error))
+        except AttributeError:
+            self.noted = [(bucket, key, status, error)]
 
     def header(self, name: bytes) -> str:
         """The header `name` (lower case) as text, "" when it is not there."""

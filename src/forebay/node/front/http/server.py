@@ -4,7 +4,8 @@ Theory. Header lines that are the same for every response (date, server name) an
 needs are made once a second here. The same tick checks every connection's deadline: 4,096 of them take about a
 millisecond, while a timer for each would be set and cancelled with every request.
 
-With `tls`, every connection speaks TLS (`tls_connection.py`), and the tick follows the certificate's files.
+With `tls`, every connection speaks TLS (`tls_connection.py`), and the tick follows the certificate's files. With
+`audit`, every connection tells it of its requests.
 
 Invariants. (1) `connections` holds exactly those that are not closed. (2) After `stop` returns there are none.
 """
@@ -28,6 +29,7 @@ from forebay.ports import clock as clocks
 from forebay.ports import threads
 
 if TYPE_CHECKING:
+    from forebay.node.front.audit.audit import Audit
     from forebay.node.tls import TlsFiles
 
 # Said with every answer. What is stored here may be a page, and is shown at the node's own address: without these a
@@ -60,6 +62,7 @@ class Server:
         timeouts: Timeouts = Timeouts(),
         admission: Admission | None = None,
         tls: TlsFiles | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self.s3 = s3
         self.native = native
@@ -76,6 +79,7 @@ class Server:
         self.standing = b""
         self.loop: asyncio.AbstractEventLoop
         self._tls = tls
+        self._audit = audit
         self._listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event
@@ -89,6 +93,8 @@ class Server:
 
     def _connection(self) -> Callable[[], Connection]:
         tls = self._tls
+        if self._audit is not None:
+            return self._audit.connections(self, tls)
         if tls is None:
             return lambda: Connection(self)
         from forebay.node.front.http.tls_connection import TlsConnection

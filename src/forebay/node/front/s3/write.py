@@ -202,9 +202,11 @@ class Objects:
                 async with gate:
                     await self._delete_one(bucket.name, one)
             except ForebayError as error:
-                code, _ = errors.code_and_status(error)
+                code, status = errors.code_and_status(error)
+                request.note(bucket.name, one.key, status, code)
                 said = element("Key", one.key) + element("Code", code) + element("Message", readable(error.message))
                 return f"<Error>{said}</Error>"
+            request.note(bucket.name, one.key, 204, "")
             return "" if quiet else f"<Deleted>{element('Key', one.key)}</Deleted>"
 
         said = await asyncio.gather(*(delete(one) for one in asked))

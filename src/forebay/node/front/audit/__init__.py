@@ -1,0 +1,1 @@
+"""The audit log of a front: who asked for what, from where, and what came of it."""
