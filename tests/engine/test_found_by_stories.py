@@ -148,3 +148,23 @@ def test_a_small_object_that_changes_while_its_first_body_arrives_is_read_anew(
 async def _broken(error: ForebayError) -> AsyncIterator[bytes]:
     raise error
     yield b""
+
+
+def test_what_the_sweep_finds_missing_is_no_longer_counted_by_eviction(rigged: Rigged) -> None:
+    """It was counted until the node's end, as room that nothing could give back."""
+
+    async def story(rig: Rig) -> None:
+        rig.remote.place("key", pattern(2 * MIB, 1))
+        await rig.front.get("key")
+        await rig.idle()
+        record = rig.engine.store.lookup("remote", "key")
+        assert record is not None
+        os.unlink(rig.engine.store.data_path(record))
+        for _ in rig.engine.store.sweep():
+            pass
+        rig.engine.flush()
+        assert rig.engine.store.lookup("remote", "key") is None
+        for usage in rig.engine.store.usage():
+            assert rig.engine.room._machines[usage.volume_id].used_bytes == usage.weighed_bytes
+
+    rigged(story)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forebay.core.limits import BLOCK_BYTES
@@ -54,6 +55,25 @@ def test_a_header_comes_back_with_its_checksums(
     files.remove(path)
     assert not os.path.exists(path)
     assert not os.path.exists(path + ".head")
+
+
+@pytest.mark.parametrize("xattrs", [True, False])
+def test_checksums_find_their_place_behind_a_header_that_was_replaced(tmp_path: Path, xattrs: bool) -> None:
+    """A landing holds the header from before new tags: it wrote its next checksum into the middle of the longer one."""
+    path, landing = _create(tmp_path, _identity(), xattrs=xattrs)
+    landing.set_sums({0: 111})
+    tags = files.Header.read(path)
+    assert tags is not None
+    named = msgspec.structs.replace(
+        tags.identity, headers=(("x-amz-tagging", "colour=blue&" * 9),) * (1 if xattrs else 50)
+    )
+    tags.rename_to(named)
+    landing.set_sums({1: 222})
+    again = files.Header.read(path)
+    assert again is not None
+    assert again.identity == named
+    assert list(again.sums())[:3] == [111, 222, 0]
+    assert landing.sums() == again.sums()
 
 
 @pytest.mark.parametrize("where", [0, 4, 9, 17, 40])

@@ -38,6 +38,7 @@ from forebay.core.machines.stall import LOOK_S
 from forebay.core.messages.calls import PutCall, Written
 from forebay.core.messages.wire import Welcome
 from forebay.core.reach import Reach
+from forebay.core.record import present_blocks
 from forebay.core.types import Bucket
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node.engine.buckets import PREFIX as BUCKETS
@@ -326,6 +327,7 @@ class Engine:
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.store.on_lost = self._lost
+        self.store.on_missing = lambda record: self.room.removed(record.object_id, present_blocks(record))
         self.store.on_answer = functools.partial(self._on_loop, asyncio.get_running_loop())
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         paths = [str(path) for path in self.settings.volume_dirs]

@@ -72,7 +72,6 @@ class Suspicions:
             return
         record, blocks = cold.store.examine(*name, object_id), present_blocks(before)
         if record is None:
-            cold.evictor.removed(object_id, blocks)
             cold.evicted(object_id, blocks)
             if (flight := cold.flights.get(name)) is not None:
                 del cold.flights[name]  # its file is gone

@@ -110,20 +110,25 @@ def _decode_header(data: bytes) -> Identity | None:
         return None
 
 
+def _header_bytes(data: bytes | bytearray) -> int:
+    """How long the header at the start of `data` is, without checksums."""
+    return int(_PREFIX.size + _PREFIX.unpack_from(data)[1])
+
+
 def sums_offset_in_sidecar(header_bytes: int) -> int:
     return -(-header_bytes // _PAGE) * _PAGE
 
 
 class Header:
-    """The header of one data file, wherever it is kept. Not for two threads at once on one file."""
+    """The header of one data file, wherever it is kept. Not for two threads at once on one file. Somebody else may have
+    replaced `identity` (`rename_to`), so the file says where its checksums begin."""
 
-    __slots__ = ("identity", "path", "sums_at", "with_xattr")
+    __slots__ = ("identity", "path", "with_xattr")
 
-    def __init__(self, path: str, identity: Identity, *, with_xattr: bool, header_bytes: int) -> None:
+    def __init__(self, path: str, identity: Identity, *, with_xattr: bool) -> None:
         self.path = path
         self.identity = identity
         self.with_xattr = with_xattr
-        self.sums_at = header_bytes if with_xattr else sums_offset_in_sidecar(header_bytes)
 
     @classmethod
     def create(cls, path: str, identity: Identity, *, xattrs: bool = True, sums: Sequence[int] = ()) -> Header:
@@ -138,12 +143,12 @@ class Header:
             try:
                 # write the full length at once, so that later checksums always have room
                 os.setxattr(path, XATTR, data + packed.ljust(8 * blocks, b"\0"))
-                return cls(path, identity, with_xattr=True, header_bytes=len(data))
+                return cls(path, identity, with_xattr=True)
             except OSError as error:
                 if error.errno not in _NO_XATTR:
                     raise
         _write_sidecar(path + SIDECAR_SUFFIX, data, packed, "xb")
-        return cls(path, identity, with_xattr=False, header_bytes=len(data))
+        return cls(path, identity, with_xattr=False)
 
     @classmethod
     def read(cls, path: str) -> Header | None:
@@ -163,17 +168,17 @@ class Header:
         identity = _decode_header(data)
         if identity is None:
             return None
-        header_bytes = _PREFIX.size + _PREFIX.unpack_from(data)[1]
-        return cls(path, identity, with_xattr=with_xattr, header_bytes=header_bytes)
+        return cls(path, identity, with_xattr=with_xattr)
 
     def sums(self) -> array[int]:
         """One stored checksum per block, 0 where absent."""
         count = blocks_in(self.identity.size_bytes, self.identity.block_bytes)
         if self.with_xattr:
-            data = os.getxattr(self.path, XATTR)[self.sums_at :]
+            data = os.getxattr(self.path, XATTR)
+            data = data[_header_bytes(data) :]
         else:
             with open(self.path + SIDECAR_SUFFIX, "rb") as file:
-                file.seek(self.sums_at)
+                file.seek(sums_offset_in_sidecar(_header_bytes(file.read(_PREFIX.size))))
                 data = file.read(8 * count)
         sums = array("Q", data[: min(len(data) // 8, count) * 8])
         if len(sums) < count:
@@ -195,14 +200,18 @@ class Header:
         """Set the stored checksums of blocks; 0 takes one out."""
         if self.with_xattr:
             data = bytearray(os.getxattr(self.path, XATTR))
+            sums_at = _header_bytes(data)
+            if sums_at + 8 * blocks_in(self.identity.size_bytes, self.identity.block_bytes) > len(data):
+                return  # it rotted meanwhile: whoever reads it next finds that
             for block, value in changes.items():
-                struct.pack_into("<Q", data, self.sums_at + 8 * block, value)
+                struct.pack_into("<Q", data, sums_at + 8 * block, value)
             os.setxattr(self.path, XATTR, bytes(data))
             return
-        fd = os.open(self.path + SIDECAR_SUFFIX, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(self.path + SIDECAR_SUFFIX, os.O_RDWR | os.O_CLOEXEC)
         try:
+            sums_at = sums_offset_in_sidecar(_header_bytes(os.pread(fd, _PREFIX.size, 0)))
             for block, value in changes.items():
-                os.pwrite(fd, struct.pack("<Q", value), self.sums_at + 8 * block)
+                os.pwrite(fd, struct.pack("<Q", value), sums_at + 8 * block)
         finally:
             os.close(fd)
 

@@ -24,7 +24,7 @@ import msgspec
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.messages.wire import VolumeAt
 from forebay.core.ranges import absent_runs, run_bytes
-from forebay.core.record import State, blocks_in
+from forebay.core.record import Record, State, blocks_in
 from forebay.core.volumes import KnownVolume, LostObject, Owners
 from forebay.node.store.disk import keys, ledger, volume_threads
 from forebay.node.store.disk.usage import PAGE_BYTES, Room, VolumeUsage
@@ -60,6 +60,7 @@ class VolumeSet(Whereabouts[Volume]):
         self.any_stalled = False
         self.roomless: dict[str, bool] = {}  # by path: volumes without room to be opened; whether some seemed free
         self.on_lost: Callable[[Lost], None] = lambda lost: None  # called for each object lost from now on
+        self.on_missing: Callable[[Record], None] = lambda record: None  # whose file is gone: it is out of the index
         self.unshown: dict[tuple[str, str], Volume] = {}  # keys with a change that the index has not taken yet
         self.epoch = 0  # counts the sets of volumes that served; see volume.py
         self.astray: dict[str, set[str]] = {}  # by volume id: buckets of which something could not move to its place

@@ -583,6 +583,7 @@ class Store(VolumeSet):
             self._reclaimer.unlink(volume, volume.data_path(old.object_id))
 
     def _missing(self, volume: Volume, bucket: str, key: str, record: Record) -> None:
+        self.on_missing(record)
         if record.state & State.OWNED:
             self._set_aside(volume, bucket, key, record, "its data file is gone or not its own")
             return
