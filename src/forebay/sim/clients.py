@@ -87,6 +87,7 @@ class Board:
         self.wrong: list[str] = []
         self.answered = self.unsure = 0
         self.may_be_full = False  # a disk is, or was since the last quiet moment
+        self.copied: set[str] = set()  # labels of which there are copies
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
         self.writing: Counter[tuple[Place, str]] = Counter()  # labels whose write there has no answer yet
@@ -94,8 +95,9 @@ class Board:
         self._next: dict[int, int] = {}  # by the size that was wished for: where to look for a free one
         self._lock = threading.Lock()
 
-    def trying(self, place: Place, label: str, size_bytes: int) -> None:
+    def copying(self, place: Place, label: str, size_bytes: int) -> None:
         with self._lock:
+            self.copied.add(label)
             self.tried[place][label] = size_bytes
 
     def new(self, place: Place, label: str, size_bytes: int) -> bytes:
@@ -307,7 +309,7 @@ class Client:
                 return
             self._found[source] = seen
             label, headers["x-amz-copy-source-if-match"], size_bytes = seen
-        self._board.trying(place, label, size_bytes)
+        self._board.copying(place, label, size_bytes)
         headers["x-amz-copy-source"] = f"/{source[0]}/{quote(source[1])}"
         await self._write("write", place, label, "PUT", headers=headers, source=source)
 
@@ -431,9 +433,12 @@ class Client:
     def _lasts(self, place: Place, seen: Seen) -> bool:
         """Whether the ETag stays what it is while the body does. What was written back gets the bucket service's when
         it is fetched again, and the node's when it is copied onto once more. Those are the same where both are the MD5;
-        else a refusal tells nothing."""
-        is_md5 = "-" not in seen.etag and seen.size_bytes <= limits.ETAG_MD5_BYTES_MAX
-        return is_md5 or place[0] not in self._changing
+        else a refusal tells nothing. An object made of parts and its copy have two ETags in any bucket
+        (docs/semantics-uploads.md)."""
+        is_whole = "-" not in seen.etag
+        if is_whole and seen.size_bytes <= limits.ETAG_MD5_BYTES_MAX:
+            return True
+        return place[0] not in self._changing and (is_whole or seen.label not in self._board.copied)
 
     def _wrong(self, place: Place, what: str) -> None:
         self._board.complain(f"{self.name}, {place[0]}/{place[1]}: {what}")

@@ -56,7 +56,9 @@ def move_owned(volumes: VolumeSet, puts: Puts, all_volumes: Sequence[Volume]) ->
         if moved or stuck:
             detail = f"{moved} objects and deletes not yet flushed went to the volumes that their keys belong to now"
             if stuck:
-                detail += f"; {stuck} could not, and cannot be read until they can: make room, restart the node"
+                detail += (
+                    f"; {stuck} could not, and cannot be read until they can: make room or raise --capacity, restart"
+                )
             volumes.tell(StoreEvent("owed-moved", volume.id, detail))
         if stuck:
             stayed[volume.id] = {

@@ -427,7 +427,7 @@ def object_lost(lost: Lost) -> ObjectLost:
 def _stuck(volume: Volume, subject: str) -> VolumeMissing:
     return VolumeMissing(
         f"{subject}: the only copy is on volume {volume.id} at {volume.path} and could not be moved to the volume it "
-        "belongs to: make room there (`forebay status`), then restart the node"
+        "belongs to: make room there or raise --capacity (`forebay status`), then restart the node"
     )
 
 
