@@ -111,7 +111,14 @@ class RealNode:
 
     def flush(self, bucket: str) -> None:
         """Return when all that was written to the bucket is in its backend."""
-        status, body = self._native("POST", "flush", {"bucket": bucket})
+        self._job("flush", {"bucket": bucket})
+
+    def evict(self, bucket: str, prefix: str) -> None:
+        """Return when nothing under the prefix is cached any more."""
+        self._job("evict", {"bucket": bucket, "prefix": prefix})
+
+    def _job(self, verb: str, call: dict[str, str]) -> None:
+        status, body = self._native("POST", verb, call)
         assert status < 300, body
         deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
         while (state := json.loads(body))["state"] == "running":

@@ -193,6 +193,11 @@ def no_such_key(what: str) -> NotFound:
     return NotFound(f"{what} does not exist: check the key", code="NoSuchKey")
 
 
+def not_that_version(what: str, said: str) -> NotSupported:
+    """The answer does not say that it is the version that was named."""
+    return NotSupported(f"{what}: the backend answered with version {said[:100]!r}: does it keep versions?")
+
+
 def no_such_bucket(what: str) -> NoBackendBucket:
     """The bucket itself does not exist at the backend."""
     return NoBackendBucket(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from forebay.backends.azure import container
@@ -37,13 +38,15 @@ from forebay.backends.local.directory import DirectoryBackend
 from forebay.backends.local.empty import LocalBackend
 from forebay.backends.s3 import credentials as aws
 from forebay.backends.s3 import listing
+from forebay.backends.s3.versions import Versions
 from forebay.backends.s3.writing import S3Writes
 from forebay.backends.seam import Backend
 from forebay.core import limits
-from forebay.core.errors import Invalid
+from forebay.core.errors import Invalid, NotSupported
 from forebay.core.s3rules import keeping
 from forebay.core.spelling import did_you_mean
 from forebay.core.types import LOCAL_URL, LOOP_HEADER, Bucket
+from forebay.core.versions import whose_versions
 from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
 
@@ -93,10 +96,14 @@ def _service(bucket: Bucket) -> tuple[str, ...]:
 def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: Bounds | None = None) -> Backend:
     """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it, `Denied`
     that it is not within `bounds`. `node`, if given, is the id of the node that asks: it goes with every request over
-    HTTP."""
-    clock, bounds = clock or SystemClock(), bounds or Bounds()
+    HTTP. A bucket of versions (`core/versions.py`) has the backend that reads them."""
+    clock, bounds, versions = clock or SystemClock(), bounds or Bounds(), bool(whose_versions(bucket.name))
+    if versions:
+        bucket = msgspec.structs.replace(bucket, name=whose_versions(bucket.name))
     scheme, name, path = _parse(bucket)
     bounds.check(bucket)
+    if versions and scheme != "s3":
+        raise NotSupported("versions are served of s3:// buckets alone: leave versionId out to mean the current object")
     if scheme == "memory":
         return memory.named(name)
     if scheme == "local":
@@ -112,7 +119,7 @@ def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: B
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     if scheme == "s3":
-        return _s3(name, prefix, bucket.options, client, clock)
+        return _s3(name, prefix, bucket.options, client, clock, versions)
     if scheme == "gs":
         return _gcs(name, prefix, bucket.options, environment, client, clock)
     if scheme == "az":
@@ -187,7 +194,9 @@ def _for_obstore(client: Mapping[str, Any], url: str) -> Any:
     return {**known, **timeouts, "http1_only": True, "allow_http": url.startswith("http://"), "user_agent": "forebay"}
 
 
-def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock) -> Cloud:
+def _s3(
+    name: str, prefix: str, options: Mapping[str, str], client: dict[str, Any], clock: Clock, versions: bool
+) -> Cloud | Versions:
     place = aws.find(name, options, clock)
     endpoint = place.url if place.virtual_host else place.url.removesuffix(f"/{name}")
     config: Any = {
@@ -206,6 +215,8 @@ def _s3(name: str, prefix: str, options: Mapping[str, str], client: dict[str, An
         credential_provider=provider,
     )
     wire = Wire(place.url, aws.Signer(place, clock), client, bucket=name)
+    if versions:
+        return Versions("s3", store, wire, prefix, _pages(wire), clock)
     kept = keeping.keeping_of(options)
     writes = S3Writes(wire, looks=aws.flag(options, "look_before_write"), keeping=kept)
     cloud = Cloud("s3", store, wire, prefix, _pages(wire), writes, clock)

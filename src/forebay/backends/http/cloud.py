@@ -41,7 +41,7 @@ import obstore
 
 from forebay.backends import errors
 from forebay.backends.http.pace import Pace, pace_of
-from forebay.backends.http.requests import Wire, WireFetch, bare_etag, is_condition, version_of
+from forebay.backends.http.requests import Wire, WireFetch, bare_etag, is_condition, of_version_id, version_of
 from forebay.backends.refusing import Refusing
 from forebay.backends.seam import Body, Fetch, PartSeen, UploadSeen
 from forebay.core import limits
@@ -241,7 +241,8 @@ class CloudReads:
         return opened
 
     async def _fetch_by_wire(self, full: str, key: str, range: RangeSpec | None, version: str) -> WireFetch:
-        opened = await self._wire.run(functools.partial(self._wire.open, full, range, version))
+        call = functools.partial(self._wire.open, full, range, version, version_id=self._version_id(key))
+        opened = await self._wire.run(call)
         opened.info = msgspec.structs.replace(opened.info, key=key)
         return opened
 
@@ -252,7 +253,7 @@ class CloudReads:
             except NotSupported:
                 if self.by_wire or not is_plain(full):
                     raise  # else it may be a server without ranges, which is dealt with here
-        options = _options(range if self._has_ranges else None, version)
+        options = _options(range if self._has_ranges else None, version, self._version_id(key))
         try:
             result = await obstore.get_async(self._store, full, options=options)
         except Exception as error:
@@ -271,7 +272,8 @@ class CloudReads:
 
     async def _fetch_whole(self, full: str, key: str, what: str, range: RangeSpec | None, version: str) -> CloudFetch:
         try:
-            result = await obstore.get_async(self._store, full, options=_options(None, version))
+            options = _options(None, version, self._version_id(key))
+            result = await obstore.get_async(self._store, full, options=options)
         except Exception as error:
             raise errors.from_obstore(error, what) from error
         return self._open(result, full, key, what, range, version)
@@ -280,7 +282,7 @@ class CloudReads:
         self, result: GetResult, full: str, key: str, what: str, range: RangeSpec | None, version: str
     ) -> CloudFetch:
         """The body of an answer, after looking whether it is what was asked for."""
-        info = _describe(result, full, key)
+        info = self._describe(result, full, key, what)
         if version and info.version != version:
             raise errors.changed(what)
         start, end = range.resolve(info.size_bytes) if range is not None else (0, info.size_bytes)
@@ -325,15 +327,17 @@ class CloudReads:
         if self.tells_keeping or not self._by_obstore(full):
             return await self._head_by_wire(full, key)
         try:
-            result = await obstore.get_async(self._store, full, options={"head": True})
+            options: GetOptions = {"head": True, **_options(None, "", self._version_id(key))}
+            result = await obstore.get_async(self._store, full, options=options)
         except Exception as error:
             if errors.cannot_tell(error):
                 return await self._head_by_wire(full, key)
             raise self._head_failed(errors.from_obstore(error, what), what) from error
-        return _describe(result, full, key)
+        return self._describe(result, full, key, what)
 
     async def _head_by_wire(self, full: str, key: str) -> ObjectInfo:
-        opened = await self._wire.run(functools.partial(self._wire.open, full, None, "", head=True))
+        call = functools.partial(self._wire.open, full, None, "", head=True, version_id=self._version_id(key))
+        opened = await self._wire.run(call)
         await opened.aclose()
         return msgspec.structs.replace(opened.info, key=key)
 
@@ -346,7 +350,8 @@ class CloudReads:
             info = await self._head(full, key, what)
             return None if info.version == version else info
         try:
-            options: GetOptions = {"head": True, "if_none_match": version}
+            options = _options(None, "", self._version_id(key))
+            options |= {"head": True, "if_none_match": version}
             result = await obstore.get_async(self._store, full, options=options)
         except Exception as error:
             failed = errors.from_obstore(error, what)
@@ -356,7 +361,7 @@ class CloudReads:
                 info = await self._head_by_wire(full, key)
                 return None if info.version == version else info
             raise self._head_failed(failed, what) from error
-        info = _describe(result, full, key)
+        info = self._describe(result, full, key, what)
         if info.version != version and self.tells_keeping:
             info = await self._head_by_wire(full, key)
         return None if info.version == version else info
@@ -397,6 +402,14 @@ class CloudReads:
 
     async def aclose(self) -> None:
         self._wire.close()
+
+    def _version_id(self, key: str) -> str:
+        """The version that a request for `key` names, "" for the current one."""
+        return ""
+
+    def _describe(self, result: GetResult, full: str, key: str, what: str) -> ObjectInfo:
+        info, version_id = _describe(result, full, key), self._version_id(key)
+        return of_version_id(info, version_id, result.meta["version"] or "", what) if version_id else info
 
     def _full(self, key: str) -> tuple[str, str]:
         """The key behind the prefix, and the object's name for messages; `Invalid` for keys that cannot be sent."""
@@ -495,7 +508,7 @@ class Cloud(CloudReads):
         return msgspec.structs.replace(info, key=key) if self._prefix else info
 
 
-def _options(range: RangeSpec | None, version: str) -> GetOptions:
+def _options(range: RangeSpec | None, version: str, version_id: str = "") -> GetOptions:
     options: GetOptions = {}
     if range is not None:
         if range.first is None:
@@ -506,6 +519,8 @@ def _options(range: RangeSpec | None, version: str) -> GetOptions:
             options["range"] = (range.first, range.last + 1)
     if is_condition(version):
         options["if_match"] = version
+    if version_id:
+        options["version"] = version_id
     return options
 
 

@@ -32,6 +32,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
+import msgspec
+
 from forebay.backends import errors
 from forebay.backends.http import bodies
 from forebay.backends.seam import Body
@@ -41,6 +43,7 @@ from forebay.core.record import header_text
 from forebay.core.s3rules.keeping import NAMES
 from forebay.core.s3rules.sigv4 import canonical_query
 from forebay.core.types import Headers, ObjectInfo, RangeSpec
+from forebay.core.versions import ID_HEADER
 
 THREADS_MAX = 8  # listings at once; each waits for the network nearly all its time
 SENDERS_MAX = 2 * limits.FLUSHES_MAX  # writes that are sending at once: all flushes, and as many of clients
@@ -83,6 +86,13 @@ def version_of(etag: str, modified_s: float, size_bytes: int) -> str:
 def is_condition(version: str) -> bool:
     """Whether `version` can be sent in If-Match; one that cannot is compared with the answer's only."""
     return bool(version) and not version.startswith(_COMPARED_ONLY)
+
+
+def of_version_id(info: ObjectInfo, version_id: str, said: str, what: str) -> ObjectInfo:
+    """The object that an answer describes, which says that it is of version `said`: it must be the one asked for."""
+    if said != version_id:
+        raise errors.not_that_version(what, said)
+    return msgspec.structs.replace(info, headers=(*info.headers, (ID_HEADER, version_id)))
 
 
 def bare_etag(etag: str) -> str:
@@ -150,21 +160,26 @@ class Wire:
         return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
 
     # --- objects whose keys obstore cannot name ----------------------------------------------------------------------
-    def open(self, key: str, range: RangeSpec | None, version: str, *, head: bool = False) -> WireFetch:
-        """The object's answer with its body still to come (none with `head`)."""
+    def open(
+        self, key: str, range: RangeSpec | None, version: str, *, head: bool = False, version_id: str = ""
+    ) -> WireFetch:
+        """The object's answer with its body still to come (none with `head`). `version_id`: the version to ask for."""
         headers = {}
         if range is not None:
             headers["range"] = _range_header(range)
         if is_condition(version):
             headers["if-match"] = version
         what = f"{self.url}/{key}"
-        connection, answer = self._send("HEAD" if head else "GET", key, [], headers)
+        query = [("versionId", version_id)] if version_id else []
+        connection, answer = self._send("HEAD" if head else "GET", key, query, headers)
         try:
             if answer.status not in (200, 206):
                 body = answer.read(ANSWER_BYTES_MAX).decode(errors="replace")
                 said = {name.lower(): value for name, value in answer.getheaders()}
                 raise errors.from_status(answer.status, body, what, said)
             info, start, end = self._describe(key, answer, what)
+            if version_id:
+                info = of_version_id(info, version_id, answer.getheader(ID_HEADER) or "", what)
             if version and info.version != version:
                 raise errors.changed(what)
             if range is not None and (start, end) != range.resolve(info.size_bytes):

@@ -27,7 +27,17 @@ from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
 from forebay.core.machines.opening import Silence
-from forebay.core.types import LOCAL_URL, Bucket, Headers, ListPage, ObjectInfo, RangeSpec, check_bucket_name
+from forebay.core.types import (
+    FRESH_IMMUTABLE,
+    LOCAL_URL,
+    Bucket,
+    Headers,
+    ListPage,
+    ObjectInfo,
+    RangeSpec,
+    check_bucket_name,
+)
+from forebay.core.versions import whose_versions
 from forebay.meta.seam import Entry, MetaStore
 from forebay.ports.clock import Clock
 
@@ -181,6 +191,7 @@ class Buckets:
         self._changed = changed
         self._kept: dict[str, Bucket] = {}
         self._served: dict[str, Served] = {}
+        self._versions: dict[str, tuple[Served, Served]] = {}  # of a bucket: as it was served then, and its versions
         self._unknown: dict[str, tuple[float, ForebayError]] = {}
         self._probing: dict[str, asyncio.Task[Served]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -202,7 +213,8 @@ class Buckets:
         return list(self._served.values())
 
     def _open_backend(self, bucket: Bucket) -> Backend:
-        return self._opener(bucket, self.counters.setdefault(bucket.name, BackendCounters()))
+        name = whose_versions(bucket.name) or bucket.name
+        return self._opener(bucket, self.counters.setdefault(name, BackendCounters()))
 
     async def leave_uploads(self, served: Served, key: str) -> None:
         """An upload of `key` may have begun without its id being heard. The backend's uploads may be another writer's,
@@ -231,7 +243,8 @@ class Buckets:
 
     def stands(self, served: Served) -> bool:
         """Whether the bucket still is the place that it was."""
-        now = self._served.get(served.bucket.name)
+        name = whose_versions(served.bucket.name)
+        now = self._versions[name][1] if name in self._versions else self._served.get(served.bucket.name)
         return now is served or (now is not None and now.same_place(served))
 
     async def get(self, name: str) -> Served:
@@ -250,6 +263,28 @@ class Buckets:
             task = self._probing[name] = asyncio.create_task(self._find(name))
             task.add_done_callback(lambda done: self._probing.pop(name, None))
         return await asyncio.shield(task)
+
+    async def readable(self, name: str) -> Served:
+        """As `get`, also for the versions of a bucket's objects (`core/versions.py`); `NotSupported` if its backend has
+        none."""
+        of = whose_versions(name)
+        if not of:
+            return await self.get(name)
+        served = await self.get(of)
+        known = self._versions.get(of)
+        if known is None or known[0] is not served:
+            bucket = Bucket(
+                name,
+                served.bucket.url,
+                FRESH_IMMUTABLE,
+                options=served.bucket.options,
+                created_s=served.bucket.created_s,
+                held=served.bucket.held,
+            )
+            versions = Served(bucket, self._open_backend(bucket))
+            self._close_versions(of)
+            known = self._versions[of] = served, versions
+        return known[1]
 
     async def _find(self, name: str) -> Served:
         bucket = Bucket(check_bucket_name(name), f"s3://{name}", created_s=self._clock.wall_s())
@@ -289,6 +324,7 @@ class Buckets:
             raise
         await self._meta.put(PREFIX + bucket.name, _encode(bucket))
         self._close_later(self._served.get(bucket.name))
+        self._close_versions(bucket.name)
         self._kept[bucket.name] = bucket
         self._served[bucket.name] = served
         self._unknown.pop(bucket.name, None)
@@ -307,6 +343,7 @@ class Buckets:
         """Forget the bucket; `NotFound` if it was not added. The caller evicts its cached objects."""
         served = self._served.pop(name, None)
         self._close_later(served)
+        self._close_versions(name)
         kept = self._kept.pop(name, None)
         if kept is None and served is None:
             raise _no_bucket(name)
@@ -320,8 +357,14 @@ class Buckets:
         for served in self._served.values():
             self._close_later(served)
         self._served.clear()
+        for name in list(self._versions):
+            self._close_versions(name)
         if self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _close_versions(self, name: str) -> None:
+        if name in self._versions:
+            self._close_later(self._versions.pop(name)[1])
 
     def _close_later(self, served: Served | None) -> None:
         if served is not None:

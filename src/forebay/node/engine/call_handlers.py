@@ -29,6 +29,7 @@ from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
 from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.core.versions import versions_of
 from forebay.core.volumes import LostObject
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
@@ -361,7 +362,7 @@ class Verbs:
         return BucketState(
             bucket.name,
             bucket.url,
-            sum(usage.buckets.get(bucket.name, 0) for usage in usages),
+            sum(usage.buckets.get(name, 0) for usage in usages for name in (bucket.name, versions_of(bucket.name))),
             bucket.quota_bytes,
             f"flush of {owed.error}" if owed.error else error,
             owed.bytes,

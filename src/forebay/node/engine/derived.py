@@ -17,6 +17,7 @@ from forebay.core.errors import Invalid
 from forebay.core.formats.members import form_of
 from forebay.core.record import Record, State, is_version
 from forebay.core.types import ObjectInfo
+from forebay.core.versions import versions_of
 from forebay.node.store.disk.usage import VolumeUsage
 from forebay.node.store.disk.volume_threads import remove_temp
 from forebay.node.store.reader import StoreReader
@@ -104,15 +105,21 @@ class Keeping:
 
 
 def names_in(index: StoreReader, bucket: str, prefix: str = "", keys: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """(reserved bucket, name) of committed objects derived from a bucket's: from those under `prefix`, or from exactly
-    `keys` (then some may not exist)."""
+    """(reserved bucket, name) of committed objects derived from a bucket's, and of versions that are here: of objects
+    under `prefix`, or of exactly `keys` (then some may not exist)."""
     for kind in DERIVED_KINDS:
         place = reserved(kind)
         if keys:
             yield from ((place, name_of(bucket, key)) for key in keys)
             continue
         for under in names_under(bucket, prefix):
-            after = ""
-            while found := index.scan_entries(place, under, after, SCAN_LIMIT):
-                yield from ((place, entry.key) for entry in found)
-                after = found[-1].key
+            yield from _scanned(index, place, under)
+    for under in [f"{key}\0" for key in keys] or [prefix]:
+        yield from _scanned(index, versions_of(bucket), under)
+
+
+def _scanned(index: StoreReader, place: str, under: str) -> Iterator[tuple[str, str]]:
+    after = ""
+    while found := index.scan_entries(place, under, after, SCAN_LIMIT):
+        yield from ((place, entry.key) for entry in found)
+        after = found[-1].key

@@ -38,6 +38,7 @@ from forebay.core.machines.hinted_eviction import HintedEviction
 from forebay.core.machines.hints import Hints
 from forebay.core.record import OWNED, PINNED, Record, present_blocks
 from forebay.core.types import Bucket
+from forebay.core.versions import whose_versions
 from forebay.node.engine.counts import Tally
 from forebay.node.store.disk.usage import taken_bytes
 from forebay.node.store.disk.volume import Unit, Volume
@@ -186,7 +187,7 @@ class Room:
         if machine is None:
             return
         number = unit_of(*unit)
-        machine.landed(number, size_bytes, bucket, ghost_name(bucket, key, unit[1]))
+        machine.landed(number, size_bytes, whose_versions(bucket) or bucket, ghost_name(bucket, key, unit[1]))
         if pinned:
             machine.pin(number)
         if self.foresight.landed(bucket, key, number, unit[1], size_bytes):
@@ -376,4 +377,5 @@ def _units_of(record: Record) -> Iterator[tuple[int, int]]:
 def _restorable(units: list[Unit]) -> Iterable[tuple[int, int, str, int, bool]]:
     for unit in units:
         pinned = bool(unit.state & _KEPT)
-        yield unit_of(unit.object_id, unit.block), unit.size_bytes, unit.bucket, unit.used_minute, pinned
+        bucket = whose_versions(unit.bucket) or unit.bucket  # versions count for their bucket's quota
+        yield unit_of(unit.object_id, unit.block), unit.size_bytes, bucket, unit.used_minute, pinned

@@ -32,6 +32,7 @@ from forebay.core.machines.shares import Need
 from forebay.core.ranges import ReadAhead, Run
 from forebay.core.record import Record, State, cached_bytes, info_of, is_pinned, is_version, make_record, present_blocks
 from forebay.core.types import ListPage, ObjectInfo, RangeSpec
+from forebay.core.versions import versions_of
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.read.bad_blocks import Suspicions
@@ -148,7 +149,7 @@ class ColdReads:
 
     async def _serve(self, read: Read) -> None:
         try:
-            served = await self._buckets.get(read.ask.bucket)
+            served = await self._buckets.readable(read.ask.bucket)
             self.bring_up(read.ask.bucket, read.ask.key)
             if read.ask.head_only:
                 record = await self.metadata(read.ask, served)
@@ -400,7 +401,7 @@ class ColdReads:
 
     def leave(self, bucket: str) -> None:
         """The bucket now points elsewhere or is gone: keep nothing of its reads under way, and let nobody join them."""
-        for name in [name for name in self.flights if name[0] == bucket]:
+        for name in [name for name in self.flights if name[0] in (bucket, versions_of(bucket))]:
             del self.flights[name]
             self.forget(*name)
 
@@ -570,7 +571,7 @@ class ColdReads:
         """Serve the rest of a read whose flight lost its disk."""
         assert isinstance(flight.sink, DiskSink)
         try:
-            served = await self._buckets.get(flight.bucket)
+            served = await self._buckets.readable(flight.bucket)
             record = flight.sink.landing.record
             await self._pass(read, served, flight.info, flight.checked_s, record=record, rest=(start, end))
         except ForebayError as error:

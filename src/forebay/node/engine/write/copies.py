@@ -45,6 +45,7 @@ from forebay.core.s3rules.conditions import Conditions
 from forebay.core.s3rules.keeping import without_keeping
 from forebay.core.s3rules.tags import tags_among, without_tags
 from forebay.core.types import Headers, ObjectInfo, RangeSpec, check_key
+from forebay.core.versions import ID_HEADER, whose_versions
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.disk_wait import by_disk, by_disk_in_steps, threads_of
 from forebay.node.engine.read.cold import ColdReads
@@ -232,7 +233,7 @@ class Copies:
         raise AssertionError("unreachable")
 
     async def _try(self, call: CopyCall, served: Served, onto_itself: bool, again: bool) -> Written:
-        source = await self._buckets.get(call.source_bucket)
+        source = await self._buckets.readable(call.source_bucket)
         info = await self._source(source, call, again=again)
         _check_size(info.size_bytes)
         if served.bucket.write == "through" and served.same_place(source) and self._is_there(call):
@@ -285,7 +286,7 @@ class Copies:
 
     async def _copy_part(self, call: UploadPartCopyCall) -> PartState:
         self._uploads().find(call.bucket, call.key, call.upload_id)
-        source = await self._buckets.get(call.source_bucket)
+        source = await self._buckets.readable(call.source_bucket)
         for attempt in range(1, TRIES + 1):
             info = await self._source(source, call, again=attempt > 1)
             start = call.start or 0
@@ -353,7 +354,11 @@ class Copies:
     def _is_there(self, call: CopyCall) -> bool:
         """Whether the backend can make this copy: it has the source, and nothing is asked that it cannot do."""
         record = self._store.lookup(call.source_bucket, call.source_key)
-        if call.checksum_algorithm or (record is not None and record.state & State.OWNED):
+        if (
+            call.checksum_algorithm
+            or whose_versions(call.source_bucket)
+            or (record is not None and record.state & State.OWNED)
+        ):
             return False
         return call.tags is None and call.if_match is None and call.if_none_match is None
 
@@ -441,7 +446,8 @@ class _SourceChanged(Exception):
 
 def _headers_of(info: ObjectInfo) -> Headers:
     """Those of the source that its copy has too. How a copy is kept, its own write says."""
-    return without_keeping(without_own(without_tags(info.headers)))
+    kept = without_keeping(without_own(without_tags(info.headers)))
+    return tuple(each for each in kept if each[0] != ID_HEADER)
 
 
 def _check_size(size_bytes: int) -> None:

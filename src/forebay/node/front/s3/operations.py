@@ -50,7 +50,13 @@ from forebay.node.front.s3.buckets import BucketsApi
 from forebay.node.front.s3.compat import attributes
 from forebay.node.front.s3.compat.api import CompatApi
 from forebay.node.front.s3.compat.versions import parse_versions, render_versions
-from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.front.s3.unserved import (
+    BUCKET_SUBRESOURCES,
+    OBJECT_SUBRESOURCES,
+    refuse,
+    version_asked,
+    versioned,
+)
 from forebay.node.front.s3.uploads import UploadsApi
 from forebay.node.front.s3.write import Objects
 from forebay.node.front.s3.xml import CONTENT_TYPE, document
@@ -229,6 +235,7 @@ class S3:
         for api in (self._uploads, self._compat):
             if query and api.handle(request, exchange, identity, bucket, key, query):
                 return
+        version_id = version_asked(query)
         refuse(request, query, _UNSERVED_OF_OBJECTS)
         if "attributes" in query:
             asked = attributes.parse_attributes(request)
@@ -255,7 +262,9 @@ class S3:
                 raise Invalid("Part number must be a whole number from 1 to 10000", code="InvalidArgument")
         extra = overrides + self._lines(request)
         decide = decide_by(request, wanted, part=int(part) if part else None, replaced=tuple(replaced), extra=extra)
-        if request.method == b"HEAD" and wanted == _WHOLE_BEFOREHAND:
+        if version_id:
+            self._reads.serve(exchange, *versioned(bucket, check_key(key), version_id), wanted, decide)
+        elif request.method == b"HEAD" and wanted == _WHOLE_BEFOREHAND:
             self._reads.prestage(exchange, bucket, key, wanted, decide)
         else:
             self._reads.serve(exchange, bucket, key, wanted, decide)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from forebay.core.errors import NotSupported
+from forebay.core.errors import Invalid, NotSupported
+from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from forebay.core.versions import CURRENT, name_of_version, versions_of
 from forebay.node.front.http.requests import Request
 
 # fmt: off
@@ -22,6 +24,7 @@ BUCKET_SUBRESOURCES: Final = frozenset(
         "session", "tagging", "uploads", "versioning", "versions", "website",
     )
 )
+_OF_ONE_OBJECT: Final = OBJECT_SUBRESOURCES  # these mean the current object
 _HEADERS: Final = frozenset((
     b"x-amz-server-side-encryption-customer-algorithm",
     b"x-amz-expected-bucket-owner",
@@ -37,5 +40,29 @@ def refuse(request: Request, query: dict[str, str], subresources: frozenset[str]
     if not _HEADERS.isdisjoint(request.headers):
         header = min(_HEADERS.intersection(request.headers))
         raise NotSupported(f"{header.decode()} is not served: leave it out, or ask the bucket itself")
-    if query and query.get("versionId", "null") != "null":
-        raise NotSupported("versions are not served: leave versionId out to mean the current object")
+    if query and query.get("versionId", CURRENT) != CURRENT:
+        raise NotSupported(
+            "versions are served to reads of objects alone: leave versionId out to mean the current object"
+        )
+
+
+def version_asked(query: dict[str, str]) -> str:
+    """The version that a read of an object asks for, and no longer does; "" for the current one."""
+    version_id = query.get("versionId", CURRENT) if query.keys().isdisjoint(_OF_ONE_OBJECT) else CURRENT
+    if version_id == CURRENT:
+        return ""
+    if not version_id:
+        raise Invalid("Version id cannot be the empty string", code="InvalidArgument")
+    del query["versionId"]
+    return version_id
+
+
+def versioned(bucket: Bucket, key: str, version_id: str) -> tuple[Bucket, str]:
+    """Where that version is read from (`core/versions.py`). `NotSupported` if the backend has no versions."""
+    if bucket.url and not bucket.url.startswith("s3://"):
+        raise NotSupported(
+            f"bucket {bucket.name} has no S3 backend that could keep versions: leave versionId out to mean the current "
+            "object"
+        )
+    name = name_of_version(key, version_id)
+    return Bucket(versions_of(bucket.name), bucket.url, FRESH_IMMUTABLE, options=bucket.options), name

@@ -50,6 +50,7 @@ from forebay.node.front.objects.object_headers import refuse_unserved, write_con
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.upload_calls import create_call, part_number, send_part
 from forebay.node.front.s3.listing import OWNER
+from forebay.node.front.s3.unserved import versioned
 from forebay.node.front.s3.write import copy_source, source_conditions
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, escape, malformed, parse, read, timestamp
 from forebay.node.outcomes import Call
@@ -181,8 +182,11 @@ class UploadsApi:
     ) -> UploadPartCopyCall:
         if request.body:
             raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
-        source_bucket, source_key = copy_source(request)
+        source_bucket, source_key, version_id = copy_source(request)
         self._auth.require_read(identity, self._find(source_bucket))
+        if version_id:
+            of, source_key = versioned(self._find(source_bucket), source_key, version_id)
+            source_bucket = of.name
         start, end = _copy_range(request)
         return UploadPartCopyCall(
             bucket, key, upload_id, number, source_bucket, source_key, start, end, *source_conditions(request)

@@ -27,7 +27,7 @@ from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.node.front.http.auth import Auth, Caller
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.checksums import HEADERS, check_algorithm
-from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request
+from forebay.node.front.http.requests import BodySink, Exchange, Lines, Request, decode_query
 from forebay.node.front.objects.object_headers import (
     check_acl,
     keeping_in,
@@ -38,7 +38,7 @@ from forebay.node.front.objects.object_headers import (
 )
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.s3 import errors
-from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse
+from forebay.node.front.s3.unserved import BUCKET_SUBRESOURCES, OBJECT_SUBRESOURCES, refuse, version_asked, versioned
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element, malformed, parse, read, readable, timestamp
 from forebay.node.outcomes import Call
 
@@ -143,10 +143,13 @@ class Objects:
         check_acl(request, bucket.acl)
         keeping = keeping_in(request, bucket)
         algorithm = request.header(b"x-amz-checksum-algorithm")
-        source_bucket, source_key = copy_source(request)
+        source_bucket, source_key, version_id = copy_source(request)
         self._auth.require_read(identity, self._find(source_bucket))
         replaced = _directive(request, b"x-amz-metadata-directive")
         tags_replaced = _directive(request, b"x-amz-tagging-directive")
+        if version_id:
+            of, source_key = versioned(self._find(source_bucket), source_key, version_id)
+            source_bucket = of.name
         if (source_bucket, source_key) == (bucket.name, key) and not replaced and not keeping:
             raise Invalid(
                 "This copy request is illegal because it is trying to copy an object to itself without changing the "
@@ -291,16 +294,18 @@ def _time(text: str | None) -> int | None:
     return seconds
 
 
-def copy_source(request: Request) -> tuple[str, str]:
-    """Bucket and key that x-amz-copy-source names. `Invalid`; `NotSupported` for a version."""
-    raw, _, version = request.headers[_SOURCE].partition(b"?")
-    if version and version != b"versionId=null":
-        raise NotSupported("versions are not served: leave versionId out to copy the current object")
+def copy_source(request: Request) -> tuple[str, str, str]:
+    """Bucket, key and version id ("" for the current object) that x-amz-copy-source names. `Invalid`."""
+    raw, _, asked = request.headers[_SOURCE].partition(b"?")
+    query = decode_query(asked)
+    version_id = version_asked(query)
+    if query.keys() - {"versionId"}:
+        raise Invalid("x-amz-copy-source takes no query but versionId", code="InvalidArgument")
     path = decode_path(raw)
     bucket, slash, key = path.removeprefix("/").partition("/")
     if not bucket or not slash or not key:
         raise Invalid("x-amz-copy-source must be <bucket>/<key>, percent-encoded", code="InvalidArgument")
-    return check_bucket_name(bucket), check_key(key)
+    return check_bucket_name(bucket), check_key(key), version_id
 
 
 class SourceConditions(NamedTuple):
