@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from forebay.core.errors import Exists, Invalid, Unavailable
 from forebay.ports import clock
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+SYSTEM_DIR = "/var/lib/forebay"
 LOOK_S = 0.05
 FRONTS_END_S = 10.0  # they notice at once, and finish what they are sending
 _ABOUT_CHILDREN = re.compile(r"see its message above|starting it again in")  # the supervisor's; the child said why
@@ -57,6 +59,9 @@ def up(
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait until it is ready.")
     ] = 60.0,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="Print a unit with which systemd runs this node, and start nothing.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -67,6 +72,9 @@ def up(
     given = node_verb.settings_among(locals())
     from forebay.node import last_start, settings
 
+    if systemd:
+        print(_unit(given, config, chosen=dir is not None), end="")
+        return
     wanted = settings.load(config, **given)
     at = Path(wanted.dir)
     there = _wait(at, None, wanted.endpoint, timeout_s) if local_node.running(at) else None
@@ -87,6 +95,22 @@ def up(
         show.document({**said, "started": started})
     else:
         print(welcome(there, at, dir, started=started))
+
+
+def _unit(given: dict[str, object], config: str | None, *, chosen: bool) -> str:
+    """The unit. What root makes runs as a user of its own, from a directory that such a user can have."""
+    from forebay.node import settings, systemd_unit
+
+    is_root = os.geteuid() == 0
+    if is_root and not chosen and config is None:
+        given["dir"] = SYSTEM_DIR
+    wanted = settings.load(config, **given)
+    if wanted.port == 0:
+        raise Invalid("--listen with port 0 is for tests: name a port, so that clients can find the service")
+    given["dir"] = wanted.dir
+    command = [sys.executable, "-m", "forebay.cli.main", "node", *_arguments(given, config)]
+    user = "forebay" if is_root else pwd.getpwuid(os.geteuid()).pw_name
+    return systemd_unit.unit(wanted, command, user, make_user=is_root)
 
 
 def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bool) -> str:

@@ -16,6 +16,8 @@ read identities and certificates anew. It also puts the log aside when that has 
 
 `node.json` in DIR/run appears when the node is ready (engine up, every front listening) and goes when it stops.
 
+A service manager is told of all this (`service.py`).
+
 A supervisor that is killed takes its children along (`node/process/child.py`), but not within the same instant: the
 next one waits for the last of them before it touches the port or a volume.
 
@@ -47,6 +49,7 @@ from forebay.core.machines.pulse import Pulse, interval_s
 from forebay.node.last_start import check_not_looser, remember
 from forebay.node.process.child import EXIT_REFUSED
 from forebay.node.process.logs import Log
+from forebay.node.process.service import VARIABLES, ServiceManager
 from forebay.node.settings import Settings
 from forebay.ports import machine
 from forebay.ports.clock import Clock
@@ -265,8 +268,10 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """The children's environment: ours, without Python's own knobs that would change what runs."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONOPTIMIZE", "PYTHONINSPECT")}
+    """The children's environment: ours, without Python's own knobs that would change what runs, and without what the
+    service manager wants of us."""
+    not_theirs = ("PYTHONOPTIMIZE", "PYTHONINSPECT", *VARIABLES)
+    return {name: value for name, value in os.environ.items() if name not in not_theirs}
 
 
 class Supervisor:
@@ -277,6 +282,8 @@ class Supervisor:
     ) -> None:
         self._clock = clock
         self._node_log = node_log
+        self._manager = ServiceManager(os.environ)
+        self._is_ready = False
         self._announce = announce
         self._holder, self.settings = hold_port(settings)
         fronts = self.settings.fronts_resolved
@@ -305,7 +312,7 @@ class Supervisor:
             stale.unlink(missing_ok=True)
         tasks = [asyncio.create_task(child.run()) for child in self.children]
         ready = asyncio.create_task(self._tell_when_ready())
-        rotating = asyncio.create_task(self._rotate_log())
+        aside = [ready, asyncio.create_task(self._rotate_log()), asyncio.create_task(self._beat())]
         stopped = asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -314,21 +321,33 @@ class Supervisor:
                 log.error("%s cannot start: see its message above", refused[0])
             return EXIT_REFUSED if refused else 0
         finally:
-            for task in (ready, rotating, stopped):
+            self._is_ready = False
+            self._manager.tell("STOPPING=1")
+            for task in (*aside, stopped):
                 task.cancel()
             self.settings.node_file.unlink(missing_ok=True)
             await asyncio.gather(*(child.stop() for child in self.children[1:]))
             await self.children[0].stop()  # after the fronts: what they are sending may still need it
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(ready, rotating, stopped, *tasks, return_exceptions=True)
+            await asyncio.gather(*aside, stopped, *tasks, return_exceptions=True)
             self.settings.no_flush_file.unlink(missing_ok=True)
             self._holder.close()
 
     def hang_up(self) -> None:
         """Have every process of the node reopen its log and read identities and certificates anew."""
+        if self._is_ready:
+            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={int(self._clock.monotonic_s() * 1e6)}")
         for child in self.children:
             child.hang_up()
+        if self._is_ready:
+            self._manager.tell("READY=1")
+
+    async def _beat(self) -> None:
+        """Tell the service manager that we live, if it wants to know."""
+        while self._manager.watchdog_s:
+            self._manager.tell("WATCHDOG=1")
+            await asyncio.sleep(self._manager.watchdog_s)
 
     async def _rotate_log(self) -> None:
         while True:
@@ -363,6 +382,8 @@ class Supervisor:
         except OSError as error:
             log.warning("who may get in is not remembered for the next start: %s", error)
         self._announce(self.settings.endpoint)
+        self._is_ready = True
+        self._manager.tell("READY=1", f"STATUS=serving at {self.settings.endpoint}")
 
 
 def _listeners(port: int, family: int) -> int:
