@@ -255,16 +255,19 @@ def test_strangers_cannot_fill_the_log(audited: Audited) -> None:
     url = urlsplit(audited.node.endpoint)
 
     def dropped() -> int:
-        """How many denials were not written, after some more of them."""
+        """How many refused requests were not written, after some more of them."""
+        denied = b"HEAD /data/x HTTP/1.1\r\nHost: x\r\n\r\n"
+        garbled = b"PUT /data/x HTTP/1.1\r\nHost: x\r\nAuthorization: AWS4-HMAC-SHA256 x\r\nContent-Length: 0\r\n\r\n"
         with socket.create_connection((url.hostname, url.port)) as client, client.makefile("rb") as answers:
             for _ in range(50):
-                client.sendall(b"HEAD /data/x HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
-                for _ in range(10):
-                    assert answers.readline().startswith(b"HTTP/1.1 403")
-                    while answers.readline() != b"\r\n":
-                        pass
+                client.sendall((denied + garbled) * 5)
+                for status in (b"403", b"400") * 5:
+                    assert answers.readline().startswith(b"HTTP/1.1 %b " % status)
+                    fields = dict(line.split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+                    answers.read(int(fields[b"Content-Length"]) if status == b"400" else 0)
         return sum(line["lines"] for line in audited.lines() if line["operation"] == "AuditDropped")
 
     until(dropped)
-    of_seconds = Counter(line["time"][:19] for line in audited.of(identity="", status=403))
-    assert max(of_seconds.values()) == 100
+    strangers = Counter(line["time"][:19] for line in audited.of(identity=""))
+    assert max(strangers.values()) == 100
+    assert audited.of(identity="", operation="PutObject", status=400)

@@ -9,8 +9,8 @@ each note is a line.
 No part of a line is a secret: no header but the copy source's name, no query (a presigned URL has its signature there),
 no body but the names in it. An identity is named only once it was proved; what somebody merely claimed is not repeated.
 
-Whoever proves nothing could fill the log with denials until what others did is rotated away. So of denials without an
-identity a front writes at most DENIALS_S_MAX in a second; the others are counted as dropped.
+Whoever proves nothing could fill the log with refused requests until what others did is rotated away. So of those a
+front writes at most STRANGERS_S_MAX in a second; the others are counted as dropped.
 
 Invariant. What is said of a request depends on the request and its answer alone.
 """
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from forebay.node.front.http.server import Server
     from forebay.node.tls import TlsFiles
 
-DENIALS_S_MAX = 100
-_STRANGERS: Final = ("", ANONYMOUS.name)
+STRANGERS_S_MAX = 100
 _SHOWN_MAX = limits.KEY_BYTES_MAX  # characters of a name that a client wrote
 _QUIET: Final = frozenset(("health", "ready"))  # asked all the time, by whatever watches the node
 _NO_CHANGES: Final = frozenset(
@@ -79,8 +78,8 @@ class Audit:
         self._addressing = addressing
         self._reads = reads
         self._clock = clock
-        self._second = 0  # the one in which denials are counted
-        self._denials = 0
+        self._second = 0  # the one in which strangers' lines are counted
+        self._of_strangers = 0
 
     def connections(self, server: Server, tls: TlsFiles | None) -> Callable[[], Connection]:
         """What makes the server's connections, so that they tell of each request."""
@@ -122,11 +121,11 @@ class Audit:
         self, said: dict[str, Any], bucket: str, key: str, status: int, error: str, size_bytes: int, **more: Any
     ) -> None:
         now_s = self._clock.wall_s()
-        if said["identity"] in _STRANGERS and status in (401, 403):
+        if not said["identity"] or (said["identity"] == ANONYMOUS.name and status in (401, 403)):
             if int(now_s) != self._second:
-                self._second, self._denials = int(now_s), 0
-            self._denials += 1
-            if self._denials > DENIALS_S_MAX:
+                self._second, self._of_strangers = int(now_s), 0
+            self._of_strangers += 1
+            if self._of_strangers > STRANGERS_S_MAX:
                 self.trail.drop()
                 return
         about = {"bucket": bucket[:_SHOWN_MAX], "key": key[:_SHOWN_MAX], "status": status, "error": error}
@@ -136,7 +135,7 @@ class Audit:
         identity = getattr(request, "identity", None)
         if identity is None:
             return "anyone" if self._auth.open else ""
-        return str(identity.name)
+        return str(identity.name)[:_SHOWN_MAX]
 
     # --- what it was about -------------------------------------------------------------------------------------------
     def _asked(self, request: Request) -> Asked:
