@@ -97,7 +97,7 @@ class NodeProcess:
                     words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
                     if len(words) < 4:
                         continue  # between fork and exec
-                    name = " ".join([words[2].rpartition(".")[2], *words[3:]]).strip()
+                    name = " ".join([words[2].rpartition(".")[2], *words[3:4]]).strip()
                     if alive(int(child)):
                         found[name] = int(child)
         return found

@@ -29,6 +29,7 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from forebay.core.errors import Invalid
+from forebay.core.machines.allowance import Limits
 
 Verb = Literal["read", "write", "admin", "observe"]
 VERBS: Final = get_args(Verb)
@@ -75,6 +76,7 @@ class Identity(msgspec.Struct, frozen=True):
     grants: tuple[Grant, ...] = ()
     retiring: tuple[Retiring, ...] = ()
     disabled: bool = False
+    limits: Limits | None = None
 
     def __repr__(self) -> str:
         return f"Identity({self.name!r}, {self.access_key_id!r}, {format_grants(self.grants)!r})"

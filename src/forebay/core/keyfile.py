@@ -2,7 +2,8 @@
 
     {"sealed_for": "<public key>", "identities": [
       {"name": "trainer", "allow": "read:corpus,write:ckpt-*", "access_key_id": "FB…", "secret_sealed": "…",
-       "token_sha256": "…", "retiring": [{"access_key_id": "FB…", "secret_sealed": "…", "until_s": 1790000000}]}]}
+       "token_sha256": "…", "limits": {"requests_per_s": 100, "bytes_per_s": "200MiB/s", "connections": 32},
+       "retiring": [{"access_key_id": "FB…", "secret_sealed": "…", "until_s": 1790000000}]}]}
 
 Theory. People read and write this file, so it is JSON and forgiving where it can be: a secret or a token may stand in
 it as it is (`secret_access_key`, `token`), and then the file is as secret as they are. `forebay key` keeps of a token
@@ -27,6 +28,8 @@ import msgspec
 
 from forebay.core.access import Identities, Identity, Retiring, parse_grants
 from forebay.core.errors import Invalid
+from forebay.core.machines.allowance import Limits, check_limits
+from forebay.core.quantity import parse_rate
 
 Unseal = Callable[[str, str], str]  # (what is sealed, access key id) -> the secret; raises `Invalid`
 
@@ -55,12 +58,28 @@ class Replaced(Proof, frozen=True):
     until_s: float
 
 
+class Limited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An identity's limits as people write them: bytes a second as a number or as `100MiB/s`."""
+
+    requests_per_s: float = 0.0
+    bytes_per_s: float | str = 0.0
+    connections: int = 0
+
+    def read(self) -> Limits:
+        """`Invalid` for what can be no limit."""
+        per_s = parse_rate(self.bytes_per_s) if isinstance(self.bytes_per_s, str) else self.bytes_per_s
+        limits = Limits(self.requests_per_s, per_s, self.connections)
+        check_limits(limits)
+        return limits
+
+
 class Entry(Proof, frozen=True):
     """One identity. `allow` is what `parse_grants` reads."""
 
     name: str
     allow: str = ""
     disabled: bool = False
+    limits: Limited | None = None
     retiring: tuple[Replaced, ...] = ()
 
 
@@ -104,7 +123,16 @@ def identities_of(file: KeyFile, unseal: Unseal) -> list[Identity]:
         secret = _secret(entry.name, entry, unseal)
         grants = parse_grants(entry.allow) if entry.allow else ()
         identities.append(
-            Identity(entry.name, entry.access_key_id, secret, entry.token_hash, grants, retiring, entry.disabled)
+            Identity(
+                entry.name,
+                entry.access_key_id,
+                secret,
+                entry.token_hash,
+                grants,
+                retiring,
+                entry.disabled,
+                entry.limits.read() if entry.limits is not None else None,
+            )
         )
     Identities(identities)
     return identities

@@ -102,8 +102,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.dir:
             raise Invalid("the node needs a directory: give --dir DIR")
-        if self.fronts is not None and not 0 <= self.fronts <= 256:
-            raise Invalid(f"--fronts {self.fronts} is outside 0 to 256: about one for each core is enough")
+        if self.fronts is not None and not 0 <= self.fronts <= limits.FRONTS_MAX:
+            raise Invalid(
+                f"--fronts {self.fronts} is outside 0 to {limits.FRONTS_MAX}: about one for each core is enough"
+            )
         if len(self.volumes) > limits.VOLUMES_MAX:
             raise Invalid(f"{len(self.volumes)} volumes are more than {limits.VOLUMES_MAX}: put disks together")
         if self.capacity_bytes is not None and self.capacity_bytes < 2 * limits.BLOCK_BYTES:

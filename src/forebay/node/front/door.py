@@ -34,7 +34,7 @@ from pathlib import Path
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.errors import Corrupt, ForebayError, Invalid
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported
 from forebay.core.machines.opening import fresh_until_s, may_serve
 from forebay.core.messages import doorwire
 from forebay.core.messages.doorwire import (
@@ -160,7 +160,10 @@ class _Guest:
         try:
             if hello.version != DOOR_VERSION:
                 raise Invalid(f"the door speaks version {DOOR_VERSION}, not {hello.version}: use HTTP")
-            self.identity = self._door.auth.holder(hello.token.encode())
+            identity = self._door.auth.holder(hello.token.encode())
+            if identity.limits is not None:  # what is read from a descriptor cannot be counted
+                raise NotSupported(f"{identity.name} has limits, which the door cannot hold it to: use HTTP")
+            self.identity = identity
         except ForebayError as error:
             self.ending = True
             self._post(DoorRefused(error.to_wire()))

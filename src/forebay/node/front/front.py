@@ -21,6 +21,7 @@ from forebay.node.front.audit.audit import Audit
 from forebay.node.front.audit.trail import Trail
 from forebay.node.front.batch.batches import Batches
 from forebay.node.front.door import Door
+from forebay.node.front.http.accounts import Accounts
 from forebay.node.front.http.admission import Admission
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.counts import FrontCounts
@@ -59,6 +60,7 @@ class Front:
         clock: clocks.Clock = clocks.system,
         timeouts: Timeouts = Timeouts(),
         grace_s: float = GRACE_S,
+        accounts_fd: int | None = None,
     ) -> None:
         self.counts = FrontCounts()
         self.number = number
@@ -69,7 +71,7 @@ class Front:
         self._store = StoreReader([], suspect=lambda *suspicion: self._reads.suspect(*suspicion))
         domains = (settings.domain,) if settings.domain else ()
         self._addressing = Addressing((*BASE_DOMAINS, *domains))
-        self._auth = Auth(clock.wall_s, self._addressing)
+        self._auth = Auth(clock.wall_s, self._addressing, Accounts(number, clock.monotonic_s, accounts_fd))
         self._welcomed: Welcome | None = None
         self.link = Link(
             settings.engine_socket,
@@ -184,7 +186,7 @@ class Front:
         """This front's counters and gauges."""
         self.counts.engine_connects = self.link.connects
         counted = self.counts.snapshot()
-        values = counted.values | vitals(f"front-{self.number}", self._started_s)
+        values = counted.values | self._auth.accounts.values() | vitals(f"front-{self.number}", self._started_s)
         values["forebay_files_open"] = self._store.files_open
         values["forebay_door_connections"] = len(self.door.guests)
         values["forebay_door_files_total"] = self.door.files_given

@@ -1,6 +1,7 @@
-"""A front's process: `python -m forebay.node.process.front NUMBER`, which the supervisor starts (`child.py`).
+"""A front's process: `python -m forebay.node.process.front NUMBER FD`, which the supervisor starts (`child.py`).
 
-Theory. Settings come on standard input, the front's number on the command line.
+Theory. Settings come on standard input; the front's number, and the descriptor of the memory that fronts share
+(`front/http/accounts.py`), on the command line.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from forebay.node.vitals import raise_file_limit
 log = logging.getLogger("forebay.front")
 
 
-async def _serve(settings: Settings, number: int, node_log: logs.Log) -> int:
+async def _serve(settings: Settings, number: int, accounts_fd: int, node_log: logs.Log) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
     child.follow_parent(loop, lambda line: None)
-    front = Front(settings, number)
+    front = Front(settings, number, accounts_fd=accounts_fd)
     starting = asyncio.ensure_future(front.start(reuse_port=True))
     stopped = asyncio.ensure_future(stopping.wait())
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -55,7 +56,7 @@ async def _serve(settings: Settings, number: int, node_log: logs.Log) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The process: settings from standard input, number from the command line; the exit status."""
+    """The process: settings from standard input, number and descriptor from the command line; the exit status."""
     import uvloop
 
     logs.begin(f"front-{arguments[0]}")
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     try:
         settings = child.begin()
         node_log = logs.begin(f"front-{arguments[0]}", settings)
-        status: int = uvloop.run(_serve(settings, int(arguments[0]), node_log))
+        status: int = uvloop.run(_serve(settings, int(arguments[0]), int(arguments[1]), node_log))
         return status
     except (ForebayError, msgspec.MsgspecError) as error:
         log.error("front: %s", error)

@@ -46,6 +46,7 @@ import msgspec
 import forebay
 from forebay.core.errors import Busy, Exists, Invalid
 from forebay.core.machines.pulse import Pulse, interval_s
+from forebay.node.front.http.accounts import make_shared
 from forebay.node.last_start import check_not_looser, remember
 from forebay.node.process.child import EXIT_REFUSED
 from forebay.node.process.logs import Log
@@ -162,6 +163,7 @@ class Child:
         command: list[str],
         settings: Settings,
         clock: Clock,
+        given_fds: tuple[int, ...] = (),
         *,
         stop_timeout_s: float = STOP_TIMEOUT_S,
         restarted: Callable[[str, str], None],
@@ -174,7 +176,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.refused = False
         self.starts = 0
-        self._command = command
+        self._command, self._given_fds = command, given_fds
         self._settings = settings
         self._clock = clock
         self._stopping = False
@@ -209,7 +211,7 @@ class Child:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # the child begins so, and takes it later
                 try:
                     process = await asyncio.create_subprocess_exec(
-                        *self._command, stdin=theirs.fileno(), env=_environment()
+                        *self._command, stdin=theirs.fileno(), env=_environment(), pass_fds=self._given_fds
                     )
                 except OSError as error:
                     log.error("%s cannot be started: %s", self.name, error)
@@ -301,9 +303,11 @@ class Supervisor:
                 restarted=self._restarted,
             )
         ]
+        shared_fd = make_shared()
         for number in range(fronts):
-            command = [*python, "forebay.node.process.front", str(number)]
-            self.children.append(Child(f"front {number}", command, self.settings, clock, restarted=self._restarted))
+            command = [*python, "forebay.node.process.front", str(number), str(shared_fd)]
+            front = Child(f"front {number}", command, self.settings, clock, (shared_fd,), restarted=self._restarted)
+            self.children.append(front)
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Run the node until `stopping` is set; the exit status."""

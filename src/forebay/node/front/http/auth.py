@@ -18,6 +18,8 @@ where it is the very address that was asked. A name below `localhost` is not: th
 
 A bucket that its admin made `public-read` may be read and listed by anybody; nothing else is ever done unproved.
 
+Who proved an identity with limits is held to them here, once for each request (`accounts.py`).
+
 Rejected: anonymous writing (whoever finds the bucket fills it; a signed form lets a visitor write what was agreed).
 """
 
@@ -34,6 +36,7 @@ from forebay.core.s3rules.compat.postpolicy import legacy_signer
 from forebay.core.s3rules.names import Addressing
 from forebay.core.s3rules.sigv4 import Verified, Verifier
 from forebay.core.types import LOOP_HEADER, Bucket
+from forebay.node.front.http.accounts import Accounts
 from forebay.node.front.http.requests import Request
 from forebay.ports import clock
 
@@ -57,8 +60,10 @@ class Auth:
         self,
         wall_s: Callable[[], float] = clock.wall_s,
         addressing: Addressing | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         self._wall_s = wall_s
+        self.accounts = accounts if accounts is not None else Accounts(0, clock.monotonic_s)
         self._addressing = addressing if addressing is not None else Addressing()
         self._body = b""
         self._hosts: set[bytes] = set()
@@ -70,7 +75,9 @@ class Auth:
         if identities == self._body and hasattr(self, "_identities"):
             return
         self._body = identities
-        self._identities = Identities(decode_identities(identities))
+        decoded = decode_identities(identities)
+        self._identities = Identities(decoded)
+        self.accounts.follow(decoded)
         self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host)
         self._answers: dict[tuple[str, str, str], bool] = {}
         self.open = not identities  # told of none; an identities file without entries lets nobody in
@@ -135,8 +142,7 @@ class Auth:
         verified = self._verifier.verify(
             now_s, request.method, request.path, request.query, request.headers, request.body
         )
-        request.identity = ANONYMOUS if verified is None else self._owner(verified.key_id, now_s)
-        return request.identity
+        return self.admit(request, ANONYMOUS if verified is None else self._owner(verified.key_id, now_s))
 
     def caller(self, request: Request, bucket: Bucket | None = None) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
@@ -150,8 +156,17 @@ class Auth:
             if bucket is not None and not bucket.url:
                 raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        request.identity = self._owner(verified.key_id, now_s)
-        return Caller(request.identity, verified)
+        return Caller(self.admit(request, self._owner(verified.key_id, now_s)), verified)
+
+    def admit(self, request: Request, identity: Identity) -> Identity:
+        """`identity`, which proved to have sent the request; `Busy` if that is over its limits. A request counts
+        once."""
+        request.identity = identity
+        if identity.limits is not None and request.account is None:
+            account = self.accounts.of(identity)
+            account.admit(is_held=request.held is account)
+            request.account = account
+        return identity
 
     def _owner(self, key_id: str, now_s: float) -> Identity:
         """Whose key this is. Its signature was right, but it may have been replaced."""
@@ -184,8 +199,7 @@ class Auth:
                 _check_page(request)
             return ANYONE
         scheme, _, token = request.headers.get(b"authorization", b"").partition(b" ")
-        request.identity = self.holder(token.strip() if scheme.lower() == b"bearer" else b"")
-        return request.identity
+        return self.admit(request, self.holder(token.strip() if scheme.lower() == b"bearer" else b""))
 
     def holder(self, token: bytes) -> Identity:
         """Whose bearer token this is, however it came; `ANYONE` without identities, else `Denied` if it is nobody's."""

@@ -51,6 +51,7 @@ from forebay.node.front.http.sender import ClientGone
 from forebay.node.front.objects.fast_lane import TARGET_BYTES as LANE_BYTES
 
 if TYPE_CHECKING:
+    from forebay.node.front.http.accounts import Account
     from forebay.node.front.http.server import Server
 
 log = logging.getLogger("forebay.http")
@@ -62,6 +63,7 @@ BODY_PROGRESS_BYTES = 16 * 1024  # a body must bring this much within the stall 
 _EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _NO_TAIL = b"\0"  # no request ends so
 _buffer = memoryview(bytearray(READ_BYTES))
+_NO_REQUEST = Request(b"", b"", b"", b"", {})  # until the first one
 
 assert limits.REQUEST_LINE_BYTES_MAX + limits.HEADER_BYTES_MAX < READ_BYTES < PIECE_BYTES
 assert limits.HEADER_BYTES_MAX >= FIELDS_KEPT_BYTES_MAX
@@ -79,6 +81,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         "_file",
         "_file_size",
         "_handler",
+        "_held_by",
         "_in_loop",
         "_lane",
         "_latency",
@@ -100,9 +103,10 @@ class Connection(Parts, asyncio.BufferedProtocol):
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
-        self.request: Request
+        self.request = _NO_REQUEST
         self._pending = bytearray()  # read, not yet understood
         self._scanned = 0  # no end of a head before this
+        self._held_by: Account | None = None  # what this connection counts for
         self._unproved = 0  # bytes held for a client that may be anybody
         self._in_loop = False
         self._paused = False
@@ -150,6 +154,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         receiver = self._receiver
         if receiver is not None:
             receiver.took(nbytes)
+            self._spend(nbytes)
             self._progress(nbytes)
             self._pause_if(receiver.full)
             return
@@ -276,9 +281,10 @@ class Connection(Parts, asyncio.BufferedProtocol):
         self._http11 = http11
         server = self._server
         self._handler = server.native if path.startswith(b"/-/") else server.s3
-        self.request = Request(
+        self.request = request = Request(
             method, target, path, query, fields.headers, self.peer, False, server.clock.monotonic_s()
         )
+        request.held = self._held_by
         self._mute = method == b"HEAD"
         if fields.length_bytes == 0:
             self._handle()
@@ -297,6 +303,8 @@ class Connection(Parts, asyncio.BufferedProtocol):
         else:
             self._body_left = fields.length_bytes
         self._sink = self.request.sink = sink = self._handler.take_body(self.request)
+        if self.request.account is not self._held_by:
+            self._count_for(self.request.account)
         if isinstance(sink, BoundedBody) and self._chunked is None and self._body_left > sink.limit_bytes:
             raise too_large(sink.limit_bytes)
         if fields.expects_continue and not data and self._http11 and not self._put(b"HTTP/1.1 100 Continue\r\n\r\n"):
@@ -311,6 +319,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
         if data:  # what came with the head: less than a piece
             receiver.buffer()[: len(data)] = data
             receiver.took(len(data))
+            self._spend(len(data))
             self._progress(len(data))
         return b""
 
@@ -331,6 +340,7 @@ class Connection(Parts, asyncio.BufferedProtocol):
                 sink.wrote()
                 self._body_left -= len(piece)
                 complete = self._body_left == 0
+            self._spend(len(data) - len(rest))
             if not sink.proved and not self._hold(self._unproved + len(data)):
                 raise _no_room()
             if self._unproved and (complete or sink.proved):
@@ -407,8 +417,25 @@ class Connection(Parts, asyncio.BufferedProtocol):
                 self.fail(error)
             else:
                 self._failed_badly(error)
+        if self.request.account is not self._held_by:
+            self._count_for(self.request.account)
         if self._phase == BUSY and self._stage == NONE and self._task is None:
             self.fail(Bug(f"nothing answered {self.request.method!r} {self.request.path!r}: please report it"))
+
+    def _count_for(self, account: Account | None) -> None:
+        """The last request was that account's, if it has one: the connection counts for it until it ends."""
+        if account is None or self._phase == CLOSED:
+            return
+        if self._held_by is not None:
+            self._held_by.hold(-1)
+        account.hold(1)
+        self._held_by = account
+
+    def _spend(self, size_bytes: int) -> None:
+        """So many bytes come from the client, or go to it."""
+        account = self.request.account
+        if account is not None:
+            account.spent(size_bytes)
 
     def _refuse(self, error: ForebayError) -> None:
         """Answer what could not be read to its end; the connection ends with it, since the next request is lost."""
@@ -461,6 +488,8 @@ class Connection(Parts, asyncio.BufferedProtocol):
                 b"" if self._mute else body,
             )
         self._counts.sent_bytes += len(data)
+        if self.request.account is not None:
+            self.request.account.spent(len(data))
         if self._put(data):
             self._finish()
 
@@ -552,6 +581,8 @@ class Connection(Parts, asyncio.BufferedProtocol):
             b"" if self._keep and self._http11 else self._connection_line(),
         )
         self._counts.sent_bytes += len(data) + size_bytes
+        if self.request.account is not None:
+            self.request.account.spent(len(data) + size_bytes)
         self._file = file
         self._file_size = size_bytes
         self._on_fault = fault
@@ -674,6 +705,9 @@ class Connection(Parts, asyncio.BufferedProtocol):
         if self._phase == CLOSED:
             return
         self._phase = CLOSED
+        if self._held_by is not None:
+            self._held_by.hold(-1)
+            self._held_by = None
         if reason:
             self._counts.cuts[reason] += 1
         self._close_socket(reset)

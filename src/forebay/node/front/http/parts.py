@@ -78,10 +78,15 @@ class Parts(Sender):
             b"" if self._keep and self._http11 else self._connection_line(),
         )
 
+    def _spend(self, size_bytes: int) -> None:
+        """So many bytes go to the client."""
+        raise NotImplementedError
+
     async def write(self, data: bytes | memoryview) -> None:
         self._owe(len(data))
         if self._mute or not data:
             return
+        self._spend(len(data))
         if self.framing is not None:
             data = self.framing.whole(data)
         head, self._head = self._head, b""
@@ -94,6 +99,7 @@ class Parts(Sender):
         self._owe(len(before) + size_bytes)
         if self._mute:
             return
+        self._spend(len(before) + size_bytes)
         head, self._head = self._head, b""
         if self.framing is not None:
             head += self.framing.opening(len(before) + size_bytes)

@@ -18,7 +18,7 @@ a response only through `header_line`, which passes no control character.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
 from forebay.core import limits
@@ -27,6 +27,9 @@ from forebay.core.errors import ForebayError, Invalid
 from forebay.core.metrics import Histogram
 from forebay.core.types import LOOP_STATUS
 
+if TYPE_CHECKING:
+    from forebay.node.front.http.accounts import Account
+
 
 class Request:
     """One request, body and all. Everything is as the client sent it; nothing is decoded.
@@ -34,15 +37,16 @@ class Request:
     `target` is the raw request target, `path` what is before its first `?` and `query` what is after (both still
     percent-encoded). `headers` maps lower-case names to values without surrounding blanks; repeated fields are joined
     with a comma, as RFC 9110 5.3 allows. `secure`: it came over TLS. `started_s` is monotonic seconds. `sink` took the
-    body, if one was announced; `caller` is for the handler, to remember who was let in before the body.
+    body, if one was announced; `caller` is for the handler, to remember who was let in before the body. `account` is
+    that of the identity that proved itself, if it has limits, and `held` the one that the connection counts for.
 
     For the audit log alone, and not there until somebody sets them: `identity`, who proved to have sent it, and
     `noted`, what came of each of several objects (`note`).
     """
 
     __slots__ = (
-        "body", "caller", "headers", "identity", "method", "noted", "path", "peer", "query", "secure", "sink",
-        "started_s", "target",
+        "account", "body", "caller", "headers", "held", "identity", "method", "noted", "path", "peer", "query",
+        "secure", "sink", "started_s", "target",
     )  # fmt: skip
 
     identity: Identity
@@ -67,6 +71,8 @@ class Request:
         self.body = b""
         self.sink: BodySink | None = None
         self.caller: Any = None
+        self.account: Account | None = None
+        self.held: Account | None = None
         self.peer = peer
         self.secure = secure
         self.started_s = started_s
@@ -292,6 +298,7 @@ REASONS = {
     413: "Content Too Large",
     414: "URI Too Long",
     416: "Range Not Satisfiable",
+    429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     501: "Not Implemented",
@@ -315,6 +322,7 @@ STATUS_OF_CODE = {
     "VersionNotSupported": 505,
     "ConditionalRequestConflict": 409,
     "InsufficientStorage": 507,
+    "TooManyRequests": 429,
     "LoopDetected": LOOP_STATUS,
 }
 

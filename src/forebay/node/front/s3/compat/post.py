@@ -143,7 +143,7 @@ class Forms:
                 code="InvalidArgument",
             )
         fields["key"] = postpolicy.fill_in(fields["key"], form.filename)
-        request.identity = identity = self._auth.signed_policy(fields, bucket)
+        identity = self._auth.admit(request, self._auth.signed_policy(fields, bucket))
         if "policy" in fields:
             form.policy = postpolicy.parse_policy(fields["policy"])
             postpolicy.check_form(form.policy, self._auth.now_s(), bucket.name, fields)
