@@ -93,6 +93,28 @@ def test_what_is_missing_can_be_skipped_but_no_refusal_and_no_change(numbers: Me
         dataset.__getitems__([0, 3])
 
 
+def test_a_fault_of_the_decoder_is_never_skipped(numbers: MemorySource):
+    def faulty(_key: str, data: bytes | memoryview) -> int:
+        return len(data) + nowhere  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(NameError) as raised:
+        ObjectDataset("b-1/numbers", decode=faulty, source=numbers, on_error="skip")[3]
+    assert "b-1/numbers/00003" in "".join(raised.value.__notes__)
+
+
+def test_what_is_often_written_differently_gets_a_sentence(numbers: MemorySource):
+    with pytest.raises(Invalid, match=r"one 'bucket/prefix'.*ConcatDataset"):
+        ObjectDataset(["b-1/numbers", "b-1/more"], source=numbers)  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match=r"write parts=\['jpg'\]"):
+        ShardDataset("b-1", parts="jpg", source=numbers)
+    dataset = ObjectDataset("b-1/numbers", suffixes="7", source=numbers)
+    assert len(dataset) == 10
+    with pytest.raises(Invalid, match="batch_size=1"):
+        DataLoader(dataset, batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no argument 'num_workers'; did you mean workers"):
+        DataLoader(dataset, num_workers=2)  # type: ignore[call-arg]
+
+
 def test_an_unknown_policy_is_refused(numbers: MemorySource):
     with pytest.raises(Invalid, match="'raise' or 'skip'"):
         ObjectDataset("b-1/numbers", source=numbers, on_error="ignore")  # type: ignore[arg-type]
@@ -206,9 +228,9 @@ def test_members_of_a_deflated_zip_are_asked_for_by_name():
 
 def test_a_shard_that_is_cut_short_is_an_error_or_has_no_samples(shards: MemorySource):
     shards.objects["train/2.tar"] = shards.objects["train/2.tar"][:8492]  # in the head of a member
-    with pytest.raises(Corrupt, match=r"2\.tar|cut|short|ends"):
+    with pytest.raises(Corrupt, match=r"b-1/train/2\.tar"):
         ShardDataset("b-1/train", source=shards, index_first=True)
-    with pytest.raises(Corrupt, match=r"2\.tar|cut|short|ends"):
+    with pytest.raises(Corrupt, match=r"b-1/train/2\.tar"):
         len(ShardDataset("b-1/train", source=shards))
     dataset = ShardDataset("b-1/train", source=shards, on_error="skip")
     assert len(dataset) == 80

@@ -190,9 +190,14 @@ def test_only_rank_0_tells_and_only_if_wanted(numbers: MemorySource, nodes: list
 def test_names_of_jobs(numbers: MemorySource, nodes: list[Node], monkeypatch: pytest.MonkeyPatch):
     dataset = ObjectDataset("b-1/numbers", source=numbers)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run/7")
+    with DataLoader(dataset, 10) as training, DataLoader(dataset, 10) as validation:
+        next(iter(training))
+        next(iter(validation))
+        assert [node.job for node in nodes] == ["run-7", "run-7-2"], "one must not end what the other told"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with DataLoader(dataset, 10) as loader:
         next(iter(loader))
-    assert nodes[0].job == "run-7"
+    assert "none" not in nodes[2].job, "it is what torchrun calls all runs without an id"
 
 
 # --- which blocks -----------------------------------------------------------------------------------------------------

@@ -126,6 +126,30 @@ def test_rank_and_world_come_from_the_environment(make: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
+    "said", [{"WORLD_SIZE": "4"}, {"RANK": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {"SLURM_PROCID": "3"}]
+)
+def test_half_an_answer_is_not_rank_0(make: Make, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Invalid, match=r"which rank of how many.*RANK=.SLURM_PROCID"):
+        make()
+    assert make(rank=0, world=1).schedule.world == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    schedule = make().schedule
+    assert (schedule.rank, schedule.world) == (1, 4)
+
+
+def test_one_task_is_alone(make: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert make().schedule.world == 1
+
+
+@pytest.mark.parametrize(
     "how", [{"shuffle": "all"}, {"seed": -1}, {"workers": -1}, {"prefetch": 0}, {"last": "keep"}, {"batch": 0}]
 )
 def test_nonsense_is_refused(make: Make, how: dict[str, Any]):
@@ -429,6 +453,23 @@ def test_a_corrupt_sample_stops_its_step_and_no_other(numbers: MemorySource, mak
     assert sorted(flat(skipping)) == [number for number in range(100) if number != 50]
     assert skipping.stall.report()["skipped"] == 1
     assert skipping.stall.report()["skipped_names"] == ["b-1/numbers/00050"]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_batch_of_which_nothing_is_left_is_one_from_the_epochs_start(numbers: MemorySource, make: Make, workers: int):
+    for number in [*range(40, 50), *range(4)]:
+        numbers.objects[f"numbers/{number:05d}"] = b"none"
+    skipping = ObjectDataset("b-1/numbers", decode=as_int, source=numbers, on_error="skip")
+    batches = [flat([batch]) for batch in make(4, dataset=skipping, shuffle=False, workers=workers)]
+    assert len(batches) == 25, "no step is lost"
+    assert batches[10:13] == [[4, 5, 6, 7], [4, 5, 6, 7], [50, 51]]
+    assert batches[0] == [4, 5, 6, 7], "of the first four nothing is left either"
+    state = make(4, dataset=skipping, shuffle=False, workers=workers)
+    state.load_state_dict(state.state_dict() | {"samples": 40})
+    assert flat([next(iter(state))]) == [4, 5, 6, 7], "wherever it is resumed"
+    numbers.objects = dict.fromkeys(numbers.objects, b"none")
+    with pytest.raises(Corrupt, match="none of the 4 samples"):
+        next(iter(make(4, dataset=skipping, shuffle=False, workers=workers)))
 
 
 def test_an_error_of_the_callers_own_comes_through_and_leaves_no_thread(make: Make, dataset: ObjectDataset):

@@ -6,8 +6,9 @@ the bucket once. A forked worker shares the columns. A spawned worker receives t
 again and checks that it finds the same.
 
 Damage. `on_error="raise"` stops at the first sample that cannot be read. `"skip"` leaves it out of its batch and counts
-it. A batch with no sample left is an error under both, since a rank without a batch would stall the others. A dataset
-that changes while it is read always raises.
+it. A rank without a batch would stall the others, so a batch with no sample left is an error under both; for `"skip"`
+the loader then takes samples from the epoch's start in its place. A dataset that changes while it is read always
+raises, and so does a decoder that is wrong itself (BUGS): skipping all that it fails on would hide it.
 
 Invariants. (1) Sample i is the same bytes in every process: reads name the listed version. (2) A pickle holds no
 descriptor, thread or lock.
@@ -36,6 +37,14 @@ Shuffle = bool | Literal["block"]
 BLOCK_BYTES = 64 * limits.MIB  # of a run of keys or windows that a block shuffle keeps together
 WINDOW_BYTES = 4 * limits.GIB  # of a block shuffle: what fits a node's cache many times over
 _INLINE_BYTES_MAX = limits.MIB  # of a listing that a pickle holds itself
+NOTHING_LEFT = "NothingLeft"  # the code of the error of a batch of which everything was skipped
+BUGS = (
+    NameError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    NotImplementedError,
+)  # what no data makes a sound decoder raise
 _SKIPPED = (Corrupt, NotFound)
 
 
@@ -196,15 +205,24 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
             else:
                 raise sample
         if not kept:
-            raise Corrupt(f"none of the {len(made)} samples of a batch could be had, {name(0)} being the first")
+            raise Corrupt(
+                f"none of the {len(made)} samples of a batch could be had, {name(0)} being the first", code=NOTHING_LEFT
+            )
         return kept
 
 
 def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> Any:
-    """What `decode(*data)` makes, or the `Corrupt` that its failure means. Refusals of ours are raised."""
+    """What `decode(*data)` makes, or the `Corrupt` that its failure means. Refusals of ours are raised, and BUGS as
+    they
+    are, with a note that names the sample."""
     try:
         return decode(*data)
     except ForebayError:
+        raise
+    except BUGS as error:
+        error.add_note(
+            f"while decoding {name()}: a {type(error).__name__} is a fault of the decoder, and never skipped"
+        )
         raise
     except Exception as error:
         found = Corrupt(f"{name()} cannot be decoded ({type(error).__name__}: {error}): repair it, or on_error='skip'")

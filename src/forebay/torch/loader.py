@@ -24,17 +24,19 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import data
 
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
-from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
+from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
@@ -42,10 +44,22 @@ from forebay.torch.schedule import LATER, Cursor, Schedule
 from forebay.torch.stall import StallMeter
 
 THREADS = 4  # with workers=0, while bytes come from far: batches under way at once
+INSTEAD_MAX = 8  # batches that are tried in place of one of which nothing is left
 AHEAD = 4  # batches made ahead, in all by threads and for each by a worker
 
 
 _END = object()
+_NO_RUN = ("", "none")  # what torchrun calls a run without an id
+_made: Counter[str] = Counter()  # loaders of each run in this process
+
+
+def _job_name() -> str:
+    """The run's id, with a number from the second loader of it on: each has a future of its own."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "").replace("/", "-")[:32]
+    if run in _NO_RUN:
+        return chance.token_hex(8)
+    _made[run] += 1
+    return run if _made[run] == 1 else f"{run}-{_made[run]}"
 
 
 class DataLoader:
@@ -57,7 +71,8 @@ class DataLoader:
     makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'
     or 'forkserver' for workers. `worker_init` is called in each with its number. `rank` and `world` as of `Schedule`.
     `hints`: rank 0 tells the node what all ranks will read, so that it fetches ahead and keeps what is needed soonest;
-    `job` is the name it does that under, by default torchrun's run id or one of its own. `continues`: a loop that was
+    `job` is the name it does that under, by default torchrun's run id (the second loader of a process has it with a
+    number) or one of its own. `continues`: a loop that was
     left early is continued by the next one, instead of begun anew.
 
     A state (`state_dict`) is less than 1 KiB of plain values, and costs microseconds. Errors are raised at the step
@@ -86,6 +101,10 @@ class DataLoader:
         job: str = "",
         continues: bool = False,
     ) -> None:
+        if not isinstance(batch_size, int):
+            raise Invalid(
+                f"batch_size={batch_size!r} is no number: for single samples take batch_size=1, or the dataset"
+            )
         if workers < 0 or prefetch < 1:
             raise Invalid(f"{workers} workers with {prefetch} batches ahead: at least 0 and 1")
         self.schedule = Schedule(
@@ -110,7 +129,7 @@ class DataLoader:
         self._ahead: Ahead | None = None
         self._foretold = not hints or self.schedule.rank != 0
         self._foretelling: Foretelling | None = None
-        self._job = job or os.environ.get("TORCHELASTIC_RUN_ID", "").replace("/", "-")[:32] or chance.token_hex(8)
+        self._job = job or _job_name()
         self._iteration = 0
 
     def __len__(self) -> int:
@@ -207,6 +226,8 @@ class DataLoader:
                     return
                 if fetched is LATER:
                     continue
+                if fetched.error is not None and fetched.error.code == NOTHING_LEFT:
+                    fetched = self._instead(fetched, epoch)
                 if fetched.error is not None:
                     self._start = self._cursor
                     raise self._told(fetched.error, epoch)
@@ -280,6 +301,22 @@ class DataLoader:
     def _fetch(self, indices: Any, ended: Any) -> Fetched:
         fetched: Fetched = self._fetching.fetch(indices, ended)
         return fetched.pin_memory() if self._pin and fetched.error is None else fetched
+
+    def _instead(self, fetched: Fetched, epoch: int) -> Fetched:
+        """A batch from the epoch's start in place of one of which all was skipped, as for a rank that has none at the
+        end; the same wherever the job is resumed. If it cannot be had either, `fetched`."""
+        if not isinstance(self.dataset, Dataset) or self.dataset.on_error != "skip":
+            return fetched
+        order = self.schedule.order(epoch)
+        for first in range(0, INSTEAD_MAX * self.batch_size, self.batch_size):
+            known = order.reach(first + self.batch_size)
+            if first >= known:
+                break
+            again = self._fetch(order.at(np.arange(first, min(first + self.batch_size, known))), None)
+            again.facts.skipped = fetched.facts.skipped + again.facts.skipped
+            if again.error is None:
+                return again
+        return fetched
 
     def _told(self, error: ForebayError, epoch: int) -> ForebayError:
         """The error with the step that it stopped."""

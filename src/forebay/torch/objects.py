@@ -47,7 +47,7 @@ class ObjectDataset(Dataset):
     ) -> None:
         super().__init__(
             place,
-            suffixes=suffixes,
+            suffixes=[suffixes] if isinstance(suffixes, str) else suffixes,
             url=url,
             on_error=on_error,
             patience_s=patience_s,

@@ -47,7 +47,8 @@ class Cursor(NamedTuple):
 
 class Schedule:
     """Of `batch` samples for each rank and step. `rank` and `world` are torch.distributed's, else the environment's
-    (RANK, WORLD_SIZE), else one of one. `dataset` is any map-style dataset; a block shuffle needs one of Forebay's."""
+    (RANK, WORLD_SIZE; `Invalid` if it says only a part of that), else one of one. `dataset` is any map-style dataset; a
+    block shuffle needs one of Forebay's."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Schedule:
         self.shuffle: Shuffle = shuffle
         self.window_bytes = window_bytes
         self.arriving = isinstance(dataset, Dataset) and dataset.arriving
-        ours = _rank_and_world()
+        ours = _rank_and_world() if rank is None or world is None else (rank, world)
         self.rank = ours[0] if rank is None else rank
         self.world = ours[1] if world is None else world
         self._fingerprint: Fingerprint | None = None
@@ -238,10 +239,25 @@ def _shape_in(state: Any) -> str:
 def _rank_and_world() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
+    said = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")}
     try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, world, number, tasks = (int(value) if value else None for value in said.values())
     except ValueError:
-        raise Invalid("RANK and WORLD_SIZE are not numbers: pass rank= and world=, or start with torchrun") from None
+        raise Invalid(f"{_spelled(said)} are not numbers: pass rank= and world=, or start with torchrun") from None
+    if rank is not None and world is not None:
+        return rank, world
+    if (rank or 0) > 0 or (world or 1) > 1 or (number or 0) > 0 or (tasks or 1) > 1:
+        # as rank 0 of one each of these processes would read all of the data
+        raise Invalid(
+            f"which rank of how many this is, is not clear: the environment says {_spelled(said)}. Set RANK and "
+            "WORLD_SIZE (under Slurm: RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS), or pass rank= and world=; "
+            "rank=0, world=1 if this process is alone"
+        )
+    return 0, 1
+
+
+def _spelled(said: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in said.items() if value)
 
 
 class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by the type checker

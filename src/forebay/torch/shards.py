@@ -168,6 +168,8 @@ class ShardDataset(Dataset):
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
     ) -> None:
+        if isinstance(parts, str):
+            raise Invalid(f"parts={parts!r} is not a list of extensions: write parts=[{parts!r}]")
         self.decode, self.transform = decode, transform
         self.parts = tuple(part.lower().lstrip(".") for part in parts)
         self.shape = "shards" + (f" of {', '.join(sorted(self.parts))}" if parts else "")
@@ -349,7 +351,12 @@ class ShardDataset(Dataset):
         listing, source = self.listing, source or self._source
         if number < listing.objects:
             key, etag = listing.key(number), listing.etag(number)
-            found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts)
+            try:
+                found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts)
+            except Corrupt as error:
+                if key in error.message:
+                    raise
+                raise Corrupt(f"{listing.bucket}/{key}: {error.message}", code=error.code) from error
         else:
             found = self._lay_out_head(number - listing.objects, facts, source)
         self._layouts[number] = found

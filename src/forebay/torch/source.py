@@ -241,6 +241,10 @@ class _Hints(Hints):
 
 def parse_place(place: str) -> tuple[str, str]:
     """Bucket and prefix of `bucket/prefix`, `forebay://bucket/prefix` or `s3://bucket/prefix`; else `Invalid`."""
+    if not isinstance(place, str):
+        raise Invalid(
+            f"a place is one 'bucket/prefix', not {place!r}: make a dataset for each, and torch's ConcatDataset"
+        )
     text = place
     for scheme in ("forebay://", "s3://"):
         text = text.removeprefix(scheme)
