@@ -187,6 +187,26 @@ def _loader(objects: Objects, link: Link, *, decode: bool = False) -> Row:
     )
 
 
+def _small_cache(size_bytes: int) -> Row:
+    goal = at_most(1.1)
+    return Row(
+        f"small-cache-{size_bytes // 1000}k",
+        "client",
+        f"epochs of samples of {size_bytes // 1000} KB, the cache smaller than the data: bytes that the bucket sends",
+        "bench.rows.small_cache:backend_bytes",
+        (Objects("stream", 32 * MIB, 8),),
+        (Objects("stream-short", 8 * MIB, 8),),
+        goals={
+            "shuffle=True, cache of an eighth": goal,
+            "shuffle=True, cache of half": goal,
+            "as it comes, cache of an eighth": goal,
+            "as it comes, cache of half": goal,
+        },
+        range_bytes=size_bytes,
+        peer="direct",
+    )
+
+
 def _first_batch(latency_s: float) -> Row:
     link = Link(latency_s=latency_s)
     return Row(
@@ -503,6 +523,8 @@ ROWS: tuple[Row, ...] = (
         quick_cache_bytes=64 * MIB,
         peer="limit",
     ),
+    _small_cache(100_000),
+    _small_cache(10_000),
     *(
         _loader(objects, Link(latency_s=latency_s), decode=decode)
         for objects in (SAMPLES_100K, SAMPLES_10K)

@@ -94,7 +94,7 @@ def _job(
         dataset = feeding.ObjectDataset(
             f"{BUCKET}/{objects.name}/", url=node.endpoint, decode=checked, direct_after_s=None
         )
-        with feeding.DataLoader(dataset, BATCH, seed=seed, collate=list, hints=True) as batches:
+        with feeding.DataLoader(dataset, BATCH, seed=seed, shuffle=True, collate=list, hints=True) as batches:
             for epoch in range(epochs):
                 free_at = time.perf_counter()
                 for batch in batches:

@@ -116,6 +116,7 @@ def test_a_lab_leaves_nothing_behind():
         "put-disk-4k",
         "samples-members",
         "hints-half",
+        "small-cache-100k",
         "start-2m",
         "evict-1m",
         "fill-delete-fill",

@@ -32,6 +32,7 @@ class MemorySource:
         self.batches: list[int] = []  # how many items each get_many asked for
         self.told: Callable[[str, Listing], Any] | None = None  # makes what hints are told to
         self.listed = 0
+        self.room: int | None = None  # how many bytes the node can hold
         self._etags: dict[str, tuple[bytes, str]] = {}
         self.listings: dict[str, Listing] = {}
         self.lock = threading.Lock()
@@ -61,6 +62,9 @@ class MemorySource:
         with self.lock:
             self.batches.append(len(items))
         return Answers([self._get(item) for item in items], self.cold)
+
+    def room_bytes(self, bucket: str) -> int | None:
+        return self.room
 
     def hints(self, job: str, listing: Listing) -> Any:
         return None if self.told is None else self.told(job, listing)

@@ -51,11 +51,14 @@ def read_directly(endpoint: str, bucket: str, samples: int, sample_bytes: int) -
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("sample_bytes", "capacity"), [(100_000, 8 * MIB), (10_000, 16 * MIB)])
+@pytest.mark.parametrize(
+    ("sample_bytes", "capacity", "shuffle"),
+    [(100_000, 8 * MIB, True), (10_000, 16 * MIB, True), (100_000, 12 * MIB, "auto")],
+)
 def test_an_epoch_sends_no_more_than_its_ranges(
-    seaweed: SeaweedFS, tmp_path: Path, closing: list[DataLoader], sample_bytes: int, capacity: int
+    seaweed: SeaweedFS, tmp_path: Path, closing: list[DataLoader], sample_bytes: int, capacity: int, shuffle: Any
 ):
-    bucket = f"small-cache-{sample_bytes}-{capacity}"
+    bucket = f"small-cache-{sample_bytes}-{capacity // MIB}"
     seaweed.create_bucket(bucket)
     for number in range(SHARDS):
         put(f"{seaweed.endpoint}/{bucket}/train/{number}.tar", shard(number, sample_bytes))
@@ -65,7 +68,7 @@ def test_an_epoch_sends_no_more_than_its_ranges(
         try:
             node.add_bucket("far", f"s3://{bucket}", **(seaweed.options() | {"endpoint": link.endpoint}))
             dataset = ShardDataset("far/train/", decode={}, url=node.endpoint)
-            loader = DataLoader(dataset, 16, seed=3, collate=names, shuffle=True)
+            loader = DataLoader(dataset, 16, seed=3, collate=names, shuffle=shuffle)
             closing.append(loader)
             sent, epochs = [], []
             for _ in range(2):
@@ -79,7 +82,10 @@ def test_an_epoch_sends_no_more_than_its_ranges(
             read_directly(link.endpoint, bucket, samples, sample_bytes)
             direct = link.counters()["response_bytes"] - before
             assert sent[1] <= 1.1 * direct, (sent, direct)
-            assert node.metric("forebay_hint_ranged_bytes_total") > 0
+            if shuffle == "auto":
+                assert (loader.schedule.shuffle, loader.schedule.window_bytes) == ("block", 2 * MIB)
+            else:
+                assert node.metric("forebay_hint_ranged_bytes_total") > 0
         finally:
             loader.close()
             node.stop()

@@ -85,6 +85,10 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
             which = f" that end in {', '.join(suffixes)}" if suffixes else ""
             raise NotFound(f"there are no objects under {place!r}{which}: see what is with `forebay ls {place}`")
 
+    def room_bytes(self) -> int | None:
+        """How many bytes of this the node can hold; None if it does not say."""
+        return self._source.source.room_bytes(parse_place(self.place)[0])
+
     # --- what kinds define -------------------------------------------------------------------------------------------
     shape = ""
     samples = 0

@@ -27,7 +27,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ def _job_name() -> str:
 class DataLoader:
     """Batches of `batch_size` for this rank, in an order that is a function of `seed` and the epoch.
 
-    `shuffle`: True over all samples, 'block' within windows of `window_bytes`, or False. `last`: what becomes of the
+    `shuffle`: True over all samples, 'block' within windows of `window_bytes`, or False; 'auto' is True, or windows
+    that fit if the data is more than the node can hold. `last`: what becomes of the
     end of an epoch, see `partition`. `workers`: processes that fetch and decode; 0 means threads of this process, which
     is faster where little is decoded. `prefetch`: batches made ahead, for each worker, or in all by threads. `collate`
     makes a batch of a list of samples. `pin_memory`: None means where there is a GPU. `start_method`: 'fork', 'spawn'
@@ -86,7 +87,7 @@ class DataLoader:
         batch_size: int = 1,
         *,
         seed: int = 0,
-        shuffle: Shuffle = True,
+        shuffle: Shuffle | Literal["auto"] = "auto",
         window_bytes: int = WINDOW_BYTES,
         last: Last = "short",
         rank: int | None = None,

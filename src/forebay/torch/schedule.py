@@ -15,8 +15,9 @@ left is the start of the next.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import Sampler
 
 from forebay.core.errors import Invalid
 from forebay.core.formats.listing import Listing, build
+from forebay.torch.choosing import chosen_window
 from forebay.torch.columns import Fingerprint, ListingColumns
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.order import Indices, InOrder, Order, Permuted, Windows
@@ -56,25 +58,28 @@ class Schedule:
         batch: int,
         *,
         seed: int = 0,
-        shuffle: Shuffle = True,
+        shuffle: Shuffle | Literal["auto"] = "auto",
         window_bytes: int = WINDOW_BYTES,
         last: Last = "short",
         rank: int | None = None,
         world: int | None = None,
     ) -> None:
-        if shuffle not in (True, False, "block"):
-            raise Invalid(f"shuffle={shuffle!r} is not known: use True, False or 'block'")
+        if shuffle not in (True, False, "block", "auto"):
+            raise Invalid(f"shuffle={shuffle!r} is not known: use True, False, 'block' or 'auto'")
         if shuffle == "block" and not isinstance(dataset, Dataset):
             raise Invalid("a block shuffle needs to know the blocks: give it one of forebay.torch's datasets")
         if not 0 <= seed < 1 << 63:
             raise Invalid(f"the seed {seed} is not in 0..2**63-1")
         self.dataset, self.seed, self.batch, self.last = dataset, seed, batch, last
-        self.shuffle: Shuffle = shuffle
-        self.window_bytes = window_bytes
-        self.arriving = isinstance(dataset, Dataset) and dataset.arriving
+        self.auto = shuffle == "auto"
+        self.shuffle: Shuffle = True if shuffle == "auto" else shuffle
+        self.window_bytes = self._said_bytes = window_bytes
+        self.arriving = isinstance(dataset, Dataset) and dataset.arriving and shuffle != "block"
         ours = _rank_and_world() if rank is None or world is None else (rank, world)
         self.rank = ours[0] if rank is None else rank
         self.world = ours[1] if world is None else world
+        if self.auto and isinstance(dataset, Dataset) and (fits := chosen_window(dataset, window_bytes, self.world)):
+            self.shuffle, self.window_bytes = "block", fits
         self._fingerprint: Fingerprint | None = None
         self._split(self.samples or 0, 0)  # says what is wrong with the numbers
         if self.samples is not None:
@@ -197,7 +202,7 @@ class Schedule:
     def _kind(self) -> str:
         """What kind of order it is, in a state's words."""
         if self.shuffle == "block":
-            return f"shuffled in windows of {self.window_bytes} bytes"
+            return f"shuffled in windows {'that grow to' if self.arriving else 'of'} {self.window_bytes} bytes"
         if not self.shuffle:
             return "in order"
         return f"{_ARRIVING} of {self.window_bytes} bytes" if self.arriving else "shuffled"
@@ -211,8 +216,14 @@ class Schedule:
         """The cursor in `state`; the seed becomes the state's, and where there are two kinds of shuffle the kind too.
         Errors as of `state.from_dict`."""
         told = self.dataset.changed_since if isinstance(self.dataset, Dataset) else lambda listing: ""
+        shape = _shape_in(state)
+        if self.auto and (windows := re.search(r", shuffled in windows (of|that grow to) (\d+) bytes$", shape)):
+            self.shuffle, self.window_bytes = "block", int(windows[2])
+            self.arriving, self._fingerprint = windows[1] != "of", None
+        elif self.auto and (shape.endswith(", shuffled") or _ARRIVING in shape):
+            self.shuffle, self.window_bytes, self._fingerprint = True, self._said_bytes, None
         if self.shuffle is True and isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts:
-            self.arriving, self._fingerprint = _ARRIVING in _shape_in(state), None
+            self.arriving, self._fingerprint = _ARRIVING in shape, None
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
         return self.settled(Cursor(loaded.epoch, loaded.samples, loaded.window, loaded.before))

@@ -307,11 +307,13 @@ class ShardDataset(Dataset):
         before: int = 0,
     ) -> Order:
         """In windows, but for the epochs that are shuffled over all samples: with `arriving` those from 1 on, else all.
-        Where it goes on is `window`, with `before` samples before it. Indices are places."""
+        With 'block' and `arriving`, epoch 0 begins with small windows. Where it goes on is `window`, with `before`
+        samples before it. Indices are places."""
         sizes = self.listing.sizes
         mixed: int | None = seed
         if shuffle == "block":
-            blocks, ends = shuffled_blocks(sizes, window_bytes, seed, epoch)
+            grows = arriving and not epoch
+            blocks, ends = shuffled_blocks(sizes, window_bytes, seed, epoch, FIRST_BYTES if grows else None)
         elif not shuffle:
             mixed = None
             blocks, ends = shuffled_blocks(sizes, ARRIVING_BYTES, None, epoch, FIRST_BYTES)
@@ -321,7 +323,7 @@ class ShardDataset(Dataset):
             counts = self.all_counts()
             self._counting.ahead(np.arange(len(counts)))  # where they were told, their members are needed all the same
             return Placed(counts, seed, epoch)
-        if shuffle != "block" and self._is_cut(int(blocks[0])):
+        if (shuffle != "block" or (arriving and not epoch)) and self._is_cut(int(blocks[0])):
             blocks, ends = self._parts.cut(blocks, ends)
 
         def counted(blocks: Column) -> bool:

@@ -78,6 +78,10 @@ class Source(Protocol):
         """What is in that version of a shard; `Corrupt` if it is none, or is cut short."""
         ...
 
+    def room_bytes(self, bucket: str) -> int | None:
+        """How many bytes of a bucket can be kept near; None if nobody says."""
+        ...
+
     def get_many(self, items: Sequence[Item]) -> Answers:
         """The bytes of all items; what is wrong with one of them stands in its place."""
         ...
@@ -200,6 +204,13 @@ class NodeSource:
 
     def listing(self, bucket: str, prefix: str, id: str = "") -> Listing:
         return self._client.listing(bucket, prefix, id=id or None)
+
+    def room_bytes(self, bucket: str) -> int:
+        """As the volumes and the bucket's quota are now, whatever lies there."""
+        volumes = self._client.status().volumes
+        room_bytes = sum(volume.capacity_bytes for volume in volumes if volume.state in ("ok", "full", "stalled"))
+        quota_bytes = self.settings(bucket).quota_bytes
+        return room_bytes if quota_bytes is None else min(room_bytes, quota_bytes)
 
     def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
         index = self._client.members(bucket, key).index

@@ -72,6 +72,12 @@ class NodeOrBackend:
             lambda: self.node.get_many(items), lambda direct: Answers(direct.get_many(items), direct=len(items))
         )
 
+    def room_bytes(self, bucket: str) -> int | None:
+        try:
+            return None if self._past else self.node.room_bytes(bucket)
+        except ForebayError:
+            return None
+
     def hints(self, job: str, listing: Listing) -> Telling | None:
         return self.node.hints(job, listing)
 
