@@ -115,6 +115,22 @@ def test_what_is_often_written_differently_gets_a_sentence(numbers: MemorySource
         DataLoader(dataset, num_workers=2)  # type: ignore[call-arg]
 
 
+def test_keys_choose_objects_and_leave_new_ones_out(numbers: MemorySource):
+    before = ObjectDataset("b-1/numbers", decode=to_int, source=numbers)
+    numbers.objects["numbers/00000-new"] = b"1000"
+    after = ObjectDataset("b-1/numbers", decode=to_int, source=numbers, keys=before.keys)
+    assert len(after) == 100
+    assert [after[n] for n in (0, 1, 99)] == [0, 1, 99]
+    assert after.fingerprint.id == before.fingerprint.id
+    assert after.accesses(np.array([1])).rows.tolist() == [[2, 0, 1]], "the node counts the new one"
+    some = ObjectDataset("b-1/numbers", decode=to_int, source=numbers, keys=["numbers/00007", "numbers/00003"])
+    assert [some[n] for n in range(2)] == [3, 7]
+    with pytest.raises(NotFound, match=r"1 of the 2 keys= are not there, 'numbers/gone'"):
+        ObjectDataset("b-1/numbers", source=numbers, keys=["numbers/00003", "numbers/gone"])
+    with pytest.raises(Invalid, match="write keys="):
+        ObjectDataset("b-1/numbers", source=numbers, keys="numbers/00003")
+
+
 def test_an_unknown_policy_is_refused(numbers: MemorySource):
     with pytest.raises(Invalid, match="'raise' or 'skip'"):
         ObjectDataset("b-1/numbers", source=numbers, on_error="ignore")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from forebay.core.errors import NotFound
 from forebay.core.formats.listing import Listing
 
 RUNGS = 16
@@ -54,11 +55,15 @@ class ListingColumns(NamedTuple):
     numbers: Column | None = None  # in the listing; None: as here
 
     @classmethod
-    def of(cls, listing: Listing, suffixes: Sequence[str] = ()) -> ListingColumns:
-        """The objects whose key ends in one of `suffixes` (any case); with none, all but folder marks (`x/`)."""
+    def of(cls, listing: Listing, suffixes: Sequence[str] = (), names: Sequence[str] | None = None) -> ListingColumns:
+        """The objects whose key ends in one of `suffixes` (any case); with none, all but folder marks (`x/`). Or those
+        with these `names`, and no others; `NotFound` if one is missing."""
         keys, key_ends, sizes, etags, etag_ends = listing.columns()
         found = cls(listing.bucket, keys, _ints(key_ends), _ints(sizes), etags, _ints(etag_ends), listing.id)
-        chosen = found._ending_in(suffixes) if suffixes else ~found._ending_in(("/",))
+        if names is not None:
+            chosen = _named(listing, names)
+        else:
+            chosen = found._ending_in(suffixes) if suffixes else ~found._ending_in(("/",))
         return found if chosen.all() else found._only(chosen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,6 +77,11 @@ class ListingColumns(NamedTuple):
     def size_bytes(self) -> int:
         """Of all objects together."""
         return int(self.sizes.sum())
+
+    @property
+    def names(self) -> list[str]:
+        """All keys, in byte order."""
+        return [self.key(number) for number in range(self.objects)]
 
     @property
     def memory_bytes(self) -> int:
@@ -168,6 +178,19 @@ class ListingColumns(NamedTuple):
                 return f"the first key that differs lies between {self.key(first)!r} and {self.key(last)!r}"
             same = upto
         return f"keys were added from {self.key(same)!r} on" if same < self.objects else "keys, sizes or etags differ"
+
+
+def _named(listing: Listing, names: Sequence[str]) -> Column:
+    """Which objects of a listing have these keys."""
+    found = [listing.find(name) for name in names]
+    if None in found:
+        raise NotFound(
+            f"{found.count(None)} of the {len(names)} keys= are not there, {names[found.index(None)]!r} being the "
+            "first: put them back, or leave them out"
+        )
+    chosen: Column = np.zeros(len(listing), bool)
+    chosen[np.asarray(found, np.int64)] = True
+    return chosen
 
 
 def _rebuilt(*columns: Any) -> ListingColumns:

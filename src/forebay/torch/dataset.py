@@ -70,12 +70,16 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         direct_after_s: float | None,
         direct: Mapping[str, str] | None,
         source: Source | None,
+        keys: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(keys, str):
+            raise Invalid(f"keys={keys!r} is not a list of keys: write keys=[{keys!r}]")
         if on_error not in get_args(OnError):
             raise Invalid(f"on_error={on_error!r} is not known: use 'raise' or 'skip'")
         self.place = place
         self.on_error: OnError = on_error
         self._suffixes = tuple(suffixes)
+        self._names = None if keys is None else tuple(keys)
         bucket = parse_place(place)[0]
         source = source or NodeOrBackend(NodeSource(url), bucket, direct_after_s, direct)
         self._source = Patient(source, patience_s)
@@ -156,7 +160,12 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
 
     def _listed(self, listing: str = "") -> ListingColumns:
         self._listing = self._source.listing(*parse_place(self.place), listing)
-        return ListingColumns.of(self._listing, self._suffixes)
+        return ListingColumns.of(self._listing, self._suffixes, self._names)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all objects: given as `keys=`, they make the same dataset again though others were added."""
+        return self.listing.names
 
     def hints(self, job: str) -> Telling | None:
         """A way to tell the node what `job` reads of this; None if there is none, or in a copy of the dataset."""

@@ -23,11 +23,10 @@ class ObjectDataset(Dataset):
     """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. Only
-    keys that end in one of `suffixes` count. `on_error`: 'raise', or 'skip' what is missing or cannot be decoded.
-    `patience_s`: how long to wait for a node that does not answer; after `direct_after_s` of that the bucket's backend
-    is read instead, where it can be (None: never), and `direct` says how (`{"url": "s3://…", …options…}`) where what
-    the node says of the bucket does not do. `url` as of `forebay.connect`.
-    """
+    keys that end in one of `suffixes` count; or those in `keys`, and no others. `on_error`: 'raise', or 'skip' what is
+    missing or cannot be decoded. `patience_s`: how long to wait for a node that does not answer; after `direct_after_s`
+    of that the bucket's backend is read instead, where it can be (None: never), and `direct` says how (`{"url":
+    "s3://…", …options…}`) where what the node says of the bucket does not do. `url` as of `forebay.connect`."""
 
     shape = "objects"
 
@@ -44,6 +43,7 @@ class ObjectDataset(Dataset):
         direct_after_s: float | None = DIRECT_AFTER_S,
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__(
             place,
@@ -54,6 +54,7 @@ class ObjectDataset(Dataset):
             direct_after_s=direct_after_s,
             direct=direct,
             source=source,
+            keys=keys,
         )
         self.decode = decode
         self.samples = self.listing.objects

@@ -167,6 +167,7 @@ class ShardDataset(Dataset):
         direct_after_s: float | None = DIRECT_AFTER_S,
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
         if isinstance(parts, str):
             raise Invalid(f"parts={parts!r} is not a list of extensions: write parts=[{parts!r}]")
@@ -188,6 +189,7 @@ class ShardDataset(Dataset):
             direct_after_s=direct_after_s,
             direct=direct,
             source=source,
+            keys=keys,
         )
         self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)

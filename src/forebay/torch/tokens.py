@@ -61,6 +61,7 @@ class TokenDataset(Dataset):
         direct_after_s: float | None = DIRECT_AFTER_S,
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
         if dtype not in ("uint16", "uint32"):
             raise Invalid(f"dtype={dtype!r} is not known: use 'uint16' or 'uint32'")
@@ -76,6 +77,7 @@ class TokenDataset(Dataset):
             direct_after_s=direct_after_s,
             direct=direct,
             source=source,
+            keys=keys,
         )
         self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
         self._type = np.dtype(dtype).newbyteorder("<")

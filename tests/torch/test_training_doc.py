@@ -1,0 +1,78 @@
+"""The Python in docs/training.md runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.torch import DataLoader
+from tests.node.conftest import NodeProcess
+from tests.torch.memory_source import numbered_shard
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+pytestmark = pytest.mark.real
+
+
+def block(mark: str) -> str:
+    """The one block with `mark` in it."""
+    (found,) = (text for text in BLOCKS if mark in text)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`train/` of the bucket `corpus` at the node that FOREBAY_URL names."""
+    train = tmp_path / "bucket" / "train"
+    train.mkdir(parents=True)
+    for number in range(3):
+        (train / f"{number}.tar").write_bytes(numbered_shard(40 * number, 40))
+    node = NodeProcess(tmp_path / "node-0", "--fronts", "1")
+    node.start()
+    try:
+        node.add_bucket("corpus", f"file://{tmp_path}/bucket", freshness_s=0.0)
+        monkeypatch.setenv("FOREBAY_URL", node.endpoint)
+        yield train
+    finally:
+        node.stop()
+
+
+def test_every_block_runs(folder: Path):
+    assert len(BLOCKS) == 2, "give what was added a test"
+    seen: list[dict[str, Any]] = []
+    names: dict[str, Any] = {
+        "resuming": False,
+        "model": None,
+        "train": lambda batch: None,
+        "checkpoint": lambda model, state: seen.append(state),
+    }
+    # batches as dictionaries of tensors need members of one size, which these samples do not have
+    text = block("while loader.epoch < 10").replace("workers=4", "workers=1, collate=list").replace("< 10", "< 2")
+    exec("import torch\n" + text, names)
+    assert [state["epoch"] for state in seen] == [1, 2]
+    names["loader"].close()
+
+
+def test_a_run_goes_on_with_what_it_began_with(folder: Path):
+    text = block("keys=")
+    names: dict[str, Any] = {"saved": None, "DataLoader": DataLoader}
+    exec("from forebay.torch import ShardDataset\n" + text, names)
+    loader, dataset = names["loader"], names["dataset"]
+    assert len(dataset) == 120
+    whole = [sample["cls"] for batch in DataLoader(dataset, 8, seed=1, collate=list) for sample in batch]
+    loader.close()
+    (folder / "00.tar").write_bytes(numbered_shard(500, 10))  # it lies between the others
+    exec(text, names)
+    assert len(names["dataset"]) == 120
+    again = DataLoader(names["dataset"], 8, seed=1, collate=list)
+    again.load_state_dict(names["saved"]["loader"])
+    assert [sample["cls"] for batch in again for sample in batch] == whole
+    again.close()
+    names["loader"].close()
+    names["saved"] = None
+    exec(text, names)
+    assert len(names["dataset"]) == 130, "a new run takes what there is"
+    names["loader"].close()
