@@ -8,11 +8,13 @@ server here is a context manager that runs one process with its own directory an
     with Nginx(root) as http:                   # http.url
     with Azurite() as azure:                    # azure.options(), azure.create_container("corpus")
     with FakeGCS() as gcs:                      # gcs.options(), gcs.create_bucket("corpus"), gcs.put(bucket, key, data)
+    with Issuer({"ann": {"groups": ["a"]}}) as oidc:  # oidc.url, oidc.token("ann", audience)
 
 No server outlives the process that started it: the kernel kills it when its parent dies (`setpriv --pdeathsig`), and
 an exit handler stops it in every gentler case. A program that is absent raises `MissingProgram`, which says how to get
-it; `python -m bench.servers install` gets all of them (Debian packages when root, Azurite from npm into the
-checkout's `.tools`, at one version: what lies in a user's home may be of another one and hide or make a failure).
+it; `python -m bench.servers install` gets all of them (Debian packages when root, Azurite and oidc-provider from npm
+into the checkout's `.tools`, at one version: what lies in a user's home may be of another one and hide or make a
+failure).
 
 Rejected: containers (need a daemon and root); moto and other in-process fakes of S3 (they agree with boto3, not with
 S3); fixed ports (two checkouts on one machine would fight).
@@ -50,12 +52,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt.algorithms import RSAAlgorithm
+
 STARTS_MAX = 3  # a port can be lost between choosing and binding it; three times in a row it is something else
 READY_TIMEOUT_S = 60.0  # SeaweedFS takes 2 to 4 s on an idle machine, far more when the cores are taken
 STOP_TIMEOUT_S = 5.0  # between asking to stop and killing
 PORT_FIRST, PORT_LAST = 15_000, 32_000  # below Linux's ephemeral range (32768 up), so no client socket takes one
 
 AZURITE_VERSION = "3.35.0"  # later ones want a dependency that the npm of Debian 12 cannot resolve
+OIDC_PROVIDER_VERSION = "9.13.3"
 DEBIAN_PACKAGES = {
     "nginx": "nginx-light",
     "wrk": "wrk",
@@ -94,18 +100,26 @@ def find_program(name: str, how_to_get: str = "") -> str:
 
 def find_azurite() -> Path:
     """Azurite's blob service as a script for node, at `AZURITE_VERSION`, or `MissingProgram`."""
-    package = tools_dir() / "azurite" / "node_modules" / "azurite"
+    return _find_npm_package("azurite", AZURITE_VERSION, "dist/src/blob/main.js")
+
+
+def find_oidc_provider() -> Path:
+    """The main module of oidc-provider, at `OIDC_PROVIDER_VERSION`, or `MissingProgram`."""
+    return _find_npm_package("oidc-provider", OIDC_PROVIDER_VERSION, "lib/index.js")
+
+
+def _find_npm_package(name: str, wanted: str, script: str) -> Path:
+    package = tools_dir() / name / "node_modules" / name
     try:
         version = json.loads((package / "package.json").read_bytes())["version"]
     except (OSError, ValueError, KeyError):
         version = "none"
-    script = package / "dist" / "src" / "blob" / "main.js"
-    if version != AZURITE_VERSION or not script.is_file():
+    if version != wanted or not (package / script).is_file():
         raise MissingProgram(
-            f"Azurite {AZURITE_VERSION} is not in {tools_dir()} (found: {version}): "
+            f"{name} {wanted} is not in {tools_dir()} (found: {version}): "
             "run `python -m bench.servers install` (needs npm and a registry)"
         )
-    return script
+    return package / script
 
 
 def find_fake_gcs() -> Path:
@@ -124,7 +138,8 @@ def find_fake_gcs() -> Path:
 def ensure_installed() -> list[str]:
     """Install what is absent and can be installed here; returns one line per program that is still missing.
 
-    Debian packages need root (else the line names the command to type); Azurite comes from npm into `tools_dir()`.
+    Debian packages need root (else the line names the command to type); Azurite and oidc-provider come from npm into
+    `tools_dir()`.
     May be called any number of times: when nothing is missing it does nothing and needs no network.
     """
     missing = []
@@ -138,18 +153,23 @@ def ensure_installed() -> list[str]:
         wanted = _debian_packages_missing()
     if wanted:
         missing.append(f"as root: apt-get install {' '.join(wanted)}")
-    if not _present(find_azurite):
+    for find, name, version in (
+        (find_azurite, "azurite", AZURITE_VERSION),
+        (find_oidc_provider, "oidc-provider", OIDC_PROVIDER_VERSION),
+    ):
+        if _present(find):
+            continue
         npm = shutil.which("npm")
         if npm is None:
-            missing.append("npm is missing, so Azurite (Azure Blob) cannot be installed")
-        else:
-            folder = tools_dir() / "azurite"
-            folder.mkdir(parents=True, exist_ok=True)
-            package = f"azurite@{AZURITE_VERSION}"
-            command = [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(folder), package]
-            subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-            if not _present(find_azurite):
-                missing.append(f"npm could not install {package}: see its message above")
+            missing.append(f"npm is missing, so {name} cannot be installed")
+            continue
+        folder = tools_dir() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        package = f"{name}@{version}"
+        command = [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(folder), package]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        if not _present(find):
+            missing.append(f"npm could not install {package}: see its message above")
     return missing
 
 
@@ -575,6 +595,70 @@ class FakeGCS(Server):
         _ask(url, "POST", data, {"Content-Type": content_type})
 
 
+class Issuer(Server):
+    """An OIDC issuer: oidc-provider, certified by the OpenID Foundation. `people` maps names to the claims that their
+    access tokens have besides the usual ones. Its keys are RSA; the folder `self.dir` has them."""
+
+    name = "oidc-provider"
+    secret = "secret-of-everybody"
+
+    def __init__(self, people: dict[str, dict[str, object]]) -> None:
+        super().__init__()
+        self.people = people
+        self._keys: list[dict[str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    def command(self) -> list[str]:
+        if not self._keys:
+            self._keys = [_private_jwk()]
+        self._write_config()
+        program = [find_program("node", "apt-get install nodejs"), "--no-warnings"]
+        script = Path(__file__).with_name("issuer.mjs")
+        return [*program, str(script), str(find_oidc_provider()), str(self._config)]
+
+    def is_ready(self) -> bool:
+        return self.key_ids() == [key["kid"] for key in self._keys]
+
+    def key_ids(self) -> list[str]:
+        """The ids of the keys that it publishes."""
+        return [key["kid"] for key in json.loads(_ask(f"{self.url}/jwks"))["keys"]]
+
+    def token(self, person: str, audience: str) -> str:
+        """A new access token (JWT) of one hour."""
+        form = {"grant_type": "client_credentials", "resource": audience, "scope": "read"}
+        proof = base64.b64encode(f"{person}:{self.secret}".encode()).decode()
+        headers = {"Authorization": f"Basic {proof}", "Content-Type": "application/x-www-form-urlencoded"}
+        answer = json.loads(_ask(f"{self.url}/token", "POST", urllib.parse.urlencode(form).encode(), headers))
+        return str(answer["access_token"])
+
+    def change_keys(self) -> None:
+        """Sign with a new key from now on; the old one is no longer published."""
+        self._keys = [_private_jwk()]
+        self._write_config()
+        os.kill(self.pid, signal.SIGHUP)
+        self._wait_ready()
+
+    @property
+    def _config(self) -> Path:
+        return self.dir / "issuer.json"
+
+    def _write_config(self) -> None:
+        clients = {name: {"secret": self.secret, "claims": claims} for name, claims in self.people.items()}
+        config = {"port": self.ports[0], "jwks": {"keys": self._keys}, "clients": clients}
+        new = self._config.with_suffix(".new")
+        new.write_text(json.dumps(config))
+        new.replace(self._config)
+
+
+def _private_jwk() -> dict[str, str]:
+    key = json.loads(RSAAlgorithm.to_jwk(rsa.generate_private_key(65_537, 2048)))
+    number = key["n"].encode()
+    return {**key, "kid": hashlib.sha256(number).hexdigest()[:16], "alg": "RS256", "use": "sig"}
+
+
 @contextlib.contextmanager
 def running(*servers: Server) -> Iterator[None]:
     """Several servers for the length of a `with` block."""
@@ -595,6 +679,7 @@ def main(arguments: list[str]) -> int:
         "weed": lambda: find_program("weed"),
         "nginx": lambda: find_program("nginx"),
         "azurite": find_azurite,
+        "oidc-provider": find_oidc_provider,
         "fake-gcs-server": find_fake_gcs,
         "wrk": lambda: find_program("wrk"),
     }

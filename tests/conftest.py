@@ -68,6 +68,18 @@ def gcs() -> Iterator[servers.FakeGCS]:
     yield from _serve(servers.FakeGCS)
 
 
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[servers.Issuer]:
+    """An OIDC issuer; `issuer.token(name, audience)` for `ann` (group `team-a`), `bob` (groups `team-b`, `ops`) and
+    `eve` (none)."""
+    people: dict[str, dict[str, object]] = {
+        "ann": {"groups": ["team-a"]},
+        "bob": {"groups": ["team-b", "ops"]},
+        "eve": {},
+    }
+    yield from _serve(lambda: servers.Issuer(people))
+
+
 @pytest.fixture(scope="session")
 def http_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Nginx]:
     """nginx over the directory `http_server.root`, which tests fill (each under a folder of its own)."""

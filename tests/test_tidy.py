@@ -264,7 +264,8 @@ def imports_are_declared(tree: Tree) -> Iterator[str]:
 
 
 def _package(text: str) -> str:
-    return re.split(r"[^A-Za-z0-9_.-]", text)[0].replace("-", "_")
+    name = re.split(r"[^A-Za-z0-9_.-]", text)[0].replace("-", "_")
+    return {"pyjwt": "jwt"}.get(name, name)  # what it is imported as
 
 
 def _imports(text: str) -> set[str]:

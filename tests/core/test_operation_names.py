@@ -39,7 +39,7 @@ from forebay.core.s3rules.operation_names import operation_name
         ("POST b/k", ""),
         ("PATCH b/k", ""),
         ("OPTIONS b", ""),
-        ("POST", ""),
+        ("POST", "AssumeRoleWithWebIdentity"),
     ],
 )
 def test_an_operation_has_the_name_that_s3_gives_it(asked: str, name: str) -> None:

@@ -203,7 +203,7 @@ def seal(
         for entry in known.identities:
             retiring = tuple(sealed(old) for old in entry.retiring)
             entries.append(msgspec.structs.replace(sealed(entry), retiring=retiring))
-        _write(path, KeyFile(tuple(entries), recipient))
+        _write(path, msgspec.structs.replace(known, identities=tuple(entries), sealed_for=recipient))
     if as_json:
         show.document({"file": str(path), "key": str(key_path), "made": made, "sealed_for": recipient})
         return
@@ -330,7 +330,7 @@ def _find(known: KeyFile, name: str, path: Path) -> Entry:
 
 
 def _with(known: KeyFile, *entries: Entry) -> KeyFile:
-    return KeyFile(tuple(entries), known.sealed_for)
+    return msgspec.structs.replace(known, identities=tuple(entries))
 
 
 @contextlib.contextmanager
@@ -359,7 +359,7 @@ def _write(path: Path, file: KeyFile) -> None:
     for entry in file.identities:
         retiring = tuple(_hashed(old) for old in _current(entry))
         entries.append(msgspec.structs.replace(_hashed(entry), retiring=retiring))
-    body = render(KeyFile(tuple(entries), file.sealed_for))
+    body = render(msgspec.structs.replace(file, identities=tuple(entries)))
     target = Path(os.path.realpath(path))  # a link stays one
     new = target.with_name(f".{target.name}.new")
     with contextlib.suppress(FileNotFoundError):

@@ -33,6 +33,7 @@ from forebay.core.machines.allowance import Limits
 
 Verb = Literal["read", "write", "admin", "observe"]
 VERBS: Final = get_args(Verb)
+OIDC_NAMES: Final = "oidc:"  # how the names of those begin whom an issuer vouches for (`core/oidc.py`)
 _PATTERN = re.compile(r"[a-z0-9.\-*]{1,63}")
 
 
@@ -67,7 +68,8 @@ class Retiring(msgspec.Struct, frozen=True):
 
 class Identity(msgspec.Struct, frozen=True):
     """One caller. `token_sha256` is lower-case hex; a way of proving that is not used is empty. One that is disabled
-    keeps its name and keys but proves nothing."""
+    keeps its name and keys but proves nothing. `until_s` is Unix time: that of one who came with a token of an issuer
+    or a temporary key, 0 for one of the file."""
 
     name: str
     access_key_id: str = ""
@@ -77,6 +79,7 @@ class Identity(msgspec.Struct, frozen=True):
     retiring: tuple[Retiring, ...] = ()
     disabled: bool = False
     limits: Limits | None = None
+    until_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"Identity({self.name!r}, {self.access_key_id!r}, {format_grants(self.grants)!r})"
@@ -132,6 +135,8 @@ class Identities:
         for identity in identities:
             if not identity.name or identity.name in names:
                 raise Invalid(f"identity name {identity.name!r} is empty or taken twice: give each its own")
+            if identity.name.startswith(OIDC_NAMES):
+                raise Invalid(f"identity name {identity.name!r} is one of an issuer's people: choose another")
             names.add(identity.name)
             self._enter(identity, identity.access_key_id, identity.secret_access_key, identity.token_sha256)
             for old in identity.retiring:

@@ -16,7 +16,7 @@ Rejected: one encrypted whole (nobody could see who may do what, and each change
 derived from a pass phrase (somebody must type it at each start, or it lies beside the file).
 
 Invariants. (1) What `parse` returns is sound: names, key ids and tokens are each somebody's alone, no key is half and
-every grant can be read. (2) `parse(render(file)) == file`.
+every grant can be read; the same of issuers and their rules. (2) `parse(render(file)) == file`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import msgspec
 from forebay.core.access import Identities, Identity, Retiring, parse_grants
 from forebay.core.errors import Invalid
 from forebay.core.machines.allowance import Limits, check_limits
+from forebay.core.oidc import Issuer, check_issuers
 from forebay.core.quantity import parse_rate
 
 Unseal = Callable[[str, str], str]  # (what is sealed, access key id) -> the secret; raises `Invalid`
@@ -84,10 +85,12 @@ class Entry(Proof, frozen=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All that stands in an identities file. `sealed_for` is the public key that new secrets are sealed for, or ""."""
+    """All that stands in an identities file. `sealed_for` is the public key that new secrets are sealed for, or "";
+    `oidc` are the issuers whose tokens let people in (`core/oidc.py`)."""
 
     identities: tuple[Entry, ...]
     sealed_for: str = ""
+    oidc: tuple[Issuer, ...] = ()
 
     @property
     def is_sealed(self) -> bool:
@@ -135,6 +138,7 @@ def identities_of(file: KeyFile, unseal: Unseal) -> list[Identity]:
             )
         )
     Identities(identities)
+    check_issuers(file.oidc)
     return identities
 
 

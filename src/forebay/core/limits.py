@@ -67,6 +67,9 @@ ADDRESS_SHARE = 0.5  # of them for one address: it cannot take them all; settabl
 ACCOUNTS_MAX = 1024  # identities with limits that fronts count together until a restart; each costs 2 KiB if used
 FRONTS_MAX = 256  # front processes of a node: more than a machine has cores for
 UNPROVED_BYTES_MAX = 64 * MIB  # per front, for heads and bodies of clients that have not shown who they are
+JWT_BYTES_MAX = 16 * KIB  # a bearer's token; those with hundreds of groups have 10 KiB. AWS takes 20,000 characters
+WEB_IDENTITY_BODY_BYTES_MAX = 2 * JWT_BYTES_MAX  # a form with such a token, and names of at most 2 KiB
+ISSUER_ANSWER_BYTES_MAX = 256 * KIB  # an issuer's description, or its keys: they have 1 to 20 KiB
 STRAY_BODY_BYTES_MAX = 16 * KIB  # a body where none has a meaning (a GET's): read, so that the connection can go on
 CHUNK_FRAMING_BYTES_MAX = (
     256 * KIB
@@ -123,6 +126,8 @@ assert BLOCK_BYTES % (4 * KIB) == 0, "a punched hole must be page aligned"
 assert STRIPE_BYTES % BLOCK_BYTES == 0
 assert INLINE_BYTES_MAX < BLOCK_BYTES
 assert KEY_BYTES_MAX * 3 < REQUEST_LINE_BYTES_MAX < HEADER_BYTES_MAX
+assert JWT_BYTES_MAX < HEADER_BYTES_MAX
+assert JWT_BYTES_MAX < WEB_IDENTITY_BODY_BYTES_MAX < UNPROVED_BYTES_MAX
 assert STRAY_BODY_BYTES_MAX + HEADER_BYTES_MAX < UNPROVED_BYTES_MAX < PASS_BYTES_MAX
 assert READ_WINDOW_BYTES >= 2 * BLOCK_BYTES
 assert PASS_BYTES_MAX >= READ_WINDOW_BYTES + BLOCK_BYTES

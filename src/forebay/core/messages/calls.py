@@ -38,6 +38,12 @@ class BucketNamed(msgspec.Struct, frozen=True, omit_defaults=True):
     force: bool = False
 
 
+class IssuerNamed(msgspec.Struct, frozen=True):
+    """An OIDC issuer, by its name in the identities file."""
+
+    name: str
+
+
 class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Create or change a bucket. `check`: only if its backend answers and, where it is written back, takes a write.
     `force`: also if that gives up what the node has not brought to the old place. `free`: the caller may send the node
@@ -436,6 +442,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "lost_give_up": (LostCall, list[LostObject]),  # these are given up; at most LIST_KEYS_MAX
     "map": (Nothing, NodeMap),
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
+    "issuer_keys": (IssuerNamed, Nothing),  # answered when its keys are as of seconds ago; they come with a Welcome
 }
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -141,6 +141,7 @@ class Welcome(_Message):
     identities: bytes = b""  # msgpack; see node/front/http/auth.py
     pid: int = 0  # the engine's
     wire_version: int = WIRE_VERSION
+    trusted: bytes = b""  # issuers and their keys; see core/oidc.py
 
 
 class Opened(_Message):

@@ -47,7 +47,7 @@ _OF_BUCKETS: Final = {"GET": "ListObjects", "HEAD": "HeadBucket", "PUT": "Create
 def operation_name(method: str, bucket: str, key: str, query: Container[str], *, copies: bool = False) -> str:
     """The operation; `query` holds the names in the query, `copies` says that the request names a source."""
     if not bucket:
-        return "ListBuckets" if method == "GET" else ""
+        return {"GET": "ListBuckets", "POST": "AssumeRoleWithWebIdentity"}.get(method, "")
     if key and "uploadId" in query:
         name = _OF_UPLOADS.get(method, "")
         return f"{name}Copy" if copies and name == "UploadPart" else name

@@ -15,6 +15,9 @@ what clients send over TLS); or chunks that are signed one after the other, each
 from the request's; `core/s3rules/signedbody.py` has all that. A form upload signs its policy alone
 (`Verifier.verify_policy`).
 
+A temporary key (`core/s3rules/sessions.py`) comes with its session token, as a signed header or in the signed query. It
+is known by that alone: without the token there is no such key.
+
 Replays. What was signed may be sent again as it is until it is too old: SKEW_S_MAX, or what a presigned query says. A
 table of signatures seen would refuse honest clients, which sign a retry in the same second alike, and fronts share no
 memory. So TLS keeps requests from being overheard, and a writer that must not be repeated sends If-Match or
@@ -43,6 +46,7 @@ from urllib.parse import quote, unquote_to_bytes
 from forebay.core.errors import Denied, ForebayError, Invalid
 from forebay.core.s3rules.compat import sigv2
 from forebay.core.s3rules.names import Addressing
+from forebay.core.s3rules.sessions import Session, Sessions, check_session
 from forebay.core.s3rules.signedbody import UNSIGNED, check_payload, check_payload_form, mismatch
 
 ALGORITHM: Final = b"AWS4-HMAC-SHA256"
@@ -63,8 +67,8 @@ QueryPairs = list[tuple[bytes, bytes]]  # percent-decoded, in the order sent
 
 
 class Verified(NamedTuple):
-    """Who signed. `payload` is the value the signer gave for the body's hash, as sent. The rest is where the signatures
-    of chunks start (`ChunkVerifier`)."""
+    """Who signed; by a temporary key, if there is a `session`. `payload` is the value the signer gave for the body's
+    hash, as sent. The rest is where the signatures of chunks start (`ChunkVerifier`)."""
 
     key_id: str
     region: str
@@ -74,6 +78,7 @@ class Verified(NamedTuple):
     scope: bytes = b""
     signature: bytes = b""
     key: bytes = b""
+    session: Session | None = None
 
     def __repr__(self) -> str:
         return f"Verified({self.key_id!r}, {self.region!r}, {self.payload!r}, presigned={self.presigned})"
@@ -90,6 +95,8 @@ class _Scope(NamedTuple):
     name_set: frozenset[bytes]
     names_text: bytes
     key: bytes
+    session: Session | None
+    token: bytes  # of the session; empty without one
 
     def __repr__(self) -> str:
         return f"_Scope({self.key_id!r}, {self.text!r})"
@@ -152,12 +159,17 @@ def parse_stamp(text: bytes) -> int | None:
 
 class Verifier:
     """Verifies requests against a table of secrets. One per table: make a new one when the table changes.
-    `bucket_of_host` reads the bucket out of a Host header ("": there is none), as whoever answers the request does."""
+    `bucket_of_host` reads the bucket out of a Host header ("": there is none), as whoever answers the request does;
+    `sessions` knows the temporary keys."""
 
     def __init__(
-        self, secrets: Mapping[str, str], bucket_of_host: Callable[[bytes], str] = Addressing().bucket_of_host
+        self,
+        secrets: Mapping[str, str],
+        bucket_of_host: Callable[[bytes], str] = Addressing().bucket_of_host,
+        sessions: Sessions | None = None,
     ) -> None:
         self._secrets = secrets
+        self._sessions = sessions or Sessions()
         self._bucket_of_host = bucket_of_host
         self._scopes: dict[bytes, _Scope] = {}
         self._stamp: tuple[bytes | None, int] = (None, 0)  # the last time stamp seen: many requests share a second
@@ -176,8 +188,9 @@ class Verifier:
         `path` and `query` are as on the request line; header names are lower case, values without surrounding white
         space, repeated ones joined by commas. With `body` None it is still to come: whoever receives it compares it
         with `Verified.payload` (`signedbody.check_payload_sha256`, `signedbody.ChunkVerifier`). `Denied`
-        (InvalidAccessKeyId, SignatureDoesNotMatch, RequestTimeTooSkewed, AccessDenied) or `Invalid`
-        (AuthorizationHeaderMalformed, AuthorizationQueryParametersError, …) says what is wrong with the signature.
+        (InvalidAccessKeyId, SignatureDoesNotMatch, RequestTimeTooSkewed, AccessDenied) or `Invalid` (InvalidToken,
+        ExpiredToken, AuthorizationHeaderMalformed, AuthorizationQueryParametersError, …) says what is wrong with the
+        signature.
         """
         authorization = headers.get(b"authorization")
         if b"X-Amz-" in query or b"Signature=" in query or b"AWSAccessKeyId=" in query or b"%" in query:
@@ -193,7 +206,10 @@ class Verifier:
                 return self._verify_query(now_s, method, path, pairs, headers, body)
         if authorization is None:
             return None
-        scope = self._scopes.get(authorization[:-64]) or self._scope_of_header(authorization)
+        scope = self._scopes.get(authorization[:-64])
+        token = headers.get(b"x-amz-security-token", b"")
+        if scope is None or scope.token != token:
+            scope = self._scope_of_header(authorization, token)
         stamp = headers.get(b"x-amz-date", b"")
         self._check_time(now_s, stamp, scope)
         payload = headers.get(b"x-amz-content-sha256")
@@ -213,30 +229,39 @@ class Verifier:
             check_payload_form(payload)
         else:
             check_payload(payload, body)
-        return Verified(scope.key_id, scope.region, payload, False, stamp, scope.text, signature, scope.key)
+        return Verified(
+            scope.key_id, scope.region, payload, False, stamp, scope.text, signature, scope.key, scope.session
+        )
+
+    def keys(self, token: bytes, now_s: float) -> tuple[Mapping[str, str], Session | None]:
+        """The secrets by key id that may sign what comes with this session token (empty: without one)."""
+        if not token:
+            return self._secrets, None
+        session = self._sessions.open(token)
+        check_session(session, now_s)
+        return {session.key_id: session.secret}, session
 
     def verify_policy(self, fields: Mapping[str, str]) -> Verified:
         """Who signed the `policy` of a form upload (POST). `fields` are the form's, names in lower case.
 
-        Nothing but the policy's text is signed: the caller reads it, sees that it has not expired, and holds every
-        other field against its conditions. `Denied` or `Invalid` as in `verify`.
+        Nothing but the policy's text is signed: the caller reads it, sees that it has not expired (nor the session: see
+        `keys`), and holds every other field against its conditions. `Denied` or `Invalid` as in `verify`.
         """
         raw = {name: fields.get(name, "").encode() for name in _POLICY_REQUIRED}
         if any(not value for value in raw.values()):
             missing = ", ".join(name for name, value in raw.items() if not value)
             raise Invalid(f"the form is not signed in full: it lacks {missing}", code="InvalidArgument")
-        if "x-amz-security-token" in fields:
-            raise _no_session_tokens()
         if raw["x-amz-algorithm"] != ALGORITHM:
             raise Invalid('x-amz-algorithm only supports "AWS4-HMAC-SHA256"', code="InvalidArgument")
-        scope = self._scope(raw["x-amz-credential"], b"host", _malformed_form)
+        token = fields.get("x-amz-security-token", "").encode()
+        scope = self._scope(raw["x-amz-credential"], b"host", _malformed_form, token)
         stamp = raw["x-amz-date"]
         if parse_stamp(stamp) is None or not stamp.startswith(scope.day):
             raise _malformed_form("x-amz-date must be YYYYMMDDTHHMMSSZ, of the credential's day")
         expected = hmac.digest(scope.key, raw["policy"], "sha256").hex().encode()
         if not hmac.compare_digest(expected, raw["x-amz-signature"]):
             raise mismatch()
-        return Verified(scope.key_id, scope.region, UNSIGNED, True, stamp, scope.text)
+        return Verified(scope.key_id, scope.region, UNSIGNED, True, stamp, scope.text, session=scope.session)
 
     def _check_time(self, now_s: float, stamp: bytes, scope: _Scope) -> None:
         seen, stamp_s = self._stamp
@@ -259,14 +284,18 @@ class Verifier:
                 "The authorization header is malformed: the credential's date is not that of x-amz-date",
                 code="AuthorizationHeaderMalformed",
             )
+        if scope.session is not None:
+            check_session(scope.session, now_s)
 
-    def _scope_of_header(self, authorization: bytes) -> _Scope:
-        """Parse and keep; only called for a prefix not seen before."""
+    def _scope_of_header(self, authorization: bytes, token: bytes) -> _Scope:
+        """Parse and keep; only called for a prefix not seen before with this token."""
         prefix = authorization[:-64]
         match = _AUTHORIZATION.match(authorization)
         if match is None:
             raise _unparsed(authorization)
-        scope = self._scope(match[1], match[2], _malformed_header)
+        if b"x-amz-security-token" not in match[2].split(b";"):
+            token = b""  # one that nobody signed opens nothing
+        scope = self._scope(match[1], match[2], _malformed_header, token)
         if match.end() != len(prefix):
             raise mismatch()  # no signature has another length
         if len(self._scopes) >= SCOPES_KEPT_MAX:
@@ -274,7 +303,9 @@ class Verifier:
         self._scopes[prefix] = scope
         return scope
 
-    def _scope(self, credential: bytes, names_text: bytes, malformed: Callable[[str], ForebayError]) -> _Scope:
+    def _scope(
+        self, credential: bytes, names_text: bytes, malformed: Callable[[str], ForebayError], token: bytes
+    ) -> _Scope:
         parts = credential.rsplit(b"/", 4)
         if len(parts) != 5:
             raise malformed("the credential must be <key id>/<yyyymmdd>/<region>/s3/aws4_request")
@@ -291,7 +322,11 @@ class Verifier:
         if b"host" not in names:
             raise malformed("'host' must be one of SignedHeaders")
         key_id = raw_key_id.decode("utf-8", "replace")
-        secret = self._secrets.get(key_id)
+        session = self._sessions.open(token) if token else None
+        if session is None:
+            secret = self._secrets.get(key_id)
+        else:
+            secret = session.secret if session.key_id == key_id else None
         if secret is None:
             raise Denied(
                 "The access key id you provided does not exist here: check it, or have it added",
@@ -299,7 +334,7 @@ class Verifier:
             )
         key = signing_key(secret, day, region)
         text = b"/".join((day, region, service, terminator))
-        return _Scope(key_id, region.decode(), day, text, names, frozenset(names), names_text, key)
+        return _Scope(key_id, region.decode(), day, text, names, frozenset(names), names_text, key, session, token)
 
     def _verify_query(
         self,
@@ -314,8 +349,9 @@ class Verifier:
         if b"X-Amz-Algorithm" not in given and (b"AWSAccessKeyId" in given or b"Signature" in given):
             bucket = self._bucket_of_host(headers.get(b"host", b""))
             resource = b"/" + bucket.encode() + path if bucket else path
-            key_id = sigv2.verify_presigned(self._secrets, now_s, method, resource, pairs, headers)
-            return Verified(key_id, "", UNSIGNED, True)
+            secrets, session = self.keys(given.get(b"x-amz-security-token", b""), now_s)
+            key_id = sigv2.verify_presigned(secrets, now_s, method, resource, pairs, headers)
+            return Verified(key_id, "", UNSIGNED, True, session=session)
         if any(name not in given for name in _QUERY_REQUIRED):
             raise _malformed_query(
                 "query-string authentication requires the X-Amz-Algorithm, X-Amz-Credential, X-Amz-Signature, "
@@ -337,9 +373,12 @@ class Verifier:
                 f"X-Amz-Expires must be a number of seconds from 1 to {EXPIRES_S_MAX}: sign it again",
                 code="AccessDenied",
             )
-        if b"X-Amz-Security-Token" in given:
-            raise _no_session_tokens()
-        scope = self._scope(given[b"X-Amz-Credential"], given[b"X-Amz-SignedHeaders"], _malformed_query)
+        token = given.get(b"X-Amz-Security-Token", b"")
+        if b"x-amz-security-token" in headers:
+            raise _malformed_query("the session token of a presigned request goes into X-Amz-Security-Token")
+        scope = self._scope(given[b"X-Amz-Credential"], given[b"X-Amz-SignedHeaders"], _malformed_query, token)
+        if scope.session is not None:
+            check_session(scope.session, now_s)
         if not stamp.startswith(scope.day):
             raise _malformed_query("the credential's date is not that of X-Amz-Date")
         if now_s < stamp_s - SKEW_S_MAX:
@@ -361,7 +400,9 @@ class Verifier:
             check_payload_form(payload)
         else:
             check_payload(payload, body)
-        return Verified(scope.key_id, scope.region, payload, True, stamp, scope.text, signature, scope.key)
+        return Verified(
+            scope.key_id, scope.region, payload, True, stamp, scope.text, signature, scope.key, scope.session
+        )
 
 
 _QUERY_REQUIRED = (
@@ -386,8 +427,6 @@ def _canonical_headers(scope: _Scope, headers: Mapping[bytes, bytes]) -> bytes:
                 f"There were headers present in the request which were not signed: {name.decode('latin-1')}",
                 code="AccessDenied",
             )
-    if b"x-amz-security-token" in headers:
-        raise _no_session_tokens()
     lines = []
     for name in scope.names:
         value = headers.get(name, b"")
@@ -434,10 +473,3 @@ def _unparsed(authorization: bytes) -> ForebayError:
     if authorization.startswith(b"AWS4-") or (authorization.startswith(b"AWS ") and b":" in authorization):
         return _unsupported()
     return Invalid("Unsupported authorization type: sign with AWS4-HMAC-SHA256", code="InvalidArgument")
-
-
-def _no_session_tokens() -> ForebayError:
-    return Invalid(
-        "The provided token is malformed or otherwise invalid: this endpoint issues no session tokens, use a key alone",
-        code="InvalidToken",
-    )

@@ -38,6 +38,7 @@ from forebay.node.engine.evictions import Room
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.flush.owed_at_start import CatchingUp
 from forebay.node.engine.fronts import Fronts
+from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
@@ -96,6 +97,7 @@ class Engine(Protocol):
     volumes: Volumes
     uploads: UploadBook
     tags: Tags
+    issuers: Issuers
 
     def flush(self) -> None: ...
 
@@ -132,6 +134,7 @@ class Verbs:
             "volume_give_up": engine.volumes.give_up,
             "map": self._map,
             "metrics": self._metrics,
+            "issuer_keys": engine.issuers.refresh,
             "prestage": engine.prestaging.ask,
             "put": self._put,
             "put_open": engine.streams.open,

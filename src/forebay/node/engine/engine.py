@@ -51,6 +51,7 @@ from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.flush.owed_at_start import CatchingUp
 from forebay.node.engine.fronts import Connection, Fronts
 from forebay.node.engine.identities import IdentitiesFile
+from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
@@ -147,6 +148,7 @@ class Engine:
             self.room.restore(self.buckets.all(), self.catching_up.whole)
             await self.uploads.load()
             await self.begun.load()
+            await self.issuers.follow(self._identities.oidc)
             await self._listen()
         except BaseException:
             await self.stop(clean=False)
@@ -332,6 +334,7 @@ class Engine:
         self.jobs = Jobs(self._meta, self.clock, self._chance, self.work.make)
         paths = [str(path) for path in self.settings.volume_dirs]
         self.volumes = Volumes(self.store, self.known, self.flusher, paths)
+        self.issuers = Issuers(self._meta, self.clock, self._chance, lambda: self.fronts.greet_again())
         self.verbs = Verbs(self)
         self.fronts: Fronts = Fronts(
             self.cold,
@@ -372,6 +375,7 @@ class Engine:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._server is not None:
             self._server.close()
+        await self.issuers.aclose()
         await self.jobs.aclose()
         await self.prestaging.aclose()
         await self.hinting.aclose()
@@ -415,7 +419,12 @@ class Engine:
     def welcome(self) -> Welcome:
         """What a front needs before it serves."""
         return Welcome(
-            self.node_id, self.store.volumes(), self.buckets.all(), self._identities.encoded, pid=os.getpid()
+            self.node_id,
+            self.store.volumes(),
+            self.buckets.all(),
+            self._identities.encoded,
+            pid=os.getpid(),
+            trusted=self.issuers.encoded,
         )
 
     def told(self, line: bytes) -> None:
@@ -426,6 +435,7 @@ class Engine:
         """Read what somebody may have changed: the identities."""
         if self._identities.read(anew=True):
             self.fronts.greet_again()
+            self._background.append(asyncio.create_task(self.issuers.follow(self._identities.oidc)))
 
     def _begin(self, call: PutCall, done: Callable[[Written | ForebayError], None]) -> bool:
         return self.catching_up.is_done and self.writes.begin(call, done)
@@ -517,6 +527,7 @@ class Engine:
                     self.starts_again.set()
                 if self._identities.read():
                     self.fronts.greet_again()
+                await self.issuers.follow(self._identities.oidc)
             except Exception:
                 log.exception("housekeeping broke; it goes on")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from forebay.core.access import encode_identities
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.keyfile import identities_of, parse
+from forebay.core.oidc import Issuer
 
 log = logging.getLogger("forebay.identities")
 
@@ -27,6 +28,7 @@ class IdentitiesFile:
 
     def __init__(self, path: str, key_path: str = "") -> None:
         self.encoded = b""
+        self.oidc: tuple[Issuer, ...] = ()
         self._path = Path(path) if path else None
         self._key_path = key_path
         self._seen: tuple[int, ...] = ()  # the state of the file that was read last
@@ -47,21 +49,22 @@ class IdentitiesFile:
         if seen == self._seen:
             return False
         try:
-            encoded = self._load(at.st_mode)
+            encoded, oidc = self._load(at.st_mode)
         except ForebayError as error:
             return self._keep(seen, error)
         self._seen = seen
-        changed, self.encoded = encoded != self.encoded, encoded
+        changed = (encoded, oidc) != (self.encoded, self.oidc)
+        self.encoded, self.oidc = encoded, oidc
         return changed
 
-    def _load(self, mode: int) -> bytes:
+    def _load(self, mode: int) -> tuple[bytes, tuple[Issuer, ...]]:
         assert self._path is not None
         try:
             file = parse(self._path.read_bytes())
             if not file.is_sealed:
                 if stat.S_IMODE(mode) & 0o077 and any(entry.secret_access_key for entry in file.identities):
                     log.warning("%s can be read by other users, and its secrets are not sealed: chmod 600", self._path)
-                return encode_identities(identities_of(file, _never))
+                return encode_identities(identities_of(file, _never)), file.oidc
             if not self._key_path:
                 raise Invalid(
                     "its secrets are sealed: give the key with --identity-key FILE, or as the systemd credential "
@@ -69,7 +72,7 @@ class IdentitiesFile:
                 )
             from forebay.node.sealed_secrets import read_key  # 20 ms to import, and few nodes need it
 
-            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open))
+            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open)), file.oidc
         except OSError as error:
             raise Invalid(f"{self._path} cannot be read ({error.strerror}): check --identities") from None
         except Invalid as error:

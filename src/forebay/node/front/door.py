@@ -298,7 +298,7 @@ class Door:
         self._connections_max = connections_max
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._identities = b""
+        self._identities = (b"", b"")  # and issuers
         self._buckets: dict[str, Bucket] = {}
 
     @property
@@ -340,9 +340,10 @@ class Door:
         """Identities or buckets may have changed: what was let in or given under others ends."""
         buckets = {bucket.name: bucket for bucket in welcome.buckets}
         changed = any(buckets.get(name) != bucket for name, bucket in self._buckets.items())
-        if changed or welcome.identities != self._identities or welcome.node_id != self.node_id:
+        identities = (welcome.identities, welcome.trusted)
+        if changed or identities != self._identities or welcome.node_id != self.node_id:
             self.let_go()
-        self.node_id, self._identities, self._buckets = welcome.node_id, welcome.identities, buckets
+        self.node_id, self._identities, self._buckets = welcome.node_id, identities, buckets
 
     def dropped(self, object_ids: list[int]) -> None:
         """These were evicted or replaced."""
@@ -378,6 +379,8 @@ class Door:
             limit_s = self._stall_s if guest.identity is not None else HELLO_TIMEOUT_S
             if guest.waits and now_s - guest.waits_since_s > limit_s:
                 guest.close()
+            elif guest.identity is not None and 0 < guest.identity.until_s < self.clock.wall_s():
+                guest.close()  # its token has ended: it comes again with another
         self._timer = self.loop.call_later(TICK_S, self._tick)
 
     # --- the decision ------------------------------------------------------------------------------------------------

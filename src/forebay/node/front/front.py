@@ -71,7 +71,12 @@ class Front:
         self._store = StoreReader([], suspect=lambda *suspicion: self._reads.suspect(*suspicion))
         domains = (settings.domain,) if settings.domain else ()
         self._addressing = Addressing((*BASE_DOMAINS, *domains))
-        self._auth = Auth(clock.wall_s, self._addressing, Accounts(number, clock.monotonic_s, accounts_fd))
+        self._auth = Auth(
+            clock.wall_s,
+            self._addressing,
+            Accounts(number, clock.monotonic_s, accounts_fd),
+            lambda *question: self.link.begin(*question),
+        )
         self._welcomed: Welcome | None = None
         self.link = Link(
             settings.engine_socket,
@@ -209,7 +214,7 @@ class Front:
         if not self.link.connected:
             self._store.let_go()
             self.door.let_go()
-        self._auth.update(welcome.identities)
+        self._auth.update(welcome.identities, welcome.trusted)
         self._auth.node = welcome.node_id.encode()
         self._reads.follow(welcome)
         self.door.follow(welcome)

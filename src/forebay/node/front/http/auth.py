@@ -3,7 +3,8 @@
 Theory. The engine owns the identities and sends them with every `Welcome`; a front only reads them. Without identities
 the node listens on loopback alone (the supervisor sees to that), and whoever reaches it is `ANYONE`: signatures are
 then not looked at, since clients that sign always need *some* key configured and there is nothing to check it against.
-With identities, every request must prove itself: S3 by signature, native by bearer token.
+With identities, every request must prove itself: S3 by signature, native by bearer token. A bearer token may be one of
+the node's, or one of an OIDC issuer that it trusts (`tokens.py`); S3 has temporary keys for those (`core/s3rules`).
 
 Answers to "may they?" are kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks the
 same question for every request.
@@ -32,12 +33,15 @@ from typing import NamedTuple
 
 from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
 from forebay.core.errors import Denied, Invalid, NotFound
+from forebay.core.oidc import decode_trusted
 from forebay.core.s3rules.compat.postpolicy import legacy_signer
 from forebay.core.s3rules.names import Addressing
+from forebay.core.s3rules.sessions import Session, Sessions
 from forebay.core.s3rules.sigv4 import Verified, Verifier
 from forebay.core.types import LOOP_HEADER, Bucket
 from forebay.node.front.http.accounts import Accounts
 from forebay.node.front.http.requests import Request
+from forebay.node.front.http.tokens import Ask, Holder, WebTokens, expired
 from forebay.ports import clock
 
 LOOP_NAME = LOOP_HEADER.encode()
@@ -54,31 +58,37 @@ class Caller(NamedTuple):
 
 
 class Auth:
-    """One per front. `wall_s` gives Unix time, `addressing` knows the node's names and the bucket that one means."""
+    """One per front. `wall_s` gives Unix time, `addressing` knows the node's names and the bucket that one means, `ask`
+    asks the engine for keys of issuers."""
 
     def __init__(
         self,
         wall_s: Callable[[], float] = clock.wall_s,
         addressing: Addressing | None = None,
         accounts: Accounts | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self._wall_s = wall_s
         self.accounts = accounts if accounts is not None else Accounts(0, clock.monotonic_s)
         self._addressing = addressing if addressing is not None else Addressing()
-        self._body = b""
+        self._ask = ask
+        self._body = (b"", b"")
         self._hosts: set[bytes] = set()
         self.node = b"\0"  # its id
         self.update(b"")
 
-    def update(self, identities: bytes) -> None:
-        """Use the identities of a `Welcome`. Nothing is forgotten when they did not change."""
-        if identities == self._body and hasattr(self, "_identities"):
+    def update(self, identities: bytes, trusted: bytes = b"") -> None:
+        """Use the identities and issuers of a `Welcome`. Nothing is forgotten when they did not change."""
+        if (identities, trusted) == self._body and hasattr(self, "_identities"):
             return
-        self._body = identities
+        self._body = identities, trusted
         decoded = decode_identities(identities)
         self._identities = Identities(decoded)
         self.accounts.follow(decoded)
-        self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host)
+        issuers = decode_trusted(trusted) if trusted else None
+        self._tokens = WebTokens(issuers, self._ask)
+        self._sessions = Sessions(issuers.secret, [one.issuer for one in issuers.issuers]) if issuers else Sessions()
+        self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host, self._sessions)
         self._answers: dict[tuple[str, str, str], bool] = {}
         self.open = not identities  # told of none; an identities file without entries lets nobody in
 
@@ -142,7 +152,8 @@ class Auth:
         verified = self._verifier.verify(
             now_s, request.method, request.path, request.query, request.headers, request.body
         )
-        return self.admit(request, ANONYMOUS if verified is None else self._owner(verified.key_id, now_s))
+        identity = ANONYMOUS if verified is None else self._owner(verified.key_id, now_s, verified.session)
+        return self.admit(request, identity)
 
     def caller(self, request: Request, bucket: Bucket | None = None) -> Caller:
         """As `signed`, for a request whose body is still to come: whoever receives it holds it against
@@ -156,7 +167,7 @@ class Auth:
             if bucket is not None and not bucket.url:
                 raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so sign the request with a key", code="AccessDenied")
-        return Caller(self.admit(request, self._owner(verified.key_id, now_s)), verified)
+        return Caller(self.admit(request, self._owner(verified.key_id, now_s, verified.session)), verified)
 
     def admit(self, request: Request, identity: Identity) -> Identity:
         """`identity`, which proved to have sent the request; `Busy` if that is over its limits. A request counts
@@ -168,8 +179,10 @@ class Auth:
             request.account = account
         return identity
 
-    def _owner(self, key_id: str, now_s: float) -> Identity:
+    def _owner(self, key_id: str, now_s: float, session: Session | None) -> Identity:
         """Whose key this is. Its signature was right, but it may have been replaced."""
+        if session is not None:
+            return session.identity
         identity = self._identities.of_key(key_id, now_s)
         if identity is None:
             raise Denied(
@@ -187,8 +200,25 @@ class Auth:
             if not bucket.url:
                 raise _no_such_bucket()
             raise Denied("Access denied: this node has identities, so send a signed policy", code="AccessDenied")
-        key_id = legacy_signer(fields, self._identities.secrets) or self._verifier.verify_policy(fields).key_id
-        return self._owner(key_id, self._wall_s())
+        now_s = self._wall_s()
+        secrets, session = self._verifier.keys(fields.get("x-amz-security-token", "").encode(), now_s)
+        key_id = legacy_signer(fields, secrets) or self._verifier.verify_policy(fields).key_id
+        return self._owner(key_id, now_s, session)
+
+    def exchange(self, token: bytes, duration_s: int) -> tuple[Holder, Session]:
+        """Temporary keys for whoever holds this token of an issuer, and who that is. They end with the token, and with
+        the issuer's `session_s_max`. `Denied` and `Unavailable` with a code of STS."""
+        if self.open:
+            raise Denied(
+                "this node has no identities, so it lets everybody in and gives no temporary keys: use any key",
+                code="AccessDenied",
+            )
+        now_s = int(self._wall_s())
+        holder = self._tokens.holder(token, now_s)
+        until_s = min(now_s + duration_s, now_s + holder.issuer.session_s_max, int(holder.until_s))
+        if until_s <= now_s:
+            raise expired()
+        return holder, self._sessions.make(holder.issuer, holder.subject, holder.rules, now_s, until_s)
 
     def bearer(self, request: Request) -> Identity:
         """Who holds the bearer token of a native request. `Denied` if nobody known does; without identities, if the
@@ -205,7 +235,10 @@ class Auth:
         """Whose bearer token this is, however it came; `ANYONE` without identities, else `Denied` if it is nobody's."""
         if self.open:
             return ANYONE
-        identity = self._identities.of_token(token, self._wall_s()) if token else None
+        now_s = self._wall_s()
+        identity = self._identities.of_token(token, now_s) if token else None
+        if identity is None and token.count(b".") == 2 and self._tokens.trusts_any:
+            return self._tokens.holder(token, now_s).identity
         if identity is None:
             came = "the token is not one that it knows" if token else "no token came"
             raise Denied(
@@ -242,6 +275,8 @@ class Auth:
 
     def may(self, identity: Identity, verb: Verb, bucket: str = "") -> bool:
         """Whether `identity` may `verb` on `bucket`, or on the node itself."""
+        if identity.until_s:  # two tokens of one name may allow different things
+            return identity.may(verb, bucket)
         question = (identity.name, verb, bucket)
         allowed = self._answers.get(question)
         if allowed is None:

@@ -30,6 +30,7 @@ STATUS: Final = {
     "ConditionalRequestConflict": 409,
     "EntityTooLarge": 400,
     "EntityTooSmall": 400,
+    "ExpiredToken": 400,
     "IllegalLocationConstraintException": 400,
     "IncompleteBody": 400,
     "InsufficientStorage": 507,

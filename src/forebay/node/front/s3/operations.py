@@ -11,8 +11,9 @@ object: those not served are listed and refused with NotImplemented. Parameters 
 
 Whatever is no plain read is offered in turn to those who know a kind of operation: `UploadsApi` (multipart),
 `CompatApi` (ACLs, CORS, tags, forms), `BucketsApi` (buckets), `Objects` (the rest of writing). Each says whether it is
-its own. A request with a body is looked at twice: before the body (`take_body`: may the caller do this at all?), and
-when it is there (`handle`); who was let in is remembered with the request, since a signature is verified once.
+its own. A form for the service itself is for `Sts` (temporary keys). A request with a body is looked at twice: before
+the body (`take_body`: may the caller do this at all?), and when it is there (`handle`); who was let in is remembered
+with the request, since a signature is verified once.
 
 Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
 on it would act on an invention. What is so is said: a bucket here never had versions, a policy, a web site.
@@ -45,7 +46,7 @@ from forebay.node.front.http.requests import (
 from forebay.node.front.objects.answer import DECIDED_BY, asked_range, decide_by
 from forebay.node.front.objects.puts import Puts
 from forebay.node.front.objects.reads import Reads
-from forebay.node.front.s3 import errors, listing
+from forebay.node.front.s3 import errors, listing, sts
 from forebay.node.front.s3.buckets import BucketsApi
 from forebay.node.front.s3.compat import attributes
 from forebay.node.front.s3.compat.api import CompatApi
@@ -111,6 +112,7 @@ class S3:
         self._buckets = BucketsApi(call, auth, puts, self._lines)
         self._compat = CompatApi(call, auth, puts, self._lines)
         self._objects = Objects(call, auth, puts, self._lines, reads.bucket)
+        self._sts = sts.Sts(auth, self._lines)
 
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
@@ -153,6 +155,8 @@ class S3:
             return stray_body(proved=self._auth.open)
         self._auth.check_host(request)
         name, key = self._addressing.split(request.path, request.headers.get(b"host", b""))
+        if not name and sts.is_sts(request):
+            return self._sts.take_body(request)
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)
@@ -168,7 +172,9 @@ class S3:
         raise _unserved_write(query)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
-        """The S3 error document."""
+        """The S3 error document; that of STS for what is asked of it."""
+        if request is not None and sts.is_sts(request) and request.path == b"/" and self._named(request) == ("", ""):
+            return sts.render_error(error, self._ids.line())
         lines = self._cors_lines(request) if request is not None and b"origin" in request.headers else b""
         named = self._named(request) if request is not None and error.status == 404 else ("", "")
         return errors.render(error, request, self._ids.line(), self._node_id, lines, named)
@@ -188,6 +194,9 @@ class S3:
         if request.sink is None and request.method != b"DELETE":
             request.sink = self.take_body(request)  # it has no body; what takes one knows what to make of that
             request.body = request.sink.finish()
+        if not name and sts.is_sts(request):
+            self._sts.handle(request, exchange)
+            return
         if not name:
             raise _no_such_method()
         bucket = self._reads.bucket(name)

@@ -37,8 +37,8 @@ from forebay.node.front.s3.xml import CONTENT_TYPE, document, element
 
 _CONTENT: Final = ("content-type", "cache-control", "content-disposition", "content-encoding", "expires")
 _STATUSES: Final = {"200": 200, "201": 201, "204": 204}
-_SIGNING: Final = ("x-amz-algorithm", "x-amz-credential", "x-amz-date", "x-amz-signature")
-_UNSERVED: Final = ("x-amz-security-token", "x-amz-website-redirect-location")
+_SIGNING: Final = ("x-amz-algorithm", "x-amz-credential", "x-amz-date", "x-amz-security-token", "x-amz-signature")
+_UNSERVED: Final = ("x-amz-website-redirect-location",)
 
 
 class Form:
