@@ -49,7 +49,7 @@ def large(front: FakeDoor, tmp_path: Path) -> int:
 
 @pytest.fixture
 def door(front: FakeDoor) -> Iterator[HostDoor]:
-    door = HostDoor(front.where, "token")
+    door = HostDoor(front.where, lambda: "token")
     yield door
     door.close()
 

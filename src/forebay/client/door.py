@@ -160,7 +160,8 @@ class _Lost(Exception):
 
 
 class HostDoor:
-    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP.
+    """The door of one node, for one process and any number of threads. `ask_where` gets `DoorAt` over HTTP, `token` the
+    bearer token ("" for none).
     `known_members` gives the index of a shard where the client has one, of whatever version; `read_members` asks the
     node for it.
 
@@ -170,7 +171,7 @@ class HostDoor:
     def __init__(
         self,
         ask_where: Callable[[], DoorAt],
-        token: str = "",
+        token: Callable[[], str] = str,
         *,
         known_members: IndexOf | None = None,
         read_members: IndexOf | None = None,
@@ -603,7 +604,7 @@ class HostDoor:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE_S), 0))
             sock.connect(at.path)
-            sock.sendall(doorwire.encode(DoorHello(self._token)))
+            sock.sendall(doorwire.encode(DoorHello(self._token())))
             welcome = _welcome(sock)
         except ConnectionError:  # it is there, but nobody behind it now
             sock.close()

@@ -56,14 +56,15 @@ def connect(
 ) -> Client:
     """A client of the node at `url`, or at `FOREBAY_URL`, or on this host's default port. Opens nothing yet.
 
-    `token` (or `FOREBAY_TOKEN`) is the bearer token, for nodes with identities. `patience_s` bounds every wait for the
-    node where the limits of `core/limits.py` are too long. `ca` (or `FOREBAY_CA`) is a PEM file with the certificates
-    that vouch for a node with https; without it, those this machine trusts. `Invalid` if the URL is malformed.
+    `token` (or `FOREBAY_TOKEN`, or what the file `FOREBAY_TOKEN_FILE` holds at the time) is the bearer token, for nodes
+    with identities. `patience_s` bounds every wait for the node where the limits of `core/limits.py`
+    are too long. `ca` (or `FOREBAY_CA`) is a PEM file with the certificates that vouch for a node with https; without
+    it, those this machine trusts. `Invalid` if the URL is malformed.
     """
     return Client(url, token=token, patience_s=patience_s, ca=ca)
 
 
-def _remake(url: str, token: str, patience_s: float | None, ca: str | None) -> Client:
+def _remake(url: str, token: str | None, patience_s: float | None, ca: str | None) -> Client:
     return Client(url, token=token, patience_s=patience_s, ca=ca)
 
 
@@ -83,7 +84,7 @@ class Client:
         trust: Trust | None = None,
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca, trust)
-        self._made_of = (self._calling.endpoint.url, self._calling.token, patience_s, self._calling.ca)
+        self._made_of = (self._calling.endpoint.url, self._calling.given_token, patience_s, self._calling.ca)
         self._portable = trust is None
         self.endpoint = self._calling.endpoint
         self._members = members.MembersCache()
@@ -129,7 +130,7 @@ class Client:
         if door is None:
             door = self._door = HostDoor(
                 lambda: self.run(flows.door()),
-                self._calling.token,
+                lambda: self._calling.token,
                 known_members=self._known_members,
                 read_members=lambda bucket, key: self.members(bucket, key).index,
             )
