@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from math import inf
 
 import pytest
 from hypothesis import settings
@@ -11,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from forebay.core import limits
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.machines.eviction import split_unit, unit_of
+from forebay.core.machines.foreseen import Stay
 from forebay.core.machines.hinted_eviction import HintedEviction
-from forebay.core.machines.hints import NEVER, Dataset, Hints
+from forebay.core.machines.hints import NEVER, PAYING_USES, Dataset, Hints
 from tests.core.evictiontrace import Belady, Ours, dataset, epochs, replay, size_of, zipf
 
 MIB = 1 << 20
@@ -418,3 +420,34 @@ def test_any_order_of_events_keeps_the_books(seed):
         machine.check()
         hints.check()
     assert evicted > 20
+
+
+# --- whether a block pays ---------------------------------------------------------------------------------------------
+def test_a_block_pays_if_nine_tenths_of_it_are_read_before_it_leaves():
+    hints = Hints()
+    data = Dataset(0, [4 * limits.BLOCK_BYTES])
+    hints.begin("job", data, 0, 0.0)
+    hints.extend("job", 0, triples([(0, n % 4, n % 4 + 1) for n in range(400)]), 0.0, limits.BLOCK_BYTES // 100)
+    assert hints.pays(data, [0], Stay(400.0, True))
+    assert hints.pays(data, [0], Stay(4 * 91.0, True))
+    assert not hints.pays(data, [0], Stay(4 * 90.0, True))
+    assert not hints.pays(data, [0, 1], Stay(4 * 90.0, True))
+    assert not hints.pays(data, [0], Stay(4 * 90.0, False)), "it may be needed again before that"
+    assert hints.pays(data, [0], Stay(400.0, False)), "nobody told that far"
+    hints.at("job", 100, 0.0)
+    assert not hints.pays(data, [0], Stay(inf, True)), "three quarters of its reads are left"
+    hints.extend("job", 400, triples([(0, 0, 1)]), 0.0)
+    assert hints.pays(data, [0], Stay(inf, True)), "and one of all of it"
+    hints.extend("job", 350, triples([(0, 3, 4)]), 0.0, 7)
+    assert not hints.pays(data, [0], Stay(inf, True)), "which is not told any more"
+    assert hints.pays(data, [0], Stay(inf, False))
+    hints.check()
+
+
+def test_thousands_of_small_reads_pay_whatever_they_read():
+    hints = Hints()
+    data = Dataset(0, [limits.BLOCK_BYTES])
+    hints.begin("job", data, 0, 0.0)
+    hints.extend("job", 0, triples([(0, 0, 1)] * (PAYING_USES + 1)), 0.0, 10)
+    assert hints.pays(data, [0], Stay(PAYING_USES + 1.0, True))
+    assert not hints.pays(data, [0], Stay(PAYING_USES - 1.0, True))

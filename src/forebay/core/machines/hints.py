@@ -51,6 +51,7 @@ NONE = (1 << 64) - 1
 TRIPLE_BYTES = 12  # an access on the wire: object, first block, end block, u32 each, little-endian
 SHARE_WEIGHT = 0.3  # of the newest report in a job's share
 SHARE_MIN = 0.001
+PAYING_USES = 4096  # of a block: so many small requests cost more than the block, whatever they read
 OVERFETCH_MAX = 1.1  # times what is read of a block, if it is to be fetched whole: headers of members lie between
 RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
 SCAN_USES_MAX = 8192  # uses scanned in one call of `wanted`
@@ -402,18 +403,19 @@ class Hints:
 
     def pays(self, dataset: Dataset, blocks: Iterable[int], stay: Stay) -> bool:
         """Whether to fetch these blocks whole (by number, none of them here), if they `stay` so long: jobs read at
-        least 1/OVERFETCH_MAX of their bytes before they leave. Also if what leaves for them is nobody's who told, and
-        was idle for longer than anybody told."""
+        least 1/OVERFETCH_MAX of their bytes before they leave, or one of them PAYING_USES times. Also if what leaves
+        for them is nobody's who told, and was idle for longer than anybody told."""
         if not stay.hinted and all(stay.until >= self._time_of(job, job.last_use) for job in dataset.jobs):
             return True
         sizes = {block: dataset.size_of_number(block) for block in blocks}
         left_bytes = sum(sizes.values()) / OVERFETCH_MAX
         for job in dataset.jobs:
             for block, size_bytes in sizes.items():
-                use = job.head[block]
+                use, uses = job.head[block], 0
                 while use != NONE and self._time_of(job, use) < stay.until:
                     left_bytes -= min(size_bytes, job.use_bytes(use) or size_bytes)
-                    if left_bytes <= 0:
+                    uses += 1
+                    if left_bytes <= 0 or uses >= PAYING_USES:
                         return True
                     use = job.next[use - job.use_base]
         return left_bytes <= 0
