@@ -117,6 +117,7 @@ def test_a_public_bucket_and_its_rules(node: RealNode, s3: Any) -> None:
     assert node.ask("GET", "/public/k")[2] == b"for all"
     assert node.ask("GET", "/public?list-type=2")[0] == 200
     assert node.ask("PUT", "/public/k", body=b"mine")[0] == 403
+    assert node.ask("GET", "/public/k?versionId=v1")[0] == 403, "what was replaced or deleted is public no more"
     assert len(s3.get_bucket_acl(Bucket="public")["Grants"]) == 2
     rules = [{"AllowedOrigins": [ORIGIN], "AllowedMethods": ["GET", "PUT"], "AllowedHeaders": ["*"]}]
     s3.put_bucket_cors(Bucket="public", CORSConfiguration={"CORSRules": rules})
