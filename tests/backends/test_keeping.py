@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import pytest
 
@@ -13,6 +15,7 @@ from forebay.core.s3rules.keeping import ENCRYPTION, KMS_KEY, STORAGE_CLASS
 from forebay.core.types import Bucket, Headers
 from tests.backends.backend_places import run, whole
 from tests.backends.scripted_http import Asked, ScriptedServer, answer
+from tests.patience import PATIENCE_S
 
 S3_OPTIONS = {"storage_class": "STANDARD_IA", "server_side_encryption": "aws:kms", "sse_kms_key_id": "alias/ours"}
 ARN = "arn:aws:kms:eu:1:key/ours"
@@ -88,6 +91,28 @@ def test_what_is_read_says_how_it_is_kept_where_the_bucket_asks_for_it() -> None
             changed = await bucket.check("a", '"e0"')
             assert changed is not None
             assert kept(changed.headers) == SAID
+            await bucket.aclose()
+
+    run(story())
+
+
+def test_a_body_does_not_wait_for_a_look_that_hangs() -> None:
+    asked_both, go_on = threading.Barrier(2), threading.Event()
+
+    def script(asked: Asked) -> bytes:
+        asked_both.wait(PATIENCE_S)
+        if asked.method == "HEAD":
+            go_on.wait(PATIENCE_S)
+        return amazon(asked)
+
+    async def story() -> None:
+        with ScriptedServer(script) as server:
+            bucket = backend(server, "s3", server_side_encryption="aws:kms")
+            opened = await bucket.fetch("a")
+            assert await whole(opened) == b"data"
+            assert kept(opened.info.headers) == {}
+            go_on.set()
+            await asyncio.wait(bucket._looks, timeout=PATIENCE_S)  # type: ignore[attr-defined]
             await bucket.aclose()
 
     run(story())

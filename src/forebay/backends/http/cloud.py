@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 WARY_S = 10.0  # far more than `Retrying` waits before the attempt that follows
+LOOK_WAIT_S = 0.5  # how much later than a body the HEAD beside it may come: no read is much slower for it
 SEEN_KEPT_S = 2.0  # who asks key after key whether it exists pays for one more request in two seconds
 
 _PLAIN = re.compile(r"(?!/)(?:(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f\x7f]+(?:/(?=[^/])|\Z))+")
@@ -206,6 +207,7 @@ class CloudReads:
         self._has_ranges = True
         self.by_wire = False  # nothing goes through obstore
         self._wary_until_s = float("-inf")  # monotonic: nor before then
+        self._looks: set[asyncio.Task[ObjectInfo]] = set()
         self.tells_keeping = False  # what is read says in which class it is and how encrypted; obstore does not
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
@@ -228,17 +230,25 @@ class CloudReads:
 
     async def _fetch_and_look(self, full: str, key: str, what: str, range: RangeSpec | None) -> Fetch:
         """A body, with what a HEAD meanwhile says of how the object is kept."""
-        looking = asyncio.ensure_future(self._head_by_wire(full, key))
+        looking = asyncio.create_task(self._head_by_wire(full, key))
+        self._looks.add(looking)  # it ends by itself: if it were cancelled, nobody would close what its thread opens
+        looking.add_done_callback(self._looked)
+        opened = await self._fetch(full, key, what, range, "")
         try:
-            opened = await self._fetch(full, key, what, range, "")
-            await asyncio.wait([looking])
-        finally:
-            looking.cancel()
-        seen = None if looking.exception() else looking.result()
+            await asyncio.wait([looking], timeout=LOOK_WAIT_S)
+        except BaseException:
+            await opened.aclose()
+            raise
+        seen = looking.result() if looking.done() and not looking.exception() else None
         if seen is not None and seen.version == opened.info.version:
             headers = kept_as(opened.info.headers, keeping_among(seen.headers))
             opened.info = msgspec.structs.replace(opened.info, headers=headers)
         return opened
+
+    def _looked(self, look: asyncio.Task[ObjectInfo]) -> None:
+        self._looks.discard(look)
+        if not look.cancelled():
+            look.exception()  # seen, if nobody asks for it
 
     async def _fetch_by_wire(self, full: str, key: str, range: RangeSpec | None, version: str) -> WireFetch:
         call = functools.partial(self._wire.open, full, range, version, version_id=self._version_id(key))
@@ -401,6 +411,8 @@ class CloudReads:
             )
 
     async def aclose(self) -> None:
+        if self._looks:
+            await asyncio.wait(self._looks, timeout=LOOK_WAIT_S)
         self._wire.close()
 
     def _version_id(self, key: str) -> str:
