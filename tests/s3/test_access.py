@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as some
 
 from forebay.core.access import (
     ANYONE,
+    WHOLE,
     Grant,
     Identities,
     Identity,
     Retiring,
+    Verb,
     decode_identities,
     encode_identities,
     format_grants,
     parse_grants,
 )
-from forebay.core.errors import Denied, Invalid
+from forebay.core.errors import Denied, Invalid, NotFound
 from forebay.core.keyfile import Entry, KeyFile, Replaced, identities_of, parse, render
+from forebay.core.types import Bucket
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Request
 
@@ -62,6 +68,116 @@ def test_grants_that_make_no_sense_are_refused_with_their_text() -> None:
     for text in ("", "read", "read:", "list:corpus", "read:Corpus", "read:a b", "read:corpus,,write:x", "read:[a-z]"):
         with pytest.raises(Invalid, match="grant"):
             parse_grants(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix", "shown"),
+    [
+        ("write:ckpt-*/team-a/", "team-a/", None),
+        ("read:b/team-a/*", "team-a/", "read:b/team-a/"),
+        ("read:b/run-*", "run-", None),
+        ("read:b/a, b/", "a", "no"),
+        ("read:b/a%2C b/", "a, b/", "read:b/a%2C%20b/"),
+        ("read:b/50%25/%2A/", "50%/*/", None),
+        ("read:b/Müller/", "Müller/", None),
+        ("read:b/M%C3%BCller%2f", "Müller/", "read:b/Müller/"),
+        ("read:b/zero%E2%80%8Bwidth/", "zero\u200bwidth/", None),
+        ("admin:*/a/b/c/", "a/b/c/", None),
+        ("create:scratch-*", "", None),
+    ],
+)
+def test_prefixes_are_read_and_shown(text: str, prefix: str, shown: str | None) -> None:
+    if shown == "no":
+        with pytest.raises(Invalid, match="end its prefix"):
+            parse_grants(text)
+        return
+    (grant,) = parse_grants(text)
+    assert grant.prefix == prefix
+    assert format_grants((grant,)) == (shown or text)
+
+
+def test_prefixes_that_could_mean_two_things_are_refused() -> None:
+    for text, words in (
+        ("read:b/", "leave the slash out"),
+        ("read:b/*", "leave the slash out"),
+        ("read:b/team-a", "end its prefix"),
+        ("read:b/*/x/", r"\* stands at the end"),
+        ("read:b/a**", r"\* stands at the end"),
+        ("read:b//a/", "empty folder"),
+        ("read:b/a//", "empty folder"),
+        ("read:b/a/../b/", "empty folder"),
+        ("read:b/./", "empty folder"),
+        ("read:b/a%2F%2E%2E%2Fb/", "empty folder"),
+        ("read:b/50%/", "percent-encoded"),
+        ("read:b/%FF/", "percent-encoded"),
+        ("read:b/" + "x" * 1100 + "/", "at most"),
+        ("observe:b/a/", "whole buckets"),
+        ("create:b/a/", "whole buckets"),
+        ("read:/a/", "verb"),
+    ):
+        with pytest.raises(Invalid, match=words):
+            parse_grants(text)
+
+
+BUCKETS = ("lake", "lake-2", "scratch", "")
+FOLDERS = ("team-a", "team-b", "team", "tea", "..", ".", "", "a b", "é", "e\u0301", "%2e%2e", "team-a\\..", "x,y")
+segments = some.sampled_from(FOLDERS)
+names = some.lists(segments, max_size=4).map("/".join)
+patterns = some.sampled_from(("lake", "lake*", "*", "*-2", "s*h", "other"))
+asked_grants = some.lists(
+    some.tuples(some.sampled_from(("read", "write", "admin", "observe", "create")), patterns, names | some.just("")),
+    max_size=4,
+)
+
+
+def fits_dumbly(pattern: str, text: str) -> bool:
+    if not pattern or not text:
+        return not pattern.strip("*") and not text
+    if pattern[0] == "*":
+        return fits_dumbly(pattern[1:], text) or fits_dumbly(pattern, text[1:])
+    return pattern[0] == text[0] and fits_dumbly(pattern[1:], text[1:])
+
+
+def may_dumbly(grants: list[tuple[str, str, str]], verb: str, bucket: str, name: str, own: bool) -> bool:
+    leads_out = any(part in (".", "..") for part in name.replace("\\", "/").split("/"))
+    for held, pattern, prefix in grants:
+        if not fits_dumbly(pattern, bucket):
+            continue
+        if not (held in (verb, "admin") or (held == "create" and own)):
+            continue
+        if not prefix:
+            return True
+        if not leads_out and len(name) >= len(prefix) and all(a == b for a, b in zip(prefix, name, strict=False)):
+            return True
+    return False
+
+
+@given(asked_grants, some.sampled_from(BUCKETS), names | some.just(""), some.sampled_from(("i", "j", "")))
+@example([("read", "lake", "team-a/")], "lake", "team-a/../team-b/x", "")
+@example([("read", "lake", "team-a/")], "lake", "team-a", "")
+@example([("write", "*", "team-a/"), ("create", "*", "")], "lake", "team-b/x", "i")
+def test_grants_allow_what_a_dumb_reading_of_them_allows(
+    wanted: list[tuple[str, str, str]], bucket: str, name: str, owner: str
+) -> None:
+    told = []
+    for verb, pattern, prefix in wanted:
+        try:
+            told += parse_grants(format_grants([Grant(verb, pattern, prefix)]))  # type: ignore[arg-type]
+        except Invalid:
+            assert verb in ("observe", "create") or any(part in ("", ".", "..") for part in prefix.split("/"))
+    plain = [(grant.verb, grant.pattern, grant.prefix) for grant in told]
+    assert all(one in wanted for one in plain), "a grant is what was written"
+    identity = Identity("i", grants=tuple(told))
+    verbs: tuple[Verb, ...] = ("read", "write", "admin", "observe", "create")
+    for verb in verbs:
+        expected = may_dumbly(plain, verb, bucket, name, owner == "i")
+        expected |= verb == "create" and any(held == "create" and fits_dumbly(p, bucket) for held, p, _ in plain)
+        assert identity.may(verb, bucket, name, owner) is expected, (plain, verb, bucket, name, owner)
+    for shorter, longer in pairwise(name[:end] for end in range(len(name) + 1)):
+        if identity.may("read", bucket, shorter, owner) and not identity.may("read", bucket, longer, owner):
+            assert ".." in longer or longer.endswith("."), "what is under a name is under its beginning"
+    if identity.may("read", bucket, "", owner):
+        assert identity.reach("read", bucket, owner) is WHOLE
 
 
 def test_a_file_of_identities_travels_whole() -> None:
@@ -138,6 +254,42 @@ def test_an_update_takes_effect_at_once() -> None:
         auth.require(auth.bearer(_request({b"authorization": b"Bearer t0ken"})), "read", "corpus")
     auth.update(b"")
     assert auth.open
+
+
+def test_who_made_a_bucket_is_judged_by_the_buckets_that_are_there() -> None:
+    auth = Auth()
+    made = [Identity(name, token_sha256=hashlib.sha256(name.encode()).hexdigest(), grants=parse_grants("create:s-*"))
+            for name in ("one", "two")]  # fmt: skip
+    auth.update(
+        encode_identities(made),
+        buckets=[Bucket("s-1", "local://", owner="one"), Bucket("other", "local://", owner="one")],
+    )
+    one, two = auth.holder(b"one"), auth.holder(b"two")
+    for _ in range(2):  # the second answer is a remembered one
+        assert [auth.may(who, "admin", "s-1") for who in (one, two)] == [True, False]
+        assert [auth.may(who, "create", "s-1") for who in (one, two)] == [True, True]
+        assert not auth.may(one, "read", "other"), "which no grant of theirs is about any more"
+    auth.update(encode_identities(made), buckets=[Bucket("s-1", "local://", owner="two")])
+    assert [auth.may(who, "admin", "s-1") for who in (one, two)] == [False, True], "the same identities, another bucket"
+    assert (auth.maker(two, "s-1"), auth.maker(ANYONE, "s-1")) == ("two", "")
+    auth.update(encode_identities(made), buckets=[Bucket("s-1", "local://")])
+    assert not auth.may(two, "read", "s-1"), "a bucket that nobody made so is nobody's"
+
+
+def test_a_prefix_allows_keys_and_never_the_bucket() -> None:
+    auth = Auth()
+    auth.update(encode_identities([Identity("a", token_sha256=hashlib.sha256(b"a").hexdigest(),
+                                            grants=parse_grants("read:lake/team-a/"))]))  # fmt: skip
+    a, lake = auth.holder(b"a"), Bucket("lake", "memory://lake")
+    auth.require_read(a, lake, "team-a/x")
+    auth.require_read(a, lake, None)
+    for name in ("", "team-a", "team-b/x", "team-a/../team-b/x"):
+        with pytest.raises(Denied, match="outside of lake/team-a/"):
+            auth.require_read(a, lake, name)
+    with pytest.raises(Denied):
+        auth.require_write(a, lake, None)
+    with pytest.raises(NotFound, match="look at the name"):
+        auth.require_read(a, Bucket("lake", ""), "team-b/x")
 
 
 def test_lookups_by_token_and_key() -> None:

@@ -35,7 +35,7 @@ from forebay.ports import chance, clock
 app = typer.Typer(
     no_args_is_help=True, help="Make keys for clients of a node.", rich_markup_mode=None, add_completion=False
 )
-SUCH_AS = "Such as read:corpus,read:ckpt-*,write:ckpt-*."
+SUCH_AS = "Such as read:corpus,write:ckpt-*/team-a/,create:scratch-*; see docs/security.md."
 File = Annotated[
     str | None, typer.Option("--file", metavar="FILE", help="The identities file. Default: DIR/identities.json.")
 ]

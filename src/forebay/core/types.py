@@ -171,8 +171,10 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     the page cache. `dirty_bytes_max` (None: a quarter of the node's capacity) and `dirty_age_max_s` bound what is not
     flushed; beyond, writes wait and are then refused. `conflict`: what a flush does when the backend has changed.
     `held`: whoever set where it is may not do everything here, so it is held to what the node's settings allow
-    (`core/reach.py`); the node alone decides it. `acl` is `private` or `public-read` (reading needs no identity then).
-    `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never evicted.
+    (`core/reach.py`); the node alone decides it. `owner`: the identity that made it by a `create` grant (see
+    `core/access.py`), or ""; the node alone sets it. `acl` is `private` or `public-read` (reading needs no identity
+    then). `quota_bytes` bounds the bucket's share of the node's disks (None: no bound); `pinned` prefixes are never
+    evicted.
     """
 
     name: str
@@ -190,3 +192,4 @@ class Bucket(msgspec.Struct, frozen=True, omit_defaults=True):
     acl: Literal["private", "public-read"] = "private"
     cors: tuple[CorsRule, ...] = ()
     held: bool = False
+    owner: str = ""

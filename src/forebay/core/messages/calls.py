@@ -32,10 +32,12 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 class BucketNamed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`force`: delete it although the node has something of it that is nowhere else, which is given up."""
+    """`force`: delete it although the node has something of it that is nowhere else, which is given up. `maker` as in
+    `BucketPutCall`."""
 
     name: str
     force: bool = False
+    maker: str = ""
 
 
 class IssuerNamed(msgspec.Struct, frozen=True):
@@ -47,20 +49,25 @@ class IssuerNamed(msgspec.Struct, frozen=True):
 class BucketPutCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Create or change a bucket. `check`: only if its backend answers and, where it is written back, takes a write.
     `force`: also if that gives up what the node has not brought to the old place. `free`: the caller may send the node
-    anywhere; else the place is one that the node's settings allow, or as it was."""
+    anywhere; else the place is one that the node's settings allow, or as it was. `maker`: whoever may do it only to a
+    bucket that they made, or make now; "" for others. The engine asks again, since a bucket of that name may have
+    become another's meanwhile."""
 
     bucket: Bucket
     check: bool = False
     force: bool = False
     free: bool = False
+    maker: str = ""
 
 
 class BucketRulesCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Change what S3 lets a bucket's admin change of one that is there; None leaves it as it is."""
+    """Change what S3 lets a bucket's admin change of one that is there; None leaves it as it is. `maker` as in
+    `BucketPutCall`."""
 
     name: str
     acl: Literal["private", "public-read"] | None = None
     cors: tuple[CorsRule, ...] | None = None
+    maker: str = ""
 
 
 class ListCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -397,7 +404,7 @@ class VolumeNamed(msgspec.Struct, frozen=True):
 VERBS: dict[str, tuple[Any, Any]] = {
     "buckets": (Nothing, list[Bucket]),
     "bucket_put": (BucketPutCall, Bucket),  # create or change; the bucket as kept
-    "bucket_create": (Bucket, Bucket),  # as bucket_put, but `Exists` (BucketAlreadyOwnedByYou) for one that is there
+    "bucket_create": (Bucket, Bucket),  # as bucket_put by its `owner`, but `Exists` for one that is there
     "bucket_rules": (BucketRulesCall, Bucket),
     "bucket_delete": (BucketNamed, Nothing),  # forgets the bucket and evicts what is cached of it, never the backend
     "bucket_check": (BucketNamed, Nothing),  # Backend.probe: it answers, or the error says why not

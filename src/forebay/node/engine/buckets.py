@@ -305,23 +305,23 @@ class Buckets:
         self._changed()
         return served
 
-    async def put(self, bucket: Bucket, *, probe: bool = True) -> Bucket:
-        """Add or change a bucket. First its backend is opened and, unless `probe` is off, tried out."""
+    async def _open(self, bucket: Bucket) -> Served:
+        """The bucket with its backend open. `Invalid` for settings that do not go together."""
         check_bucket_name(bucket.name)
-        old = self._kept.get(bucket.name)
-        created_s = old.created_s if old else self._clock.wall_s()
-        bucket = msgspec.structs.replace(bucket, created_s=created_s)
         if (bucket.write == "local") != (bucket.url == LOCAL_URL):
             raise Invalid(f"write=local and the URL {LOCAL_URL} go together: give both, or another URL and write mode")
         served = Served(bucket, self._open_backend(bucket))
-        try:
-            if bucket.write == "back" and served.backend.read_only:
-                raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
-            if probe:
-                await _try_out(served)
-        except ForebayError:
+        if bucket.write == "back" and served.backend.read_only:
             await served.backend.aclose()
-            raise
+            raise Invalid(f"nothing can be written back to {bucket.url}, which can only be read: give another URL")
+        return served
+
+    async def put(self, bucket: Bucket) -> Bucket:
+        """Add or change a bucket, whose backend is opened and not asked anything (see `try_out`)."""
+        old = self._kept.get(bucket.name)
+        created_s = old.created_s if old else self._clock.wall_s()
+        bucket = msgspec.structs.replace(bucket, created_s=created_s)
+        served = await self._open(bucket)
         await self._meta.put(PREFIX + bucket.name, _encode(bucket))
         self._close_later(self._served.get(bucket.name))
         self._close_versions(bucket.name)
@@ -333,7 +333,7 @@ class Buckets:
 
     async def try_out(self, bucket: Bucket) -> None:
         """Raise what keeps the bucket's backend from being read and, if it is written back, from being written."""
-        served = Served(bucket, self._open_backend(bucket))
+        served = await self._open(bucket)
         try:
             await _try_out(served)
         finally:

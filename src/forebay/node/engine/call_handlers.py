@@ -21,7 +21,7 @@ from forebay.backends.bounds import Bounds
 from forebay.backends.locate import same_place
 from forebay.core import limits
 from forebay.core.backend_options import hide_secrets, with_secrets
-from forebay.core.errors import Bug, Busy, Exists, Invalid
+from forebay.core.errors import Bug, Busy, Denied, Exists, Invalid, NotFound
 from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
@@ -180,22 +180,24 @@ class Verbs:
         if bucket.cors:
             check_rules(bucket.cors)
         old = self._kept(bucket.name)
-        bucket = with_secrets(bucket, old)
+        if call.maker:
+            await self._check_maker(call, old)
+        bucket = msgspec.structs.replace(with_secrets(bucket, old), owner=old.owner if old else call.maker)
         if old is None or (old.url, old.options) != (bucket.url, bucket.options):
             held = not call.free
         else:  # who may set it anyhow may also take it on as it is
             held = old.held and (bucket.held or not call.free)
         bucket = msgspec.structs.replace(bucket, held=held)
         self._engine.bounds.check(bucket)
-        if old is None:
-            return hide_secrets(await buckets.put(bucket, probe=call.check))
-        moved = not same_place(old, bucket)
-        if not moved and old.write == bucket.write:
-            kept = await buckets.put(bucket, probe=call.check)
-            self._engine.flusher.try_again(bucket.name)  # what failed may have failed for want of the new key
-            return hide_secrets(kept)
         if call.check:
             await buckets.try_out(bucket)  # before anything is given up
+        if old is None:
+            return hide_secrets(await self._keep(bucket, None))
+        moved = not same_place(old, bucket)
+        if not moved and old.write == bucket.write:
+            kept = await self._keep(bucket, old)
+            self._engine.flusher.try_again(bucket.name)  # what failed may have failed for want of the new key
+            return hide_secrets(kept)
         async with self._engine.writes.quiet(bucket.name):
             if call.force:
                 await self._give_up(old)
@@ -204,26 +206,53 @@ class Verbs:
                 await self._empty(old, "change the bucket")
             if moved:
                 await self._engine.uploads.abort_bucket(bucket.name)  # their parts are at the old place
-            kept = await buckets.put(bucket, probe=False)
+            kept = await self._keep(bucket, old)
             if moved:
                 self._engine.cold.leave(kept.name)
                 await self._engine.work.evict_bucket(kept.name)  # cached objects may be from the old place
         return hide_secrets(kept)
 
-    async def _bucket_create(self, bucket: Bucket) -> Bucket:
+    async def _check_maker(self, call: calls.BucketPutCall, old: Bucket | None) -> None:
+        """Return if the bucket is the maker's, or nobody's. A name that stands for what the node's credentials reach is
+        taken: a bucket made under it would be read in its place."""
+        if old is None:
+            try:
+                old = (await self._engine.buckets.get(call.bucket.name)).bucket
+            except NotFound:
+                return
+        if old.owner != call.maker:
+            raise Exists(
+                f"the name {call.bucket.name} is not available: somebody else has it, choose another",
+                code="BucketAlreadyExists",
+            )
+
+    async def _keep(self, bucket: Bucket, old: Bucket | None) -> Bucket:
+        """Make `bucket` what it is to be, if it still is what it was: who had it tried out may have let it wait for
+        long, and it may be another's by now."""
         async with self._settings:
-            if self._kept(bucket.name) is not None:
-                raise Exists(f"there is a bucket {bucket.name} already: use it", code="BucketAlreadyOwnedByYou")
-            return await self._bucket_put(calls.BucketPutCall(bucket, free=True))
+            now = self._kept(bucket.name)
+            if now is not old:
+                raise (
+                    _there_already(bucket.name)
+                    if old is None
+                    else Busy(f"bucket {bucket.name} was changed or deleted meanwhile: look at it, then try again")
+                )
+            return await self._engine.buckets.put(bucket)
+
+    async def _bucket_create(self, bucket: Bucket) -> Bucket:
+        if self._kept(bucket.name) is not None:
+            raise _there_already(bucket.name)
+        return await self._bucket_put(calls.BucketPutCall(bucket, free=True, maker=bucket.owner))
 
     async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
         async with self._settings:
             bucket = (await self._engine.buckets.get(call.name)).bucket
+            _check_owner(bucket, call.maker)
             if call.acl is not None:
                 bucket = msgspec.structs.replace(bucket, acl=call.acl)
             if call.cors is not None:
                 bucket = msgspec.structs.replace(bucket, cors=call.cors)
-            return hide_secrets(await self._engine.buckets.put(bucket, probe=False))
+            return hide_secrets(await self._engine.buckets.put(bucket))
 
     def _kept(self, name: str) -> Bucket | None:
         return next((bucket for bucket in self._engine.buckets.all() if bucket.name == name), None)
@@ -232,6 +261,7 @@ class Verbs:
         async with self._engine.writes.quiet(named.name):
             bucket = self._kept(named.name)
             if bucket is not None:
+                _check_owner(bucket, named.maker)
                 if named.force:
                     await self._give_up(bucket)
                 await self._settled(named.name, "delete the bucket")
@@ -441,3 +471,13 @@ class Verbs:
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot
+
+
+def _check_owner(bucket: Bucket, maker: str) -> None:
+    """`Denied` for somebody whose bucket this is no more."""
+    if maker and bucket.owner != maker:
+        raise Denied(f"{maker} did not make the bucket {bucket.name}: have 'admin:{bucket.name}' granted")
+
+
+def _there_already(name: str) -> Exists:
+    return Exists(f"there is a bucket {name} already: use it", code="BucketAlreadyOwnedByYou")

@@ -387,16 +387,16 @@ class Door:
     def results(self, guest: _Guest, objects: list[tuple[str, str]], fds: list[int]) -> list[doorwire.Result]:
         """One for each; the descriptors of `DoorFile` results are appended to `fds` in their order."""
         now_s = self.clock.wall_s()
-        known: dict[str, Bucket | ForebayError] = {}
+        readable: dict[str, Bucket] = {}  # of these the guest may read everything
         results: list[doorwire.Result] = []
         for name, key in objects:
-            bucket = known.get(name)
-            if bucket is None:
-                bucket = known[name] = self._bucket(guest, name)
+            bucket = readable.get(name) or self._bucket(guest, name, key)
             denied = bucket if isinstance(bucket, ForebayError) else None
             if isinstance(bucket, ForebayError):
                 results.append(DoorError(bucket.to_wire()))
             else:
+                if name not in readable and guest.identity and self.auth.may(guest.identity, "read", name):
+                    readable[name] = bucket
                 results.append(self._result(guest, bucket, key, now_s, fds))
             if self.tell is not None and results[-1] is not _COLD and guest.identity is not None:
                 self.tell(guest.identity.name, "DoorOpen", name, key, denied)
@@ -409,7 +409,7 @@ class Door:
         moderate size; a larger one is compared too, but first comes over HTTP."""
         waiting = []
         for name, key in objects:
-            if name not in self.reads.buckets or isinstance(self._bucket(guest, name), ForebayError):
+            if name not in self.reads.buckets or isinstance(self._bucket(guest, name, key), ForebayError):
                 continue
             record = self._store.lookup(name, key)
             if record is None or record.inline is not None or not record.complete or not record.size_bytes:
@@ -424,11 +424,11 @@ class Door:
                 file.release()
         return waiting
 
-    def _bucket(self, guest: _Guest, name: str) -> Bucket | ForebayError:
+    def _bucket(self, guest: _Guest, name: str, key: str) -> Bucket | ForebayError:
         assert guest.identity is not None
         try:
             bucket = self.reads.bucket(name)
-            self.auth.require_read(guest.identity, bucket)
+            self.auth.require_read(guest.identity, bucket, key)
         except ForebayError as error:
             return error
         return bucket

@@ -214,7 +214,7 @@ class Front:
         if not self.link.connected:
             self._store.let_go()
             self.door.let_go()
-        self._auth.update(welcome.identities, welcome.trusted)
+        self._auth.update(welcome.identities, welcome.trusted, welcome.buckets)
         self._auth.node = welcome.node_id.encode()
         self._reads.follow(welcome)
         self.door.follow(welcome)

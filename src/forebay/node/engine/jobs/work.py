@@ -262,7 +262,7 @@ class JobWork:
         before = set(bucket.pinned)
         after = before | set(names) if pinned else before - set(names)
         if after != before:
-            await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))), probe=False)
+            await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
 
 
 async def _listed(backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:

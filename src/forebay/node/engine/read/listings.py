@@ -198,21 +198,23 @@ class Listings:
     async def load(self, bucket: str, prefix: str, id: str) -> Listing:
         """A listing that was given out before. `NotFound` if it is no longer here: ask for the listing again."""
         data = self._held.get(id)
-        if data is None:
-            found = self._derived.find("listings", bucket, derived_key(prefix, id), id)
-            if found is None:
-                raise NotFound(
-                    f"there is no listing {id} of {bucket}/{prefix} here: ask for the listing, then try again",
-                    code="NoSuchListing",
-                )
-            if isinstance(found, bytes):
-                data = found
-            else:
-                loop = asyncio.get_running_loop()
-                try:
-                    data = await loop.run_in_executor(self._workers, os.pread, found.fd, found.record.size_bytes, 0)
-                finally:
-                    found.release()
+        if data is not None:
+            held = Listing(data)
+            if (held.bucket, held.prefix) == (bucket, prefix):  # whoever asks may know of this place alone
+                return held
+        found = self._derived.find("listings", bucket, derived_key(prefix, id), id)
+        if found is None:
+            raise NotFound(
+                f"there is no listing {id} of {bucket}/{prefix} here: ask for the listing, then try again",
+                code="NoSuchListing",
+            )
+        if isinstance(found, bytes):
+            return Listing(found)
+        loop = asyncio.get_running_loop()
+        try:
+            data = await loop.run_in_executor(self._workers, os.pread, found.fd, found.record.size_bytes, 0)
+        finally:
+            found.release()
         return Listing(data)
 
     async def _changed(self, call: ListingCall, state: ListingState) -> Precondition:

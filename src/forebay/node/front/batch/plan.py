@@ -8,7 +8,7 @@ is known. If the engine need not be asked, `total` is the length of the answer.
 A plan holds records and small objects, but no leases: sending may take long, and a held lease is space that cannot be
 freed.
 
-Invariants. (1) A hit is fresh or owned, verified, of a bucket that the caller may read, and its range lies in the
+Invariants. (1) A hit is fresh or owned, verified, of a key that the caller may read, and its range lies in the
 object. (2) The steps of a plan are of at most BATCH_BYTES_MAX, as far as sizes are known. (3) Planning keeps the loop
 for at most LOOKUPS_AT_ONCE look-ups.
 """
@@ -111,7 +111,7 @@ class BatchPlan:
         self._identity = identity
         self._form = form
         self._items = items
-        self._buckets: dict[str, Bucket | ForebayError] = {}
+        self._readable: dict[str, Bucket] = {}  # of these the caller may read everything
         self.denied: dict[tuple[str, str], Denied] = {}  # by bucket and key
         self._shards: dict[tuple[str, str], Shard | ForebayError] = {}
 
@@ -138,7 +138,7 @@ class BatchPlan:
                     record = self._look_up(*name).record
                     if record is None or not record.complete:
                         self.brought.add(name)
-                    self._shards[name] = await self._sources.shards.index(self._bucket(name[0]), check_key(name[1]))
+                    self._shards[name] = await self._sources.shards.index(self._bucket(*name), check_key(name[1]))
             except ForebayError as error:
                 self._shards[name] = error
 
@@ -262,7 +262,7 @@ class BatchPlan:
     def _look_up(self, name: str, key: str) -> Known:
         """What is here of an object that the caller may read."""
         try:
-            bucket = self._bucket(name)
+            bucket = self._bucket(name, key)
             check_key(key)
         except ForebayError as error:
             if isinstance(error, Denied):
@@ -270,17 +270,14 @@ class BatchPlan:
             return Known(name, key, None, error)
         return Known(name, key, self._sources.store.fresh(bucket, key, self._sources.clock.wall_s()))
 
-    def _bucket(self, name: str) -> Bucket:
-        found = self._buckets.get(name)
+    def _bucket(self, name: str, key: str) -> Bucket:
+        """The bucket of a key that the caller may read."""
+        found = self._readable.get(name)
         if found is None:
-            try:
-                found = self._sources.reads.bucket(name)
-                self._sources.auth.require_read(self._identity, found)
-            except ForebayError as error:
-                found = error
-            self._buckets[name] = found
-        if isinstance(found, ForebayError):
-            raise found
+            found, auth = self._sources.reads.bucket(name), self._sources.auth
+            auth.require_read(self._identity, found, key)
+            if auth.may(self._identity, "read", name):
+                self._readable[name] = found
         return found
 
 

@@ -6,8 +6,9 @@ then not looked at, since clients that sign always need *some* key configured an
 With identities, every request must prove itself: S3 by signature, native by bearer token. A bearer token may be one of
 the node's, or one of an OIDC issuer that it trusts (`tokens.py`); S3 has temporary keys for those (`core/s3rules`).
 
-Answers to "may they?" are kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks the
-same question for every request.
+Where an identity may do what is kept per (identity, verb, bucket), because a grant is a pattern and the hot path asks
+the same question for every request. What remains is whether a name lies there (`is_within`): nothing to do for grants
+without a prefix.
 
 A node without identities trusts whoever reaches it, and a browser on its host reaches it too: a page of any site may
 point its own name at 127.0.0.1 and then talk to us as to itself (DNS rebinding). To the browser that is no cross-site
@@ -28,10 +29,20 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
 
-from forebay.core.access import ANONYMOUS, ANYONE, Identities, Identity, Verb, decode_identities
+from forebay.core.access import (
+    ANONYMOUS,
+    ANYONE,
+    WHOLE,
+    Identities,
+    Identity,
+    Reach,
+    Verb,
+    decode_identities,
+    is_within,
+)
 from forebay.core.errors import Denied, Invalid, NotFound
 from forebay.core.oidc import decode_trusted
 from forebay.core.s3rules.compat.postpolicy import legacy_signer
@@ -47,7 +58,8 @@ from forebay.ports import clock
 LOOP_NAME = LOOP_HEADER.encode()
 _PORT = re.compile(r":\d*\Z")
 _FOREIGN = (b"cross-site", b"same-site")  # what Sec-Fetch-Site says of a page at another address
-_ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples; further ones are worked out each time
+_UNKNOWN: Final[tuple[Identity, Reach]] = (ANONYMOUS, ())
+_ANSWERS_KEPT_MAX = 4096  # (identity, verb, bucket) triples
 
 
 class Caller(NamedTuple):
@@ -74,12 +86,19 @@ class Auth:
         self._ask = ask
         self._body = (b"", b"")
         self._hosts: set[bytes] = set()
+        self._owners: dict[str, str] = {}
         self.node = b"\0"  # its id
         self.update(b"")
 
-    def update(self, identities: bytes, trusted: bytes = b"") -> None:
-        """Use the identities and issuers of a `Welcome`. Nothing is forgotten when they did not change."""
-        if (identities, trusted) == self._body and hasattr(self, "_identities"):
+    def update(self, identities: bytes, trusted: bytes = b"", buckets: Iterable[Bucket] = ()) -> None:
+        """Use the identities, issuers and buckets of a `Welcome`. Nothing is forgotten when they did not change."""
+        owners = {bucket.name: bucket.owner for bucket in buckets if bucket.owner}
+        known = hasattr(self, "_identities") and (identities, trusted) == self._body
+        if known and owners == self._owners:
+            return
+        self._owners = owners
+        self._reaches: dict[tuple[int, str, str], tuple[Identity, Reach]] = {}
+        if known:
             return
         self._body = identities, trusted
         decoded = decode_identities(identities)
@@ -89,7 +108,6 @@ class Auth:
         self._tokens = WebTokens(issuers, self._ask)
         self._sessions = Sessions(issuers.secret, [one.issuer for one in issuers.issuers]) if issuers else Sessions()
         self._verifier = Verifier(self._identities.secrets, self._addressing.bucket_of_host, self._sessions)
-        self._answers: dict[tuple[str, str, str], bool] = {}
         self.open = not identities  # told of none; an identities file without entries lets nobody in
 
     def check_host(self, request: Request) -> None:
@@ -139,14 +157,15 @@ class Auth:
         """Unix time, as signatures and policies are judged by it."""
         return self._wall_s()
 
-    def reader(self, request: Request, bucket: Bucket) -> Identity:
-        """Who reads or lists `bucket`, which they may; else raises as `signed` and `require_read`. `ANONYMOUS` if
-        nobody signed and the bucket is public: for reading what is public alone, everything else asks `require`."""
+    def reader(self, request: Request, bucket: Bucket, name: str | None) -> Identity:
+        """Who reads or lists `name` in `bucket`, which they may; else raises as `signed` and `require_read`.
+        `ANONYMOUS` if nobody signed and the bucket is public: for reading what is public alone, everything else asks
+        `require`."""
         if self.open:
             return ANYONE
         if bucket.acl != "public-read":
             identity = self.signed(request, bucket)
-            self.require_read(identity, bucket)
+            self.require_read(identity, bucket, name)
             return identity
         now_s = self._wall_s()
         verified = self._verifier.verify(
@@ -248,18 +267,20 @@ class Auth:
             )
         return identity
 
-    def require_read(self, identity: Identity, bucket: Bucket) -> None:
-        """Return if `identity` may read `bucket`, else `Denied`; `NotFound` for one that is not known to be there, so
-        that a wrong name is told from a missing grant."""
-        self._require_in(identity, "read", bucket)
+    def require_read(self, identity: Identity, bucket: Bucket, name: str | None) -> None:
+        """Return if `identity` may read `name` in `bucket` (see `require`), else `Denied`; `NotFound` for a bucket that
+        is not known to be there, so that a wrong name is told from a missing grant."""
+        self._require_in(identity, "read", bucket, name)
 
-    def require_write(self, identity: Identity, bucket: Bucket) -> None:
-        """Return if `identity` may write to `bucket`, else as `require_read`."""
-        self._require_in(identity, "write", bucket)
+    def require_write(self, identity: Identity, bucket: Bucket, name: str | None) -> None:
+        """Return if `identity` may write `name` in `bucket`, else as `require_read`."""
+        self._require_in(identity, "write", bucket, name)
 
-    def _require_in(self, identity: Identity, verb: Verb, bucket: Bucket) -> None:
+    def _require_in(self, identity: Identity, verb: Verb, bucket: Bucket, name: str | None) -> None:
+        if identity is ANYONE or self._reaches.get((id(identity), verb, bucket.name), _UNKNOWN)[1] is WHOLE:
+            return  # the hot path
         try:
-            self.require(identity, verb, bucket.name)
+            self.require(identity, verb, bucket.name, name)
         except Denied:
             if bucket.url:
                 raise
@@ -273,27 +294,48 @@ class Auth:
         """Under whose name what `identity` begins is kept: "" without identities, where all is everybody's."""
         return "" if self.open else identity.name
 
-    def may(self, identity: Identity, verb: Verb, bucket: str = "") -> bool:
-        """Whether `identity` may `verb` on `bucket`, or on the node itself."""
-        if identity.until_s:  # two tokens of one name may allow different things
-            return identity.may(verb, bucket)
-        question = (identity.name, verb, bucket)
-        allowed = self._answers.get(question)
-        if allowed is None:
-            allowed = identity.may(verb, bucket)
-            if len(self._answers) < _ANSWERS_KEPT_MAX:
-                self._answers[question] = allowed
-        return allowed
+    def maker(self, identity: Identity, bucket: str) -> str:
+        """Under whose name `identity` makes or changes `bucket`, if it may only as the one who made it; else ""."""
+        return "" if identity.may("admin", bucket) else identity.name
 
-    def require(self, identity: Identity, verb: Verb, bucket: str = "") -> None:
-        """Return if `identity` may `verb` on `bucket` (or on the node itself), else `Denied`."""
+    def may(self, identity: Identity, verb: Verb, bucket: str = "", name: str | None = "") -> bool:
+        """Whether `require` would return."""
+        reach = self._reach(identity, verb, bucket)
+        return reach is WHOLE or (bool(reach) if name is None else is_within(name, reach))
+
+    def sees(self, identity: Identity, bucket: str, *, whole: bool = False) -> bool:
+        """As `Identity.sees`, of a bucket that is there."""
+        return identity.sees(bucket, self._owners.get(bucket, ""), whole=whole)
+
+    def _reach(self, identity: Identity, verb: Verb, bucket: str) -> Reach:
+        if identity.until_s:  # made anew for each request
+            return identity.reach(verb, bucket, self._owners.get(bucket, ""))
+        question = (id(identity), verb, bucket)
+        known = self._reaches.get(question)
+        if known is None:
+            if len(self._reaches) >= _ANSWERS_KEPT_MAX:
+                self._reaches.clear()
+            reach = identity.reach(verb, bucket, self._owners.get(bucket, ""))
+            known = self._reaches[question] = (identity, reach)  # it is kept, so no other gets its id
+        return known[1]
+
+    def require(self, identity: Identity, verb: Verb, bucket: str = "", name: str | None = "") -> None:
+        """Return if `identity` may `verb` on everything in `bucket` whose name begins with `name`: a key, or a prefix;
+        "" is all of the bucket and its settings, None anything in it at all; without a bucket it is the node itself.
+        Else `Denied`."""
         if identity is ANYONE:
             return
-        if not self.may(identity, verb, bucket):
-            raise Denied(
-                f"{identity.name} may not {verb} {bucket or 'this node'}: have '{verb}:{bucket or '*'}' granted",
-                code="AccessDenied",
-            )
+        if not self.may(identity, verb, bucket, name):
+            raise _not_granted(identity, verb, bucket, name, self._reach(identity, verb, bucket))
+
+
+def _not_granted(identity: Identity, verb: Verb, bucket: str, name: str | None, reach: Reach) -> Denied:
+    what = f"{bucket}/{name}" if name else bucket or "this node"
+    below = ", ".join(f"{bucket}/{prefix}" for prefix in reach[:3])
+    only = f" outside of {below}" if below else ""
+    return Denied(
+        f"{identity.name} may not {verb} {what}{only}: have '{verb}:{bucket or '*'}' granted", code="AccessDenied"
+    )
 
 
 def _no_such_bucket() -> NotFound:

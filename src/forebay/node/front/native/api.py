@@ -124,7 +124,7 @@ class Native:
         if route.may is not None:
             identity = self._auth.bearer(request)
             if "bucket" in taken:
-                self._auth.require(identity, route.may, taken["bucket"])
+                self._allow(identity, request, route, taken)
             elif route.may == "admin" and route.body is None:
                 self._auth.require(identity, "admin")
         answer = getattr(self, f"_{route.name}", None) or getattr(self._multipart, route.name, None)
@@ -142,7 +142,7 @@ class Native:
             return stray_body(proved=self._auth.open)
         identity = self._auth.bearer(request)
         if "bucket" in taken:
-            self._auth.require(identity, route.may, taken["bucket"])
+            self._allow(identity, request, route, taken)
         if route.body is None:
             return stray_body(proved=True)
         if route.body is not bytes:
@@ -153,6 +153,19 @@ class Native:
         if route.name == "upload_part":
             return self._multipart.take_body(request, bucket, key)
         return self._puts.take(request, None, bucket, key)
+
+    def _allow(self, identity: Identity, request: Request, route: Route, taken: dict[str, str]) -> None:
+        """Return if the caller may do that to the key, the prefix or the bucket that the request names."""
+        assert route.may is not None
+        bucket, name = taken["bucket"], taken.get("key", "")
+        if route.name == "bucket":
+            self._auth.require(identity, route.may, bucket, None)
+        elif route.name == "bucket_put" and self._auth.may(identity, "create", bucket):
+            return  # whether it is theirs or new is the engine's to say
+        else:
+            if any(parameter.name == "prefix" for parameter in route.query):
+                name = decode_query(request.query).get("prefix", "")
+            self._auth.require(identity, route.may, bucket, name)
 
     def render_error(self, error: ForebayError, request: Request | None) -> Response:
         """The error as JSON, with Retry-After where waiting helps and Content-Range where the range was outside."""
@@ -172,15 +185,16 @@ class Native:
         name = decode_component(raw)
         identity = self._auth.bearer(request)
         bucket = self._reads.bucket(name)
-        self._auth.require_read(identity, bucket)
+        named = check_key(decode_component(key))
+        self._auth.require_read(identity, bucket, named)
         if b"member=" in request.query and (member := decode_query(request.query).get("member")) is not None:
-            self._members_of_shards.serve(request, exchange, bucket, check_key(decode_component(key)), member)
+            self._members_of_shards.serve(request, exchange, bucket, named, member)
             return
         asked, decide = None, None
         if not DECIDED_BY.isdisjoint(request.headers):
             asked = asked_range(request)
             decide = decide_by(request, asked)
-        self._reads.serve(exchange, bucket, check_key(decode_component(key)), asked, decide)
+        self._reads.serve(exchange, bucket, named, asked, decide)
 
     def _object_put(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         if request.sink is None:  # it has no body: an empty object, if it says so
@@ -213,7 +227,8 @@ class Native:
         check_stored(call.headers or ())
         if call.checksum_algorithm:
             call = msgspec.structs.replace(call, checksum_algorithm=check_algorithm(call.checksum_algorithm))
-        self._auth.require_read(self._auth.bearer(request), self._reads.bucket(call.source_bucket))
+        source = self._reads.bucket(call.source_bucket)
+        self._auth.require_read(self._auth.bearer(request), source, call.source_key)
 
         async def answer() -> None:
             exchange.respond(200, JSON, encode(await self._call("copy", call)))
@@ -279,7 +294,7 @@ class Native:
         async def answer() -> None:
             found: Snapshot = await self._call("metrics", calls.Nothing())
             if not self._auth.may(identity, "observe"):
-                found = of_buckets(found, identity.sees)
+                found = of_buckets(found, lambda bucket: self._auth.sees(identity, bucket, whole=True))
             exchange.respond(200, TEXT, render(found).encode())
 
         exchange.spawn(answer())
@@ -290,7 +305,7 @@ class Native:
         async def answer() -> None:
             state: NodeState = await self._call("status", calls.Nothing())
             if not self._auth.may(identity, "observe"):
-                state = part_of(state, identity.sees)
+                state = part_of(state, lambda bucket: self._auth.sees(identity, bucket, whole=True))
             exchange.respond(200, JSON, encode(state))
 
         exchange.spawn(answer())
@@ -320,9 +335,9 @@ class Native:
         exchange.respond(200, JSON, encode(state))
 
     def _has_job(self, identity: Identity, state: calls.JobState) -> bool:
-        if self._auth.may(identity, "admin", state.bucket):
+        if self._auth.may(identity, "admin", state.bucket, state.prefix):
             return True
-        return state.identity == identity.name and identity.sees(state.bucket)
+        return state.identity == identity.name and self._auth.sees(identity, state.bucket)
 
     # --- calls -------------------------------------------------------------------------------------------------------
     async def _forward(self, request: Request, exchange: Exchange, route: Route, taken: dict[str, str]) -> None:
@@ -333,14 +348,16 @@ class Native:
             revalidate = flag_of(request, "revalidate")
             arguments = calls.StatCall(taken["bucket"], check_key(taken["key"]), revalidate)
         elif route.name in ("bucket_check", "bucket_delete"):
-            arguments = calls.BucketNamed(taken["bucket"], flag_of(request, "force"))
+            maker = self._auth.maker(self._auth.bearer(request), taken["bucket"])
+            arguments = calls.BucketNamed(taken["bucket"], flag_of(request, "force"), maker)
         elif route.name == "lost":
             query = decode_query(request.query)
             after, prefix = query.get("start_after", ""), query.get("prefix", "")
             arguments = calls.LostCall(taken["bucket"], prefix, start_after=after)
         elif route.body is calls.LostCall:
             arguments = decode_body(request, calls.LostCall)
-            self._auth.require(self._auth.bearer(request), "admin", arguments.bucket)
+            for name in arguments.keys or [arguments.prefix]:
+                self._auth.require(self._auth.bearer(request), "admin", arguments.bucket, name)
         elif route.body is calls.VolumeNamed:
             self._auth.require(self._auth.bearer(request), "admin")
             arguments = decode_body(request, calls.VolumeNamed)
@@ -354,9 +371,10 @@ class Native:
         call: calls.JobCall = decode_body(request, calls.JobCall)
         assert route.may is not None
         identity = self._auth.bearer(request)
-        self._auth.require(identity, route.may, call.bucket)
         if call.keys and call.prefix:
             raise Invalid("both keys and a prefix are given: give one of them")
+        for name in call.keys or [call.prefix]:
+            self._auth.require(identity, route.may, call.bucket, name)
         for key in call.keys:
             check_key(key)
         return msgspec.structs.replace(call, identity=self._auth.owner(identity))
@@ -366,14 +384,15 @@ class Native:
         async def answer() -> None:
             identity = self._auth.bearer(request)
             found = await self._call("buckets", calls.Nothing())
-            shown = [bucket for bucket in found if identity.sees(bucket.name)]
+            shown = [shown_to(identity, bucket) for bucket in found if identity.sees(bucket.name, bucket.owner)]
             exchange.respond(200, JSON, encode(shown))
 
         exchange.spawn(answer())
 
     def _bucket(self, request: Request, exchange: Exchange, taken: dict[str, str]) -> None:
         async def answer() -> None:
-            exchange.respond(200, JSON, encode(await self._known(taken["bucket"])))
+            found = await self._known(taken["bucket"])
+            exchange.respond(200, JSON, encode(shown_to(self._auth.bearer(request), found)))
 
         exchange.spawn(answer())
 
@@ -390,8 +409,9 @@ class Native:
             if wanted.name != check_bucket_name(taken["bucket"]):
                 raise Invalid(f"the path names {taken['bucket']!r} and the body {wanted.name!r}: make them the same")
             check, force = flag_of(request, "check"), flag_of(request, "force")
-            free = self._auth.may(self._auth.bearer(request), "admin")
-            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force, free))
+            identity = self._auth.bearer(request)
+            free, maker = self._auth.may(identity, "admin"), self._auth.maker(identity, wanted.name)
+            kept = await self._call("bucket_put", calls.BucketPutCall(wanted, check, force, free, maker))
             exchange.respond(200, JSON, encode(kept))
 
         exchange.spawn(answer())
@@ -426,6 +446,14 @@ class Native:
             await exchange.write(_encode_lines([_Line(*entry) for entry in entries]))
             start_after = entries[-1].key
         await exchange.end()
+
+
+def shown_to(identity: Identity, bucket: Bucket) -> Bucket:
+    """What somebody may know of a bucket that they see: whose grants are about keys alone, nothing of other keys."""
+    if identity.sees(bucket.name, bucket.owner, whole=True):
+        return bucket
+    pinned = tuple(prefix for prefix in bucket.pinned if identity.may("read", bucket.name, prefix))
+    return msgspec.structs.replace(bucket, pinned=pinned, options={}, cors=(), owner="")
 
 
 def cached_page(

@@ -1,8 +1,8 @@
 """Hints over HTTP: a job's future comes in as msgpack, and goes to the engine as it is.
 
-Theory. Whoever may read a bucket may say what they will read of it. So a future needs `read` of the bucket that it
-names, and to move, look at or end a job one needs `read` of that job's bucket. Each identity has jobs of its own: the
-name of another's is no job.
+Theory. Whoever may read all that a listing lists may say what they will read of it. So a future needs `read` of
+everything under the prefix that it names, and to move, look at or end a job one needs `read` of that job's. Each
+identity has jobs of its own: the name of another's is no job.
 
 Invariant. The job in the path is the job in the body.
 """
@@ -43,7 +43,7 @@ class HintAnswers:
         if told.job != job:
             raise Invalid(f"the path names the job {job!r} and the body {told.job!r}: make them the same")
         identity = self._auth.bearer(request)
-        self._auth.require(identity, "read", told.bucket)
+        self._auth.require(identity, "read", told.bucket, told.prefix)
         exchange.spawn(self._answer(exchange, "hints", self._owned(told, identity)))
 
     def at(self, request: Request, exchange: Exchange, job: str) -> None:
@@ -66,7 +66,7 @@ class HintAnswers:
                 if verb != "hints_close":
                     raise
             else:
-                self._auth.require(identity, "read", state.bucket)
+                self._auth.require(identity, "read", state.bucket, state.prefix)
         await self._answer(exchange, verb, arguments)
 
     def _owned(self, arguments: Any, identity: Identity) -> Any:

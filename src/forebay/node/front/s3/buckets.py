@@ -1,6 +1,7 @@
 """CreateBucket and DeleteBucket.
 
-Theory. CreateBucket makes a bucket that lives here alone (`local://`): the request names no backend to put it behind,
+Theory. Whoever may `create` a name may make a bucket of it, and owns that one; whoever has `admin` of it may do so too.
+CreateBucket makes a bucket that lives here alone (`local://`): the request names no backend to put it behind,
 and `forebay bucket add` is how one is named. DeleteBucket of such a bucket needs it empty, since nothing else has its
 bytes. Of a bucket with a backend it takes away the name. The backend keeps everything, so the bucket need not be empty;
 only what the backend does not have yet stands in the way.
@@ -56,7 +57,8 @@ class BucketsApi:
             return False
         self._allow(identity, request, bucket)
         refuse(request, query, frozenset())
-        exchange.spawn((self._put if request.method == b"PUT" else self._delete)(request, exchange, bucket))
+        work = self._put if request.method == b"PUT" else self._delete
+        exchange.spawn(work(request, exchange, identity, bucket))
         return True
 
     def take_body(
@@ -70,17 +72,17 @@ class BucketsApi:
         return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
 
     def _allow(self, identity: Identity, request: Request, bucket: Bucket) -> None:
-        try:
+        if request.method != b"PUT":
             self._auth.require(identity, "admin", bucket.name)
+            return
+        try:
+            self._auth.require(identity, "create", bucket.name)
         except Denied:
-            if request.method != b"PUT" or not bucket.url:
+            if not bucket.url:
                 raise
-            raise Exists(
-                "The requested bucket name is not available: somebody else has it, choose another",
-                code="BucketAlreadyExists",
-            ) from None
+            raise _taken() from None
 
-    async def _put(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
+    async def _put(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket) -> None:
         region = _asked_region(request.body)
         if request.header(b"x-amz-bucket-object-lock-enabled").lower() == "true":
             raise NotSupported("Object Lock is not served: leave x-amz-bucket-object-lock-enabled out")
@@ -88,24 +90,27 @@ class BucketsApi:
         acl = s3_acl.canned_acl(request) or "private"
         name = _check_new_name(bucket.name)
         try:
-            await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl))
+            owner = self._auth.maker(identity, name)
+            await self._call("bucket_create", Bucket(name, LOCAL_URL, write="local", acl=acl, owner=owner))
         except Exists as error:
-            await self._create_again(bucket, region, acl, error)
+            await self._create_again(identity, bucket, region, acl, error)
         exchange.respond(200, self._lines(request) + b"Location: /%b\r\n" % name.encode())
 
-    async def _create_again(self, bucket: Bucket, region: str, acl: str, error: Exists) -> None:
-        """Return if a bucket that is there is as it was asked for, as S3 does in us-east-1: programs that begin with
+    async def _create_again(self, identity: Identity, bucket: Bucket, region: str, acl: str, error: Exists) -> None:
+        """Return if a bucket of theirs is there as it was asked for, as S3 does in us-east-1: programs that begin with
         CreateBucket go on. `Exists` if not; nothing of it changes."""
+        settings = await settings_of(self._call, bucket)
+        if not identity.may("admin", settings.name, owner=settings.owner):
+            raise _taken()
         if error.code != "BucketAlreadyOwnedByYou" or region not in ("", "us-east-1"):
             raise error
-        settings = await settings_of(self._call, bucket)
         if settings.acl != acl:
             raise Exists(
                 f"the bucket is there, and its ACL is {settings.acl}: use it, or change its ACL",
                 code="BucketAlreadyExists",
             )
 
-    async def _delete(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
+    async def _delete(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket) -> None:
         settings = await settings_of(self._call, bucket)
         if settings.url == LOCAL_URL:
             page: ListPage = await self._call("list", ListCall(bucket.name, limit=1))
@@ -116,10 +121,17 @@ class BucketsApi:
                     code="BucketNotEmpty",
                 )
         try:
-            await self._call("bucket_delete", BucketNamed(bucket.name))
+            maker = self._auth.maker(identity, bucket.name)
+            await self._call("bucket_delete", BucketNamed(bucket.name, maker=maker))
         except Busy as error:  # it owes its backend something, and no retry of an SDK will change that
             raise Exists(error.message) from None
         exchange.respond(204, self._lines(request))
+
+
+def _taken() -> Exists:
+    return Exists(
+        "The requested bucket name is not available: somebody else has it, choose another", code="BucketAlreadyExists"
+    )
 
 
 async def settings_of(call: Call, bucket: Bucket) -> Bucket:

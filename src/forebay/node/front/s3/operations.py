@@ -18,8 +18,9 @@ with the request, since a signature is verified once.
 Rejected: answering what we do not keep with plausible defaults (an empty tag set, an owner's ACL): a client that acts
 on it would act on an invention. What is so is said: a bucket here never had versions, a policy, a web site.
 
-Invariants. (1) Every answer has an `x-amz-request-id`. (2) No answer for an object is sent before the caller was found
-to be allowed to read its bucket. (3) A response header taken from the query has passed `header_line`.
+Invariants. (1) Every answer has an `x-amz-request-id`. (2) No answer for an object or a listing is sent before the
+caller was found to be allowed to read that key, or everything under that prefix. (3) A response header taken from the
+query has passed `header_line`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ _OVERRIDES: Final = {
 }
 _WHOLE_BEFOREHAND: Final = RangeSpec(0, 0)  # of a HEAD: have the whole object here before it is read
 _UNSERVED_OF_OBJECTS: Final = OBJECT_SUBRESOURCES - {"attributes"}
+_OF_ANY_READER: Final = frozenset(("location", "versioning"))  # answered alike for every bucket that is there
 _UNSERVED_OF_BUCKETS: Final = BUCKET_SUBRESOURCES - {"versioning", "versions"}
 
 
@@ -128,7 +130,7 @@ class S3:
         method = request.method
         if key and (method == b"GET" or method == b"HEAD"):
             bucket = self._reads.bucket(name)
-            identity = self._auth.reader(request, bucket)
+            identity = self._auth.reader(request, bucket, key)
             if request.query or not _SPECIAL.isdisjoint(headers):
                 self._read(request, exchange, identity, bucket, key)
             else:
@@ -289,8 +291,9 @@ class S3:
     # --- buckets -----------------------------------------------------------------------------------------------------
     def _bucket_operation(self, request: Request, exchange: Exchange, name: str) -> None:
         bucket = self._reads.bucket(name)
-        identity = self._auth.reader(request, bucket)
         query = decode_query(request.query)
+        about_it = request.method == b"HEAD" or not _OF_ANY_READER.isdisjoint(query)
+        identity = self._auth.reader(request, bucket, None if about_it else query.get("prefix", ""))
         for api in (self._uploads, self._compat):
             if query and api.handle(request, exchange, identity, bucket, "", query):
                 return
@@ -330,7 +333,7 @@ class S3:
 
     async def _list_buckets(self, request: Request, exchange: Exchange, identity: Identity) -> None:
         buckets = await self._call("buckets", Nothing())
-        allowed = [bucket for bucket in buckets if identity.sees(bucket.name)]
+        allowed = [bucket for bucket in buckets if identity.sees(bucket.name, bucket.owner)]
         self._answer_xml(exchange, listing.render_buckets(allowed, decode_query(request.query)))
 
     def _answer_xml(self, exchange: Exchange, body: bytes) -> None:

@@ -12,7 +12,8 @@ The engine lists uploads by key and time. Common prefixes are folded here, from 
 Rejected: sending blanks while Complete works, as S3 does (that sends a status before it is known): joining takes
 seconds at worst, and SDKs wait a minute.
 
-Invariant. No operation is answered before the caller was found to be allowed to write to the bucket.
+Invariant. No operation is answered before the caller was found to be allowed to write that key, or all that a listing
+is of.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class UploadsApi:
         """
         if "uploads" not in query and "uploadId" not in query:
             return False
-        self._auth.require_write(identity, bucket)
+        self._auth.require_write(identity, bucket, key or query.get("prefix", ""))
         method, upload_id = request.method, query.get("uploadId", "")
         if not key:
             if method != b"GET" or "uploads" not in query:
@@ -121,7 +122,7 @@ class UploadsApi:
         is sent."""
         if "uploads" not in query and "uploadId" not in query:
             return None
-        self._auth.require_write(caller.identity, bucket)
+        self._auth.require_write(caller.identity, bucket, key)
         if request.method == b"PUT" and "uploadId" in query and key:
             check_key(key)
             part_number(query.get("partNumber", ""), query["uploadId"])
@@ -183,7 +184,7 @@ class UploadsApi:
         if request.body:
             raise Invalid("a copy takes no body: leave it out", code="InvalidRequest")
         source_bucket, source_key, version_id = copy_source(request)
-        self._auth.require_read(identity, self._find(source_bucket))
+        self._auth.require_read(identity, self._find(source_bucket), source_key)
         if version_id:
             of, source_key = versioned(self._find(source_bucket), source_key, version_id)
             source_bucket = of.name

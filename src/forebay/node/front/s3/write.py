@@ -72,17 +72,17 @@ class Objects:
         method = request.method
         refuse(request, query, OBJECT_SUBRESOURCES if key else _KNOWN_BUCKET)
         if method == b"PUT" and key:
-            self._auth.require_write(caller.identity, bucket)
+            self._auth.require_write(caller.identity, bucket, key)
             if _SOURCE in request.headers:
                 return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
             incoming = self._puts.take(request, caller, bucket, check_key(key))
             incoming.put_to = (bucket.name, key)
             return incoming
         if method == b"POST" and not key and "delete" in query:
-            self._auth.require_write(caller.identity, bucket)
+            self._auth.require_write(caller.identity, bucket, None)
             return self._intake.document(request, caller)
         if method == b"DELETE" and key:
-            self._auth.require_write(caller.identity, bucket)
+            self._auth.require_write(caller.identity, bucket, key)
             return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
         return None
 
@@ -92,7 +92,7 @@ class Objects:
         """Answer `request`, now or in a task; False for an operation that is not known."""
         method = request.method
         refuse(request, query, OBJECT_SUBRESOURCES if key else _KNOWN_BUCKET)
-        self._auth.require_write(identity, bucket)
+        self._auth.require_write(identity, bucket, key or None)
         if method == b"PUT" and key:
             if _SOURCE in request.headers:
                 call = self._copy_call(request, identity, bucket, key)
@@ -102,7 +102,7 @@ class Objects:
         elif method == b"DELETE" and key:
             exchange.spawn(self._delete(request, exchange, bucket.name, key))
         elif method == b"POST" and not key and "delete" in query:
-            exchange.spawn(self._delete_many(request, exchange, bucket))
+            exchange.spawn(self._delete_many(request, exchange, identity, bucket))
         else:
             return False
         return True
@@ -113,7 +113,7 @@ class Objects:
         incoming = request.sink
         assert isinstance(incoming, Incoming)
         assert request.caller is not None, "a body is taken from nobody"
-        self._auth.require_write(request.caller.identity, bucket)
+        self._auth.require_write(request.caller.identity, bucket, key)
         answer = _PutAnswer(self, request, exchange, incoming)
         if self._puts.begin(bucket.name, key, incoming, answer.take):
             exchange.hold(answer)
@@ -144,7 +144,7 @@ class Objects:
         keeping = keeping_in(request, bucket)
         algorithm = request.header(b"x-amz-checksum-algorithm")
         source_bucket, source_key, version_id = copy_source(request)
-        self._auth.require_read(identity, self._find(source_bucket))
+        self._auth.require_read(identity, self._find(source_bucket), source_key)
         replaced = _directive(request, b"x-amz-metadata-directive")
         tags_replaced = _directive(request, b"x-amz-tagging-directive")
         if version_id:
@@ -192,7 +192,7 @@ class Objects:
         await self._delete_one(bucket, _Delete(key, write_conditions(request).if_match, size, modified))
         exchange.respond(204, self._lines(request))
 
-    async def _delete_many(self, request: Request, exchange: Exchange, bucket: Bucket) -> None:
+    async def _delete_many(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket) -> None:
         asked, quiet = await read(request.body, parse_deletes)
         if not bucket.url:  # not known here: that there is none is said once, not of each key
             await self._call("bucket_check", BucketNamed(bucket.name))
@@ -202,6 +202,7 @@ class Objects:
             try:
                 if one.unserved:
                     raise NotSupported(f"{one.unserved} of one key is not served: leave it out")
+                self._auth.require_write(identity, bucket, one.key)
                 async with gate:
                     await self._delete_one(bucket.name, one)
             except ForebayError as error:

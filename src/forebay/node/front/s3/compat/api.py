@@ -9,6 +9,8 @@ Invariant. No operation is answered before the caller was found to be allowed to
 
 from __future__ import annotations
 
+from typing import Final
+
 from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import NotFound
@@ -26,6 +28,8 @@ from forebay.node.front.s3.compat.post import Forms
 from forebay.node.front.s3.unserved import refuse
 from forebay.node.front.s3.xml import CONTENT_TYPE, document, element
 from forebay.node.outcomes import Call
+
+_RULES: Final = ("put_acl", "put_cors", "delete_cors")  # what changes the bucket itself
 
 
 class CompatApi:
@@ -52,9 +56,13 @@ class CompatApi:
         operation = self._operation(request, key, query)
         if not operation:
             return False
-        self._allow(identity, request, bucket, operation)
+        self._allow(identity, request, bucket, key, operation)
         refuse(request, query, frozenset())
-        exchange.spawn(getattr(self, "_" + operation)(request, exchange, bucket, check_key(key) if key else ""))
+        work = getattr(self, "_" + operation)
+        if operation in _RULES:
+            exchange.spawn(work(request, exchange, bucket, self._auth.maker(identity, bucket.name)))
+        else:
+            exchange.spawn(work(request, exchange, bucket, check_key(key) if key else ""))
         return True
 
     def take_body(
@@ -65,7 +73,7 @@ class CompatApi:
         operation = self._operation(request, key, query)
         if not operation:
             return None
-        self._allow(caller.identity, request, bucket, operation)
+        self._allow(caller.identity, request, bucket, key, operation)
         return self._intake.document(request, caller, limits.SETTING_BYTES_MAX)
 
     def take_form(self, request: Request, bucket: Bucket) -> BodySink:
@@ -113,11 +121,11 @@ class CompatApi:
                 return f"{verb}_{name}"
         return ""
 
-    def _allow(self, identity: Identity, request: Request, bucket: Bucket, operation: str) -> None:
+    def _allow(self, identity: Identity, request: Request, bucket: Bucket, key: str, operation: str) -> None:
         if request.method == b"GET":
-            self._auth.require(identity, "read", bucket.name)
+            self._auth.require(identity, "read", bucket.name, key)
         elif operation.endswith(("_tagging", "_object_acl", "_object_lock")):
-            self._auth.require(identity, "write", bucket.name)
+            self._auth.require(identity, "write", bucket.name, key)
         else:
             self._auth.require(identity, "admin", bucket.name)
 
@@ -154,8 +162,8 @@ class CompatApi:
     async def _get_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
         self._document(request, exchange, s3_acl.render_policy((await self._settings(bucket)).acl))
 
-    async def _put_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        await self._call("bucket_rules", BucketRulesCall(bucket.name, acl=s3_acl.asked_acl(request)))
+    async def _put_acl(self, request: Request, exchange: Exchange, bucket: Bucket, maker: str) -> None:
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, acl=s3_acl.asked_acl(request), maker=maker))
         exchange.respond(200, self._lines(request))
 
     async def _get_object_acl(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
@@ -174,12 +182,13 @@ class CompatApi:
             raise NotFound("The CORS configuration does not exist: put one", code="NoSuchCORSConfiguration")
         self._document(request, exchange, cors.render_rules(rules))
 
-    async def _put_cors(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=cors.read_rules(request.body)))
+    async def _put_cors(self, request: Request, exchange: Exchange, bucket: Bucket, maker: str) -> None:
+        rules = cors.read_rules(request.body)
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=rules, maker=maker))
         exchange.respond(200, self._lines(request))
 
-    async def _delete_cors(self, request: Request, exchange: Exchange, bucket: Bucket, key: str) -> None:
-        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=()))
+    async def _delete_cors(self, request: Request, exchange: Exchange, bucket: Bucket, maker: str) -> None:
+        await self._call("bucket_rules", BucketRulesCall(bucket.name, cors=(), maker=maker))
         exchange.respond(204, self._lines(request))
 
     # --- tags --------------------------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ class Forms:
         if "policy" in fields:
             form.policy = postpolicy.parse_policy(fields["policy"])
             postpolicy.check_form(form.policy, self._auth.now_s(), bucket.name, fields)
-        self._auth.require_write(identity, bucket)
         form.key = check_key(fields["key"])
+        self._auth.require_write(identity, bucket, form.key)
         most = limits.PUT_BYTES_MAX
         if form.policy is not None and form.policy.size_max is not None:
             most = min(most, form.policy.size_max)
