@@ -23,12 +23,12 @@ NAMES = [
 ]
 
 # Seeds that find bugs that not every story meets; where the product has changed since, another one soon does.
-FIRST = {"delete": 61, "eviction": 11, "unshown": 32}
+FIRST = {"delete": 61, "eviction": 11, "unshown": 191}
 
 
 def told(*arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "forebay.sim", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": hash_seed}, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": hash_seed})
 
 
 def test_a_seed_is_the_same_story_in_any_process_whatever_the_hash_seed() -> None:
@@ -43,6 +43,7 @@ def test_these_seeds_find_nothing() -> None:
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr
 
 
+@pytest.mark.timeout(3600)  # 200 stories are 2 minutes of a core; how long that takes is not what is tested
 @pytest.mark.parametrize("bug", NAMES)
 def test_a_planted_bug_is_found(bug: str) -> None:
     run = told("--seed", str(FIRST.get(bug, 1)), "--seeds", "200", "--plant", bug)

@@ -1,7 +1,8 @@
 """Datasets and a loader for PyTorch: batched random access, an exact order, and exact resuming.
 
 `ObjectDataset`, `ShardDataset` and `TokenDataset` define what a sample is. `DataLoader` feeds samples to a training
-loop, and its `state_dict()` holds the job's position. See docs/training.md.
+loop, and its `state_dict()` holds the job's position. See docs/training.md. `Checkpointer` saves and restores a job's
+state: docs/checkpoints.md.
 
 Names are loaded when they are first used: planning an offload (`forebay.offload`) works without torch.
 """
@@ -12,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.torch.checkpoint.checkpointer import Checkpointer, Every
+    from forebay.torch.checkpoint.random_state import RandomState
     from forebay.torch.loader import DataLoader
     from forebay.torch.objects import ObjectDataset
     from forebay.torch.schedule import BatchSampler
@@ -19,11 +22,24 @@ if TYPE_CHECKING:
     from forebay.torch.stall import StallMeter
     from forebay.torch.tokens import TokenDataset
 
-__all__ = ["BatchSampler", "DataLoader", "ObjectDataset", "ShardDataset", "StallMeter", "TokenDataset"]
+__all__ = [
+    "BatchSampler",
+    "Checkpointer",
+    "DataLoader",
+    "Every",
+    "ObjectDataset",
+    "RandomState",
+    "ShardDataset",
+    "StallMeter",
+    "TokenDataset",
+]
 _HOMES = {
     "BatchSampler": "schedule",
+    "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "loader",
+    "Every": "checkpoint.checkpointer",
     "ObjectDataset": "objects",
+    "RandomState": "checkpoint.random_state",
     "ShardDataset": "shards",
     "StallMeter": "stall",
     "TokenDataset": "tokens",

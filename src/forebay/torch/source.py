@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from forebay.client.hinting import Hints
+from forebay.client.patience import WAITED_FOR, with_patience
 from forebay.client.sync import Client
-from forebay.core.errors import Busy, Closed, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.errors import Closed, ForebayError, Invalid, NotFound, Precondition
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.machines.hints import HintsState
@@ -33,9 +34,7 @@ from forebay.core.types import Bucket, check_bucket_name
 from forebay.ports import clock
 
 PATIENCE_S = 300.0  # a node that restarts is back in seconds, one whose machine restarts in minutes
-_PAUSE_S, _PAUSE_MAX_S = 0.05, 2.0
 ANSWER_S = 2.0  # for a node to say whether it is ready
-WAITED_FOR = (Unavailable, Busy, Closed)
 
 Bytes = bytes | memoryview
 T = TypeVar("T")
@@ -152,22 +151,19 @@ class Patient:
         return values
 
     def _waiting(self, attempt: Callable[[], T], facts: Facts) -> T:
-        began_s = clock.monotonic_s()
-        pause_s = _PAUSE_S
-        while True:
+        tried_s = clock.monotonic_s()
+
+        def timed() -> T:
+            nonlocal tried_s
             tried_s = clock.monotonic_s()
-            try:
-                return attempt()
-            except WAITED_FOR as error:
-                left_s = began_s + self.patience_s - clock.monotonic_s()
-                if left_s <= 0:
-                    raise Unavailable(
-                        f"waited {self.patience_s:g} s in vain ({error}): when the node is back, start the job again "
-                        "from its last saved state; nothing is lost or read twice"
-                    ) from error
-                _sleep(min(max(pause_s, error.retry_after_s), left_s), facts)
-                facts.busy_s += clock.monotonic_s() - tried_s
-                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            return attempt()
+
+        def pause(delay_s: float, _: ForebayError) -> None:
+            _sleep(delay_s, facts)
+            facts.busy_s += clock.monotonic_s() - tried_s
+
+        advice = "when the node is back, start the job again from its last saved state; nothing is lost or read twice"
+        return with_patience(timed, self.patience_s, pause, advice)
 
 
 def _sleep(delay_s: float, facts: Facts) -> None:

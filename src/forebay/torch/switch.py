@@ -23,13 +23,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from forebay.client.patience import WAITED_FOR
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Item
 from forebay.ports import clock
 from forebay.torch.direct import DirectSource, Refused, settings_given, settings_told
-from forebay.torch.source import WAITED_FOR, Answers, NodeSource, Telling
+from forebay.torch.source import Answers, NodeSource, Telling
 
 DIRECT_AFTER_S = 60.0  # a restart takes seconds; a job of a thousand GPUs that stands still costs more than slow reads
 LOOK_S = 2.0  # between looks whether the node is back

@@ -62,6 +62,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.compute = Stream()
+        self.begun = 0  # copies that were begun; they may still wait
         self.copies: list[tuple[int, bool]] = []  # bytes, and whether the host's were pinned
         self.pinned: dict[int, int] = {}  # address -> bytes
         self.trouble: Exception | None = None  # what the next copy fails with
@@ -82,6 +83,7 @@ class StandIn:
         return getattr(self._own, "stream", self.compute).event()
 
     def copy(self, into: Any, source: Any, device: Any, after: threading.Event) -> None:
+        self.begun += 1
         assert after.wait(PATIENCE_S), "a copy waits for what never happens"
         trouble, self.trouble = self.trouble, None
         if trouble is not None:

@@ -26,6 +26,7 @@ from forebay.offload.tiers.disk_tier import DiskTier
 from forebay.offload.tiers.host_tier import HostTier
 from forebay.offload.tiers.queues import CATCH_UP_S
 from forebay.offload.tiers.tiers import Storage, page_aligned
+from tests.patience import until
 from tests.torch.offload.stand_in import StandIn, Stream, stand_in
 from tests.torch.offload.test_tiers import PIECE, TIERS, disk, noise, tier_of
 
@@ -263,8 +264,9 @@ def test_a_byte_that_changed_on_the_disk_never_gets_to_the_device(tmp_path: Path
 def test_closing_waits_for_the_copy_under_way_and_unpins(tier: Storage, device: StandIn) -> None:
     slots, source = [tier.reserve(PIECE) for _ in range(12)], noise(PIECE)
     stored(tier, source)
-    go = device.compute.hold()
+    go, begun = device.compute.hold(), device.begun
     tickets = [tier.store(slot, source) for slot in slots]
+    until(lambda: device.begun > begun, "a copy is under way")
     closing = threading.Thread(target=tier.close)
     closing.start()
     with pytest.raises(Closed):

@@ -1,0 +1,277 @@
+"""The checkpoints of one run: listing, choosing, verifying, pruning and copying them.
+
+Theory. Everything is asked of the bucket each time: the manifests that there are, and what lies below data/. Nothing is
+remembered, so any process on any machine sees the same checkpoints. A manifest is small and a listing of manifests is
+one request, so `candidates` costs one request and one more for each checkpoint that is looked at.
+
+What a checkpoint is made of may be gone though its manifest is there: a tier that was lost after it flushed the
+manifest and before it flushed a blob. So a checkpoint is chosen only when a listing shows every object with its size,
+and its bytes count only when their digests match.
+
+Pruning deletes the manifest first, then its data: a checkpoint that is half deleted does not exist. It also sweeps the
+data of saves that were cut off, once a newer checkpoint exists.
+
+Invariants. (1) `prune` never deletes the newest checkpoint that the bucket has whole, nor any newer one. (2) `commit`
+never replaces a manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from forebay.checkpoint.stream import Stream
+from forebay.core import checkpoint as form
+from forebay.core.checkpoint import Index, Manifest
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
+from forebay.core.goodput import Life
+from forebay.core.types import check_bucket_name
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Damage(NamedTuple):
+    """Why a checkpoint cannot be restored: the object that is wrong, and what is wrong with it."""
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+class Pruned(NamedTuple):
+    """What `prune` removed: checkpoints by sequence, and the objects of saves that were cut off."""
+
+    sequences: list[int]
+    leftovers: int
+    size_bytes: int
+
+
+def parse_run(place: str) -> tuple[str, str]:
+    """Bucket and prefix (ending with a slash) of a run's `bucket/prefix`, with `s3://` or `forebay://` before it or
+    not; `Invalid` without a prefix: a bucket's root is no place for the objects of one run."""
+    text = place.removeprefix("forebay://").removeprefix("s3://")
+    bucket, _, prefix = text.partition("/")
+    prefix = prefix.strip("/")
+    if "://" in text or not bucket or not prefix:
+        raise Invalid(f"{place!r} does not name a run: write 'bucket/path/of/the/run'")
+    return check_bucket_name(bucket), prefix + "/"
+
+
+class Repository:
+    """The checkpoints below `prefix` (with its slash) of a bucket, through `client`. Errors are kinds of
+    `core.errors`; see the module for what is asked when."""
+
+    def __init__(self, client: Client, bucket: str, prefix: str) -> None:
+        self.client = client
+        self.bucket = bucket
+        self.prefix = prefix
+
+    def __repr__(self) -> str:
+        return f"<Repository {self.bucket}/{self.prefix} at {self.client.url}>"
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+    def sequences(self) -> list[int]:
+        """Of all manifests, newest first."""
+        return sorted(
+            (found for name, _ in self._objects("manifests/") if (found := form.sequence_of(name))), reverse=True
+        )
+
+    def manifest(self, sequence: int) -> Manifest:
+        """`NotFound` if there is none, `Corrupt` if it is damaged or is another one's."""
+        manifest = Manifest.read(self.read(form.manifest_name(sequence)))
+        if manifest.sequence != sequence:
+            raise Corrupt(f"manifest {sequence} is a copy of {manifest.sequence}: delete it")
+        return manifest
+
+    def candidates(self, step: int | None = None) -> Iterator[Manifest | tuple[int, ForebayError]]:
+        """Checkpoints newest first, each read when it is asked for; with `step` those of that step. For a manifest that
+        cannot be read: its sequence and the error."""
+        for sequence in self.sequences():
+            try:
+                manifest = self.manifest(sequence)
+            except NotFound:
+                continue  # pruned meanwhile
+            except (Corrupt, Invalid) as error:
+                yield sequence, error
+            else:
+                if step is None or manifest.step == step:
+                    yield manifest
+
+    def index(self, manifest: Manifest, rank: int) -> Index:
+        """What that rank saved; `Corrupt` if it is not what the manifest names."""
+        part = manifest.ranks[rank]
+        name = form.index_name(manifest.sequence, manifest.token, rank)
+        if part.index_bytes > form.INDEX_BYTES_MAX:
+            raise Corrupt(f"{self.prefix}{name} has {part.index_bytes} bytes, which no index has: restore an older one")
+        index = Index.read(self.read(name), part.index_digest)
+        if index.rank != rank or index.stream_bytes != sum(part.blobs):
+            raise Corrupt(f"{self.prefix}{name} is not of this manifest: restore an older checkpoint")
+        return index
+
+    def stream(self, manifest: Manifest, index: Index) -> Stream:
+        """A rank's bytes, verified as they are read."""
+        names = [
+            self.prefix + form.blob_name(manifest.sequence, manifest.token, index.rank, blob)
+            for blob in range(len(manifest.ranks[index.rank].blobs))
+        ]
+        return Stream(self.client, self.bucket, names, index)
+
+    def read(self, name: str) -> bytes:
+        return self.client.get(self.bucket, self.prefix + name)
+
+    # --- whether it is whole -----------------------------------------------------------------------------------------
+    def damage(self, manifest: Manifest) -> Damage | None:
+        """What is missing of it or has another size, by one listing; None if nothing is."""
+        there = dict(self._objects(_folder(manifest)))
+        for name, size_bytes in manifest.objects():
+            found = there.get(name)
+            if found != size_bytes:
+                what = "is missing" if found is None else f"has {found} bytes instead of {size_bytes}"
+                return Damage(self.prefix + name, what)
+        return None
+
+    def verify(self, manifest: Manifest, progress: Progress = lambda done, total: None) -> Damage | None:
+        """As `damage`, and every byte is read and compared with its digest."""
+        missing = self.damage(manifest)
+        if missing is not None:
+            return missing
+        done, total = 0, manifest.size_bytes
+        for rank in range(len(manifest.ranks)):
+            try:
+                index = self.index(manifest, rank)
+                for read in self.stream(manifest, index).verify():
+                    done += read
+                    progress(done, total)
+            except (Corrupt, NotFound) as error:
+                return Damage(f"{self.prefix}{_folder(manifest)} rank {rank}", str(error))
+        return None
+
+    def is_in_bucket(self, manifest: Manifest) -> bool:
+        """Whether the backend has all of it, so that the loss of the tier does not take it along."""
+        names = [form.manifest_name(manifest.sequence), *(name for name, _ in manifest.objects())]
+        return all(self._is_clean(name) for name in names)
+
+    def _is_clean(self, name: str) -> bool:
+        state = self.client.stat(self.bucket, self.prefix + name)
+        return state.local or not state.dirty  # a bucket without a backend has no other place
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+    def commit(self, manifest: Manifest) -> None:
+        """Make it a checkpoint. `Precondition` if another job saved one of this sequence or a later one: give each
+        job a prefix of its own."""
+        taken = [sequence for sequence in self.sequences() if sequence >= manifest.sequence]
+        if taken and not self._is_ours(manifest):
+            raise self._two_jobs(manifest.sequence)
+        if taken:
+            return  # an answer was lost, and it had arrived
+        try:
+            self.client.put(
+                self.bucket,
+                self.prefix + form.manifest_name(manifest.sequence),
+                manifest.to_bytes(),
+                content_type="application/json",
+                only_new=True,
+            )
+        except Precondition:
+            if not self._is_ours(manifest):
+                raise self._two_jobs(manifest.sequence) from None
+
+    def _is_ours(self, manifest: Manifest) -> bool:
+        try:
+            return self.manifest(manifest.sequence).token == manifest.token
+        except (NotFound, Corrupt, Invalid):
+            return False
+
+    def _two_jobs(self, sequence: int) -> Precondition:
+        return Precondition(
+            f"another job saved checkpoint {sequence} under {self.bucket}/{self.prefix} meanwhile: stop one of them, "
+            "or give each its own prefix"
+        )
+
+    def prune(self, keep: int, *, dry_run: bool = False) -> Pruned:
+        """Delete all but the newest `keep` checkpoints, and what saves that were cut off left behind.
+
+        Never the newest one that the bucket has whole, nor newer ones: while a tier has not flushed, more stay.
+        """
+        sequences = self.sequences()
+        going = form.prunable(sequences, keep, self._newest_in_bucket(sequences, keep))
+        removed, leftovers, size_bytes = [], 0, 0
+        for sequence in sorted(going):
+            if not dry_run:
+                self._delete(form.manifest_name(sequence))
+            removed.append(sequence)
+        staying = set(sequences) - set(going)
+        for name, size in self._objects("data/"):
+            save = form.save_of(name)
+            if save is None or not staying or save.sequence in staying or save.sequence > max(staying):
+                continue
+            leftovers += save.sequence not in going
+            size_bytes += size
+            if not dry_run:
+                self._delete(name)
+        return Pruned(removed, leftovers, size_bytes)
+
+    def _newest_in_bucket(self, sequences: list[int], keep: int) -> int | None:
+        """The newest checkpoint that is whole at the backend, asked from the newest on: mostly the first is it."""
+        if len(sequences) <= keep:
+            return None
+        for found in self.candidates():
+            if isinstance(found, Manifest) and self.damage(found) is None and self.is_in_bucket(found):
+                return found.sequence
+        return None
+
+    def _delete(self, name: str) -> None:
+        self.client.delete(self.bucket, self.prefix + name)
+
+    def copy(self, manifest: Manifest, target: Repository, progress: Progress = lambda done, total: None) -> int:
+        """Copy a checkpoint to another run at the same node, as its newest; its sequence there. Bytes are not sent
+        here and back. `Corrupt` if it is not whole."""
+        missing = self.damage(manifest)
+        if missing is not None:
+            raise Corrupt(f"{missing}: copy another checkpoint")
+        sequence = max(target.sequences(), default=0) + 1
+        there = _with_sequence(manifest, sequence)
+        done = 0
+        for (name, size_bytes), (new, _) in zip(manifest.objects(), there.objects(), strict=True):
+            self.client.copy(self.bucket, self.prefix + name, target.bucket, target.prefix + new)
+            done += size_bytes
+            progress(done, manifest.size_bytes)
+        target.commit(there)
+        return sequence
+
+    # --- the lives of the job ----------------------------------------------------------------------------------------
+    def lives(self) -> list[Life]:
+        """The records of all lives of the job that can be read."""
+        found = []
+        for name, _ in self._objects("lives/"):
+            try:
+                found.append(msgspec.json.decode(self.read(name), type=Life))
+            except (NotFound, msgspec.MsgspecError):
+                continue  # a damaged record costs a line of a report
+        return found
+
+    def record(self, name: str, life: Life) -> None:
+        """Keep the record of a life; `name` is its own."""
+        self.client.put(self.bucket, f"{self.prefix}lives/{name}", msgspec.json.encode(life))
+
+    def _objects(self, below: str) -> Iterator[tuple[str, int]]:
+        """Names below the prefix, and sizes, of all objects there."""
+        for page in self.client.list_pages(self.bucket, self.prefix + below):
+            for entry in page.entries:
+                yield entry.key.removeprefix(self.prefix), entry.size_bytes
+
+
+def _folder(manifest: Manifest) -> str:
+    return f"data/{manifest.sequence:012}-{manifest.token}/"
+
+
+def _with_sequence(manifest: Manifest, sequence: int) -> Manifest:
+    fields: dict[str, Any] = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    return Manifest(**{**fields, "sequence": sequence})

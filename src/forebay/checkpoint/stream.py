@@ -1,0 +1,116 @@
+"""Reads one rank's stream, piece by piece, and gives out no byte whose piece does not match its digest.
+
+Theory. A reader wants a range of the stream: a tensor, or some rows of one. The range is cut at pieces. A piece that
+the range covers whole is read straight into the reader's memory and digested there. The pieces at both ends are read
+whole into a buffer, digested, and what is wanted of them is copied. So a restore of large tensors copies nothing, and
+a row of a large tensor costs two pieces at most.
+
+On the node's host bytes come from the object's file (`client.door`), elsewhere over HTTP. A read of several pieces is
+one request of up to READ_BYTES: a request for each 4 MiB would cost a round trip each.
+
+A piece that does not match is read once more from the node before it counts as damaged: the first copy may have been
+hit on its way.
+
+Invariant. Memory that `read_into` filled without an error holds bytes that match; after `Corrupt` it may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forebay.core import limits
+from forebay.core.checkpoint import PIECE_BYTES, Index, piece_digest
+from forebay.core.errors import Corrupt
+from forebay.core.types import RangeSpec
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
+
+READ_BYTES = 16 * limits.MIB  # of one request; a multiple of PIECE_BYTES that stays in a processor cache shared by few
+
+
+class Stream:
+    """The bytes that `index` describes, in the objects `names` (its blobs, in order). One thread at a time."""
+
+    def __init__(self, client: Client, bucket: str, names: list[str], index: Index) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._names = names
+        self._index = index
+        self._piece = -1  # which piece `_kept` holds, -1 for none: the next tensor often begins in it
+        self._kept = bytearray()
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` (bytes) with the stream from `start` on. `Corrupt` if a piece does not match."""
+        end = start + len(buffer)
+        position = start
+        while position < end:
+            piece, inside = divmod(position, PIECE_BYTES)
+            whole = 0 if inside else self._whole_bytes(position, end)
+            if whole:
+                self._read_whole(position, buffer[position - start : position - start + whole])
+                position += whole
+                continue
+            size = min(self._size(piece) - inside, end - position)
+            buffer[position - start : position - start + size] = self._part(piece)[inside : inside + size]
+            position += size
+
+    def verify(self) -> Iterator[int]:
+        """Read and compare everything; the size of each run of pieces. `Corrupt` at the first that does not match."""
+        memory = memoryview(bytearray(min(READ_BYTES, self._index.stream_bytes)))
+        position = 0
+        while position < self._index.stream_bytes:
+            size = self._run_bytes(position, self._index.stream_bytes)
+            self._read_whole(position, memory[:size])
+            position += size
+            yield size
+
+    def _size(self, piece: int) -> int:
+        return min(PIECE_BYTES, self._index.stream_bytes - piece * PIECE_BYTES)
+
+    def _whole_bytes(self, position: int, end: int) -> int:
+        """How much from `position` (a piece's begin) is whole pieces, in one request; 0 if not even one piece is."""
+        size = self._run_bytes(position, end)
+        if position + size == self._index.stream_bytes:
+            return size
+        return size - size % PIECE_BYTES
+
+    def _run_bytes(self, position: int, end: int) -> int:
+        """What one request may read from `position` on: not beyond its blob."""
+        blob_end = (position // self._index.blob_bytes + 1) * self._index.blob_bytes
+        return min(end, blob_end, position + READ_BYTES) - position
+
+    def _part(self, piece: int) -> bytearray:
+        if piece != self._piece:
+            self._piece = -1
+            self._kept = bytearray(self._size(piece))
+            self._read_whole(piece * PIECE_BYTES, memoryview(self._kept))
+            self._piece = piece
+        return self._kept
+
+    def _read_whole(self, position: int, buffer: memoryview) -> None:
+        """Whole pieces of one blob into `buffer`, compared."""
+        self._fetch(position, buffer)
+        for at in range(0, len(buffer), PIECE_BYTES):
+            view = buffer[at : at + PIECE_BYTES]
+            if not self._matches(position + at, view):
+                self._fetch(position + at, view, by_http=True)
+                if not self._matches(position + at, view):
+                    blob, offset = divmod(position + at, self._index.blob_bytes)
+                    raise Corrupt(
+                        f"{self._bucket}/{self._names[blob]}: {len(view)} bytes from {offset} on do not match their "
+                        "digest: restore an older checkpoint"
+                    )
+
+    def _matches(self, position: int, view: memoryview) -> bool:
+        return piece_digest(view) == self._index.digest(position // PIECE_BYTES)
+
+    def _fetch(self, position: int, buffer: memoryview, by_http: bool = False) -> None:
+        blob, offset = divmod(position, self._index.blob_bytes)
+        name = self._names[blob]
+        if not by_http and self._client.door.readinto(self._bucket, name, offset, buffer) == len(buffer):
+            return
+        got = self._client.get_into(self._bucket, name, buffer, range=RangeSpec(offset, offset + len(buffer) - 1))
+        if got.body_bytes != len(buffer):
+            raise Corrupt(f"{self._bucket}/{name} ends too early: restore an older checkpoint")

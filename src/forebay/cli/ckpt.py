@@ -1,0 +1,190 @@
+"""`forebay ckpt`: the checkpoints of a run: what there is, whether it verifies, what may go, where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay.cli import show
+from forebay.cli.complete import addresses as complete_addresses
+from forebay.cli.options import AsJson, Debug, Url, open_client
+from forebay.cli.outcome import verb
+from forebay.cli.progress import Progress
+from forebay.core.errors import Corrupt, NotFound
+
+if TYPE_CHECKING:
+    from forebay.checkpoint.repository import Repository
+    from forebay.core.checkpoint import Manifest
+
+app = typer.Typer(
+    no_args_is_help=True, help="List, verify, copy and prune checkpoints.", rich_markup_mode=None, add_completion=False
+)
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", autocompletion=complete_addresses, help="Where the run saves: bucket/path.")
+]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step. Default: the newest checkpoint.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+@app.command("ls")
+@verb
+def ls(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """List the checkpoints of a run, newest first.
+
+    With --json one line for each: {"sequence", "step", "saved_s", "size_bytes", "ranks", "stall_s", "problem"}.
+    """
+    from forebay.core.checkpoint import Manifest
+
+    rows = []
+    with _repository(run, url) as repository:
+        for found in repository.candidates():
+            if isinstance(found, Manifest):
+                problem = str(repository.damage(found) or "")
+                said = (found.step, found.saved_s, found.size_bytes, len(found.ranks), found.stall_s)
+                rows.append((found.sequence, *said, problem))
+            else:
+                rows.append((found[0], -1, 0.0, 0, 0, 0.0, str(found[1])))
+    if as_json:
+        names = ("sequence", "step", "saved_s", "size_bytes", "ranks", "stall_s", "problem")
+        for row in rows:
+            show.line(dict(zip(names, row, strict=True)))
+    elif not rows:
+        show.note(f"no checkpoints under {run}")
+    else:
+        shown = [
+            (
+                str(number),
+                str(step),
+                show.moment(saved),
+                show.size(size),
+                str(ranks),
+                f"{stall:.2f} s",
+                problem or "whole",
+            )
+            for number, step, saved, size, ranks, stall, problem in rows
+        ]
+        print(
+            show.columns(("NUMBER", "STEP", "SAVED", "SIZE", "RANKS", "STALL", "STATE"), shown, right=(0, 1, 3, 4, 5))
+        )
+
+
+@app.command("verify")
+@verb
+def verify(
+    run: Run, step: Step = None, quiet: Quiet = False, url: Url = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Read a checkpoint whole and compare every byte with its digest. Fails if one is wrong.
+
+    With --json {"sequence", "step", "size_bytes"}.
+    """
+    with _repository(run, url) as repository, Progress("verify", quiet=quiet) as progress:
+        found = _chosen(repository, run, step)
+        damage = repository.verify(found, progress.at)
+    if damage is not None:
+        raise Corrupt(f"step {found.step}: {damage}")
+    if as_json:
+        show.document({"sequence": found.sequence, "step": found.step, "size_bytes": found.size_bytes})
+    else:
+        print(f"step {found.step}: {show.size(found.size_bytes)} of {len(found.ranks)} ranks, all as they were saved")
+
+
+@app.command("cp")
+@verb
+def cp(
+    run: Run,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The run that gets it: bucket/path.")],
+    step: Step = None,
+    quiet: Quiet = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Copy a checkpoint to another run, as its newest. The node copies; no bytes come here.
+
+    With --json {"sequence", "step", "size_bytes"}, of the copy.
+    """
+    from forebay.checkpoint.repository import Repository, parse_run
+
+    with _repository(run, url) as repository, Progress("copy", quiet=quiet) as progress:
+        found = _chosen(repository, run, step)
+        sequence = repository.copy(found, Repository(repository.client, *parse_run(target)), progress.at)
+    if as_json:
+        show.document({"sequence": sequence, "step": found.step, "size_bytes": found.size_bytes})
+    else:
+        print(f"step {found.step} is checkpoint {sequence} of {target}, {show.size(found.size_bytes)}")
+
+
+@app.command("prune")
+@verb
+def prune(
+    run: Run,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the newest stay.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Delete all but the newest checkpoints, and what saves that were cut off left behind.
+
+    The newest that the bucket has whole stays, and all that are newer. With --json {"sequences", "leftovers",
+    "size_bytes"}.
+    """
+    with _repository(run, url) as repository:
+        pruned = repository.prune(keep, dry_run=dry_run)
+    if as_json:
+        show.document(pruned._asdict())
+    else:
+        said = "would delete" if dry_run else "deleted"
+        numbers = ", ".join(map(str, pruned.sequences)) or "none"
+        print(f"{said} checkpoints: {numbers}; objects of saves that were cut off: {pruned.leftovers}; "
+              f"{show.size(pruned.size_bytes)} in all")  # fmt: skip
+
+
+@app.command("goodput")
+@verb
+def goodput(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show where the time of a run went: productive, stalled by saves, restarting, lost or down.
+
+    With --json the sums, in seconds.
+    """
+    from forebay.core.goodput import goodput as sums
+
+    with _repository(run, url) as repository:
+        found = sums(repository.lives())
+    if not found.lives:
+        raise NotFound(f"no run has saved under {run} yet: see `forebay ckpt ls`")
+    if as_json:
+        show.document(found)
+        return
+    parts = (
+        ("productive", found.productive_s),
+        ("stalled by saves", found.stalled_s),
+        ("restarting", found.restarting_s),
+        ("lost or down", found.lost_s),
+    )
+    rows = [(name, f"{seconds:.1f} s", show.percent(seconds, found.run_s)) for name, seconds in parts]
+    print(show.columns(("PART", "TIME", "SHARE"), rows, right=(1, 2)))
+    print(f"{found.lives} lives, {found.failures} failures, {found.saves} saves")
+
+
+@contextmanager
+def _repository(run: str, url: str | None) -> Iterator[Repository]:
+    from forebay.checkpoint.repository import Repository, parse_run
+
+    bucket, prefix = parse_run(run)
+    with open_client(url) as client:
+        yield Repository(client, bucket, prefix)
+
+
+def _chosen(repository: Repository, run: str, step: int | None) -> Manifest:
+    from forebay.core.checkpoint import Manifest
+
+    for found in repository.candidates(step):
+        if isinstance(found, Manifest):
+            return found
+        raise found[1]
+    wanted = "" if step is None else f" of step {step}"
+    raise NotFound(f"there is no checkpoint{wanted} under {run}: see `forebay ckpt ls`")

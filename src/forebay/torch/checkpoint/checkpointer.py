@@ -1,0 +1,439 @@
+"""`Checkpointer`: what a training script uses to save and restore its state.
+
+Theory. `save` does in the training's thread only what must be done before training may go on: it takes the state
+apart, copies it (`staging`), and starts the threads that send it (`saving`). `restore` finds the newest checkpoint
+that is whole and verifies, on all ranks the same one. `maybe_save` asks `core/checkpoint_interval.py` whether a save
+is worth it.
+
+One save is under way at a time: a second one would take the memory and the bandwidth that the first needs. `save` waits
+for the one before and says so; `maybe_save` lets it finish and comes back at the next step.
+
+Every method that takes part in what ranks agree on is called by all ranks, in the same order: the constructor, `save`,
+`maybe_save`, `restore`, `close`.
+
+Invariants. (1) A checkpoint that `durable` reported is found by `restore` until `prune` deletes it. (2) A save that
+fails leaves the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from forebay.checkpoint.repository import Damage, Pruned, Repository, parse_run
+from forebay.client.patience import with_patience
+from forebay.client.sync import Client
+from forebay.core.checkpoint import Manifest
+from forebay.core.checkpoint_interval import Interval, Reason
+from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.goodput import Goodput, Life, goodput
+from forebay.ports import clock
+from forebay.ports.chance import SystemChance
+from forebay.torch.checkpoint.ranks import Ranks, shares
+from forebay.torch.checkpoint.restoring import Plan, Source, put_back
+from forebay.torch.checkpoint.saving import Save, SaveHandle, Terms
+from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
+from forebay.torch.checkpoint.tree import Flat
+
+PATIENCE_S = 6 * 3600.0  # of the threads that send: an outage of hours costs one checkpoint's delay, not the run
+RESTORE_PATIENCE_S = 600.0
+OWN = ("rng",)
+log = logging.getLogger("forebay.checkpoint")
+
+
+class Every(NamedTuple):
+    """When `maybe_save` saves: after so many steps, or so many seconds, or when it is worth it (`auto`)."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+class Restored(NamedTuple):
+    """Which checkpoint was restored. `skipped`: newer ones that were not, and why. `absent`: names that it does not
+    have for this rank, which were left as they were."""
+
+    step: int
+    sequence: int
+    metadata: dict[str, str]
+    skipped: list[str]
+    absent: list[str]
+
+
+class Checkpointer:
+    """Saves a job's state under `place` (`bucket/path/of/the/run`) and restores it. All ranks make one, together.
+
+    `every`: "auto", a number of steps, or `Every(seconds=…)`, for `maybe_save`. `keep`: how many checkpoints stay;
+    None keeps all. `own`: top-level names whose state differs from rank to rank; everything else that is no DTensor
+    is taken for equal on all ranks, as DDP keeps it, and saved once. `staging_bytes` bounds the host memory that
+    saves use beside the state itself (default: as much as the state has); with less, `save` stalls until the rest is
+    sent. `url` is the node's, as of `forebay.connect`. `patience_s`: how long a save waits for a node that is away or
+    full. `mtti_s`: the mean time to interrupt of this job, if you know it; otherwise it is estimated.
+
+    `Invalid` for a place without a path or numbers that make no sense. Nothing is opened before the first save or
+    restore.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        every: Literal["auto"] | int | Every = "auto",
+        keep: int | None = None,
+        own: Collection[str] = OWN,
+        staging_bytes: int | None = None,
+        url: str | None = None,
+        patience_s: float = PATIENCE_S,
+        mtti_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        bucket, prefix = parse_run(place)
+        if keep is not None and keep < 1:
+            raise Invalid(f"keep={keep}: at least one checkpoint must stay, or None to keep all")
+        if isinstance(own, str):
+            raise Invalid(f"own={own!r} is one name: write own=({own!r},)")
+        self._every = _every(every)
+        self._keep = keep
+        self._own = frozenset(own)
+        self._arena = Arena(staging_bytes)
+        self._metadata = dict(metadata or {})
+        self._patience_s = patience_s
+        self._interval = Interval(mtti_s, began_s=clock.monotonic_s())
+        self._client = Client(url)
+        self.repository = Repository(self._client, bucket, prefix)
+        self._ranks = Ranks()
+        self._token_base = self._ranks.first(SystemChance().token_hex(4))
+        began_s = clock.wall_s()
+        self._life = Life(began_s, began_s)
+        self._sequence: int | None = None  # of the last save that was begun; None: not asked yet
+        self._last: SaveHandle | None = None
+        self._last_step: int | None = None
+        self._signalled = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self.repository.bucket}/{self.repository.prefix} at {self._client.url}>"
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the save under way, and give back connections and groups. Its error stays in its handle."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._last is not None:
+            self._last._finished.wait()
+        if self._ranks.rank == 0 and self._life.saves:
+            try:
+                self.repository.record(self._token_base, msgspec.structs.replace(self._life, ended=True))
+            except ForebayError as error:
+                log.warning("this run is not recorded as ended: %s", error)
+        self._client.close()
+        self._ranks.close()
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+    def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> SaveHandle:
+        """Save `state` as it is now; training may go on when this returns. All ranks call it with the same step.
+
+        The values of `state` are objects with `state_dict()` (modules, optimizers, loaders), or states themselves:
+        dictionaries, lists, numbers, text, bytes, tensors, arrays. With `wait` it returns when the checkpoint counts.
+
+        `Invalid`, on every rank, if something in the state cannot be saved. Waits for a save that is still under way.
+        What happens later (a full disk, another job's checkpoint) is in the handle.
+        """
+        if self._closed:
+            raise Closed("this checkpointer was closed: make another one")
+        if step < 0:
+            raise Invalid(f"step={step}: steps count from 0")
+        self._wait_for_last(step)
+        began_s = clock.monotonic_s()
+        terms = self._terms(step)
+        handle = SaveHandle(terms, self.repository)
+        work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s)
+        layout: Layout | None = None
+        flat, alike, failed = Flat(), "", None
+        try:
+            layout, alike = self._stage(state, flat, work)
+        except ForebayError as error:
+            failed = error
+        except Exception as error:  # the ranks wait for this one to say so
+            failed = Bug(f"the state could not be copied: {error!r}: please report this")
+            failed.__cause__ = error
+        handle.staged_s = clock.monotonic_s()
+        handle.stall_s = handle.staged_s - began_s
+        self._last, self._last_step = handle, step
+        self._interval.saved(clock.monotonic_s(), handle.stall_s)
+        work.finish(layout, self._trees(flat), alike, failed, self._ended)
+        if failed is not None:
+            raise failed
+        if wait:
+            handle.durable()
+        return handle
+
+    def _stage(self, state: Mapping[str, Any], flat: Flat, work: Save) -> tuple[Layout, str]:
+        if not state:
+            raise Invalid("the state is empty: give what is to be saved, by name")
+        for name, value in state.items():
+            flat.add(name, value.state_dict() if hasattr(value, "state_dict") else value)
+        mine, alike = shares(flat.leaves, self._ranks, self._own)
+        layout = lay_out(mine, self._arena.memory_bytes)
+        self._arena.prepare(layout, pinned=any(share.local.is_cuda for share in mine))
+        work.begin(layout)
+        for filled in stage(layout, self._arena, lambda: work.send(layout)):
+            work.add(filled)
+        return layout, alike
+
+    def _trees(self, flat: Flat) -> dict[str, Any]:
+        """Rank 0's trees stand for all, but for names that are each rank's own."""
+        return {name: tree for name, tree in flat.trees.items() if self._ranks.rank == 0 or name in self._own}
+
+    def _wait_for_last(self, step: int) -> None:
+        last = self._last
+        if last is not None and not last.done:
+            log.warning(
+                "step %d waits for %r before it is saved: save less often, or give it more bandwidth", step, last
+            )
+            last._ended.wait()
+
+    def _terms(self, step: int) -> Terms:
+        if self._sequence is None:
+            self._sequence, past = self._agreed(self._history)
+            self._interval.failures, self._interval.run_s = past.failures + (past.lives > 0), past.run_s
+        self._sequence += 1
+        token = f"{self._token_base}{self._sequence & 0xFFFFFFFF:08x}"
+        return Terms(self._sequence, step, token, self._metadata)
+
+    def _history(self) -> tuple[int, Goodput]:
+        """The newest sequence, and what earlier lives of the job say."""
+        lives = self.repository.lives()
+        ended = [life.ended for life in sorted(lives, key=lambda life: life.began_s)[-1:]]
+        past = goodput(lives)
+        return max(self.repository.sequences(), default=0), msgspec.structs.replace(past, lives=int(ended == [False]))
+
+    def _agreed(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks; its error too."""
+        found: tuple[Any, ForebayError | None] = (None, None)
+        if self._ranks.rank == 0:
+            try:
+                found = (self._patient(ask), None)
+            except ForebayError as error:
+                found = (None, error)
+        value, failed = self._ranks.first(found)
+        if failed is not None:
+            raise failed
+        return value
+
+    def _patient(self, ask: Callable[[], Any]) -> Any:
+        told = False
+
+        def pause(delay_s: float, error: ForebayError) -> None:
+            nonlocal told
+            if not told:
+                log.warning("the checkpointer waits for the node: %s", error)
+            told = True
+            threading.Event().wait(delay_s)
+
+        return with_patience(ask, min(self._patience_s, RESTORE_PATIENCE_S), pause, "bring the node back, then go on")
+
+    def _ended(self, handle: SaveHandle) -> None:
+        """In the saving thread: the save counts, or has failed."""
+        if handle.error is not None or handle.ended_s is None:
+            return
+        self._interval.durable(max(0.0, handle.ended_s - handle.staged_s))
+        if self._ranks.rank:
+            return
+        life = self._life
+        self._life = msgspec.structs.replace(
+            life, saved_s=clock.wall_s(), stall_s=life.stall_s + handle.stall_s, saves=life.saves + 1, step=handle.step
+        )
+        try:
+            self.repository.record(self._token_base, self._life)
+            if self._keep is not None:
+                self.repository.prune(self._keep)
+        except ForebayError as error:
+            log.warning("old checkpoints and the record of this run stay as they are for now: %s", error)
+
+    # --- when to save ------------------------------------------------------------------------------------------------
+    def maybe_save(self, step: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> SaveHandle | None:
+        """Save if it is time to; None if not. Call it after every step, on all ranks. `state` may be a function, which
+        is called only then.
+
+        It is time when `every` says so and the last save is done; at once after a signal of `on_signal`, and then it
+        returns when the checkpoint is durable.
+        """
+        urgent = self._ranks.any(self._signalled)
+        self._signalled = urgent
+        if not urgent and not self._ranks.first(self._due(step)):
+            return None
+        return self.save(step, state() if callable(state) else state, wait=urgent)
+
+    def _due(self, step: int) -> bool:
+        if self._last is not None and not self._last.done:
+            return False
+        if self._every.steps is not None:
+            return step % self._every.steps == 0 and step != self._last_step
+        now_s = clock.monotonic_s()
+        if self._every.seconds is not None:
+            last_s = self._interval._last_s
+            return now_s - (self._interval.began_s if last_s is None else last_s) >= self._every.seconds
+        return self._interval.due(now_s)
+
+    def explain(self) -> Reason:
+        """Why `auto` saves as often as it does: stall, lag, failure rate, expected waste. Print it."""
+        return self._interval.reason(clock.monotonic_s())
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal of `on_signal` came to any rank: the step after `maybe_save` is the place to leave the
+        loop."""
+        return self._signalled
+
+    def on_signal(self, number: int = signal.SIGTERM) -> None:
+        """From now on that signal means: save at the next `maybe_save`, then stop (`stopping`). A scheduler sends it
+        before it takes the machine. Call it in the main thread."""
+        signal.signal(number, self._note_signal)
+
+    def _note_signal(self, *_: Any) -> None:
+        self._signalled = True
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+    def restore(
+        self, into: Mapping[str, Any], step: int | Literal["latest"] = "latest", *, strict: bool = True
+    ) -> Restored | None:
+        """Put a checkpoint back into the objects of `into`, by the names they were saved under. None if there is none.
+
+        `latest` is the newest that is whole and verifies; an older one is taken if a newer one is damaged, and
+        `skipped` says why. Objects get `load_state_dict`; dictionaries and lists are changed in place, and so is the
+        memory of tensors.
+
+        `NotFound` for a step that was not saved. `Invalid`, before anything is changed, if a module's names, shapes or
+        dtypes differ, or a name was not saved; with `strict=False` what fits is taken. `Corrupt` if no checkpoint
+        verifies: then the objects hold parts of several, so do not train with them.
+        """
+        began_s = clock.monotonic_s()
+        wanted = None if step == "latest" else step
+        sequences = self._agreed(lambda: list(_summaries(self.repository, wanted)))
+        skipped: list[str] = []
+        tried = 0
+        for sequence, problem in sequences:
+            problem = problem or self._try(sequence, into, strict)
+            if isinstance(problem, Restored):
+                took_s = self._life.restored_s + clock.monotonic_s() - began_s
+                self._life = msgspec.structs.replace(self._life, restored_s=took_s, saved_s=clock.wall_s())
+                return problem._replace(skipped=skipped)
+            tried += 1
+            skipped.append(f"checkpoint {sequence}: {problem}")
+            log.warning("%s; trying an older one", skipped[-1])
+        if tried:
+            raise Corrupt(f"no checkpoint of {self.repository!r} can be restored: {'; '.join(skipped)}")
+        if wanted is not None:
+            raise NotFound(f"step {wanted} was not saved under {self.repository.prefix}: `list()` shows what was")
+        return None
+
+    def _try(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Restored | str:
+        """Restore one checkpoint on all ranks, or why it cannot be."""
+        plan: Plan | None = None
+        manifest: Manifest | None = None
+        damage: str | None = None
+        refused: ForebayError | None = None
+        try:
+            manifest = self._patient(lambda: self.repository.manifest(sequence))
+            plan = self._plan(manifest, into, strict)
+        except (Corrupt, NotFound) as error:
+            damage = str(error)
+        except ForebayError as error:
+            refused = error
+        found = self._worst(damage, refused)
+        if found is not None:
+            return found
+        assert plan is not None, "nobody found a fault"
+        assert manifest is not None, "a plan is of a manifest"
+        try:
+            self._patient(plan.read)
+        except (Corrupt, NotFound) as error:
+            damage = str(error)
+        except ForebayError as error:
+            refused = error
+        found = self._worst(damage, refused)
+        if found is not None:
+            return found
+        for name, value in plan.values.items():
+            put_back(name, into[name], value, strict)
+        return Restored(manifest.step, sequence, manifest.metadata, [], plan.absent)
+
+    def _worst(self, damage: str | None, refused: ForebayError | None) -> str | None:
+        """What is damaged on any rank, in words; an error that an older checkpoint does not mend is raised on all."""
+        said = self._ranks.gather((damage, refused))
+        for _, error in said:
+            if error is not None:
+                raise error
+        return next((str(found) for found, _ in said if found is not None), None)
+
+    def _plan(self, manifest: Manifest, into: Mapping[str, Any], strict: bool) -> Plan:
+        missing = self._patient(lambda: self.repository.damage(manifest))
+        if missing is not None:
+            raise Corrupt(str(missing))
+        plan = Plan(Source(self.repository, manifest, self._own), self._ranks, strict)
+        for name, wanted in into.items():
+            self._patient(partial(plan.add, name, wanted))
+        lacking = [name for name in plan.absent if name not in self._own]
+        if strict and lacking:
+            has = ", ".join(manifest.names)
+            raise Invalid(f"the checkpoint has no {', '.join(lacking)}; it has {has}: leave it out, or strict=False")
+        plan.check()
+        return plan
+
+    def goodput(self) -> Goodput:
+        """Where the time of this run went, over all its lives so far. Print its `share`."""
+        return goodput(self._patient(self.repository.lives))
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+    def list(self) -> list[Manifest]:
+        """All checkpoints, newest first, but for those whose manifest is damaged."""
+        return [found for found in self.repository.candidates() if isinstance(found, Manifest)]
+
+    def verify(self, step: int | Literal["latest"] = "latest") -> Damage | None:
+        """Read a checkpoint whole and compare it; what is wrong with it, or None. `NotFound` if there is none."""
+        for found in self.repository.candidates(None if step == "latest" else step):
+            if isinstance(found, Manifest):
+                return self.repository.verify(found)
+            return Damage(f"checkpoint {found[0]}", str(found[1]))
+        raise NotFound(f"there is no checkpoint {step} under {self.repository.prefix}")
+
+    def prune(self, keep: int | None = None) -> Pruned:
+        """Delete all but the newest `keep`; see `Repository.prune` for what always stays."""
+        kept = keep if keep is not None else self._keep
+        if kept is None:
+            raise Invalid("how many checkpoints shall stay? prune(keep=3)")
+        return self.repository.prune(kept)
+
+
+def _summaries(repository: Repository, step: int | None) -> Iterator[tuple[int, str | None]]:
+    """The sequences to try, newest first, with what is known to be wrong with them."""
+    if step is None:
+        yield from ((sequence, None) for sequence in repository.sequences())
+        return
+    for found in repository.candidates(step):
+        if isinstance(found, Manifest):
+            yield found.sequence, None
+
+
+def _every(every: Literal["auto"] | int | Every) -> Every:
+    if every == "auto":
+        return Every()
+    found = every if isinstance(every, Every) else Every(steps=every) if isinstance(every, int) else None
+    if found is None or isinstance(every, bool):
+        raise Invalid(f"every={every!r}: say 'auto', a number of steps, or Every(seconds=600)")
+    if (found.steps is not None and found.steps < 1) or (found.seconds is not None and found.seconds <= 0):
+        raise Invalid(f"every={every!r}: it must be above 0")
+    return found

@@ -1,0 +1,292 @@
+"""Puts a checkpoint back into a job's objects, whatever number of ranks saved it.
+
+Theory. Every rank reads the indexes that it needs and plans where each tensor goes: into the memory that the job has
+for it where shape and dtype are the same, else into new memory. A shard of a tensor is filled from those saved shards
+that overlap it: the rows of the overlap are read, and where other dimensions are cut too, the wanted part of them is
+copied. So a job of any number of ranks restores what any other number saved.
+
+Nothing is read before the plan is whole: a key that is missing, a shape that differs, or a dtype that would be
+converted is refused first, with all of them named. Some threads then read, each a part of at most 64 MiB. Reading
+verifies each piece. If one is damaged, the ranks go to the next older checkpoint together, and what was half read is
+overwritten by it.
+
+Invariants. (1) When `restore` returns, every byte that it put into place matched its digest. (2) All ranks restore the
+same checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from forebay.checkpoint.repository import Repository
+from forebay.checkpoint.stream import READ_BYTES, Stream
+from forebay.core.checkpoint import Entry, Index, Manifest
+from forebay.core.errors import Corrupt, Invalid
+from forebay.torch.checkpoint.ranks import Ranks, is_distributed, shard_of
+from forebay.torch.checkpoint.staging import bytes_of
+from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
+
+DIFFERENCES_SHOWN = 8
+READERS = 4  # threads: one digests while others wait for bytes
+
+Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
+
+
+class Saved(NamedTuple):
+    """A part of a tensor in a checkpoint, and the rank whose stream it is in."""
+
+    rank: int
+    entry: Entry
+
+
+class Source:
+    """A manifest, and the indexes of its ranks, each read once."""
+
+    def __init__(self, repository: Repository, manifest: Manifest, own: Collection[str]) -> None:
+        self.manifest = manifest
+        self._repository = repository
+        self._own = own
+        self._indexes: dict[int, Index] = {}
+        self._threads = threading.local()
+        self._shared: dict[str, list[Saved]] | None = None
+
+    def index(self, rank: int) -> Index:
+        if rank not in self._indexes:
+            self._indexes[rank] = self._repository.index(self.manifest, rank)
+        return self._indexes[rank]
+
+    def stream(self, rank: int) -> Stream:
+        """A rank's bytes, for the thread that asks."""
+        mine = self._threads.__dict__.setdefault("streams", {})
+        if rank not in mine:
+            mine[rank] = self._repository.stream(self.manifest, self.index(rank))
+        found: Stream = mine[rank]
+        return found
+
+    def tree(self, name: str, rank: int) -> Any:
+        """What was saved under a top-level name: by this rank if the name is each rank's own."""
+        return self.index(rank if name in self._own else 0).tree[name]
+
+    def has(self, name: str, rank: int) -> bool:
+        if name in self._own:
+            return rank < len(self.manifest.ranks) and name in self.index(rank).tree
+        return name in self.index(0).tree
+
+    def parts(self, path: str, rank: int) -> list[Saved]:
+        """Where the tensor of that path was saved; several if it was sharded."""
+        if path.partition("/")[0] in self._own:
+            found = [Saved(rank, entry) for entry in self.index(rank).entries if entry.path == path]
+        else:
+            found = self._all().get(path, [])
+        if not found:
+            raise Corrupt(f"the checkpoint names {path} and has no bytes of it: restore an older one")
+        return found
+
+    def _all(self) -> dict[str, list[Saved]]:
+        if self._shared is None:
+            self._shared = {}
+            for rank in range(len(self.manifest.ranks)):
+                for entry in self.index(rank).entries:
+                    if entry.path.partition("/")[0] not in self._own:
+                        self._shared.setdefault(entry.path, []).append(Saved(rank, entry))
+        return self._shared
+
+
+class Target(NamedTuple):
+    """Memory that is to hold the elements of `box` of the whole tensor."""
+
+    path: str
+    tensor: torch.Tensor
+    box: Box
+
+
+class Plan:
+    """What one rank will read, and what is in the way of it."""
+
+    def __init__(self, source: Source, ranks: Ranks, strict: bool) -> None:
+        self.differences: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.absent: list[str] = []  # names that this rank wanted and the checkpoint has not
+        self._source = source
+        self._ranks = ranks
+        self._strict = strict
+        self._targets: dict[str, tuple[torch.Tensor, Target | None]] = {}
+
+    def add(self, name: str, wanted: Any) -> None:
+        """Plan to restore `wanted` (an object with `state_dict`, or a state itself) from what was saved as `name`."""
+        if not self._source.has(name, self._ranks.rank):
+            self.absent.append(name)
+            return
+        now = _with_optimizer_shapes(wanted) if hasattr(wanted, "state_dict") else wanted
+        tree = self._source.tree(name, self._ranks.rank)
+        if self._strict and isinstance(wanted, torch.nn.Module):
+            self._compare_keys(name, tree, now)
+        self.values[name] = rebuild(tree, self._tensor, now)
+
+    def _compare_keys(self, name: str, tree: Any, now: Mapping[str, Any]) -> None:
+        saved = {key for key, _ in tree.get("d", [])} if isinstance(tree, dict) else set()
+        self.differences += [f"{name}/{key} is missing in the checkpoint" for key in now if key not in saved]
+        self.differences += [f"{name}/{key} is only in the checkpoint" for key in sorted(saved - set(now))]
+
+    def _tensor(self, path: str, template: torch.Tensor | None) -> torch.Tensor:
+        if path in self._targets:
+            return self._targets[path][0]
+        entry = self._source.parts(path, self._ranks.rank)[0].entry
+        dtype, shape = dtype_of(entry.dtype), entry.whole_shape
+        if template is not None and tuple(template.shape) != shape:
+            self.differences.append(f"{path} has shape {tuple(template.shape)} and was saved as {shape}")
+            template = None
+        if template is not None and template.dtype != dtype:
+            if self._strict:
+                self.differences.append(f"{path} is {dtype_name(template.dtype)} and was saved as {entry.dtype}")
+            template = None  # it is converted by whoever loads the state
+        result, target = _placed(path, shape, dtype, template)
+        self._targets[path] = (result, target)
+        return result
+
+    def check(self) -> None:
+        """`Invalid` that names what differs."""
+        if self.differences:
+            more = len(self.differences) - DIFFERENCES_SHOWN
+            shown = "; ".join(self.differences[:DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise Invalid(f"the checkpoint does not fit: {shown}: restore with strict=False to take what fits")
+
+    def read(self) -> None:
+        """Fill all memory. `Corrupt` if something does not verify; the memory is then undefined."""
+        reads: list[_Read] = []
+        for _, target in self._targets.values():
+            if target is None:
+                continue
+            elements = 0
+            for part in self._source.parts(target.path, self._ranks.rank):
+                found = _overlap(part, target)
+                if found is not None:
+                    elements += found.into.numel()
+                    reads += found.cut()
+            if elements != target.tensor.numel():
+                raise Corrupt(f"the checkpoint has only a part of {target.path}: restore an older one")
+        with ThreadPoolExecutor(READERS, "restore") as pool:
+            for _ in pool.map(lambda read: read.fill(self._source.stream(read.rank)), reads):
+                pass
+
+
+def _placed(
+    path: str, shape: tuple[int, ...], dtype: torch.dtype, template: torch.Tensor | None
+) -> tuple[torch.Tensor, Target | None]:
+    """The tensor that a path becomes, and the memory of it that is read into."""
+    if template is not None and is_distributed(template):
+        shard = shard_of(template, path)
+        if shard is None:
+            return template, None
+        box = tuple((at, at + size) for at, size in zip(shard.at, shard.local.shape, strict=True))
+        return template, Target(path, shard.local, box)
+    tensor = torch.empty(shape, dtype=dtype) if template is None else template.detach()
+    return tensor, Target(path, tensor, tuple((0, size) for size in shape))
+
+
+class _Read(NamedTuple):
+    """Bytes of a rank's stream from `start` on, and the memory `into` that their elements go to: all of them in
+    order, or the `box` of the rows read (of shape `rows`) where dimensions beside the first are cut."""
+
+    rank: int
+    start: int
+    into: torch.Tensor
+    rows: tuple[int, ...] = ()
+    box: Box | None = None
+
+    def cut(self) -> list[_Read]:
+        """The same in pieces that several threads can share, each from one piece of the stream to another."""
+        if self.box is not None or self.into.numel() * self.into.element_size() <= READ_BYTES:
+            return [self]
+        memory = bytes_of(self.into)
+        ends = range((self.start // READ_BYTES + 1) * READ_BYTES, self.start + memory.numel() + READ_BYTES, READ_BYTES)
+        begins = [self.start, *(end for end in ends if end < self.start + memory.numel())]
+        cuts = zip(begins, [*begins[1:], self.start + memory.numel()], strict=True)
+        return [_Read(self.rank, begin, memory[begin - self.start : end - self.start]) for begin, end in cuts]
+
+    def fill(self, stream: Stream) -> None:
+        if self.box is None:
+            stream.read_into(self.start, memoryview(bytes_of(self.into).numpy()))
+            return
+        read = torch.empty(self.rows, dtype=self.into.dtype)
+        stream.read_into(self.start, memoryview(bytes_of(read).numpy()))
+        for dimension, (begin, end) in enumerate(self.box):
+            read = read.narrow(dimension, begin, end - begin)
+        self.into.copy_(read)
+
+
+def _overlap(part: Saved, target: Target) -> _Read | None:
+    """What a saved part has of the target's box; None if nothing."""
+    entry = part.entry
+    have = tuple((at, at + size) for at, size in zip(entry.first, entry.shape, strict=True))
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(have, target.box, strict=True))
+    if any(begin >= end for begin, end in both):
+        return None
+    into = target.tensor
+    for dimension, ((begin, end), (first, _)) in enumerate(zip(both, target.box, strict=True)):
+        into = into.narrow(dimension, begin - first, end - begin)
+    if not both:
+        return (
+            _Read(part.rank, entry.offset, into) if _is_memory(into) else _Read(part.rank, entry.offset, into, (), ())
+        )
+    row_bytes = math.prod(entry.shape[1:]) * target.tensor.element_size()
+    start = entry.offset + (both[0][0] - have[0][0]) * row_bytes
+    if both[1:] == have[1:] and _is_memory(into):
+        return _Read(part.rank, start, into)
+    height = both[0][1] - both[0][0]
+    inside = tuple((begin - first, end - first) for (begin, end), (first, _) in zip(both[1:], have[1:], strict=True))
+    return _Read(part.rank, start, into, (height, *entry.shape[1:]), ((0, height), *inside))
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether bytes can be read straight into it."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _with_optimizer_shapes(wanted: Any) -> Any:
+    """The state that `wanted` has now. An optimizer that has not stepped has none of its own, so it gets the places
+    that its parameters' shapes say: a DTensor's state is sharded like its parameter."""
+    now = wanted.state_dict()
+    if not isinstance(wanted, torch.optim.Optimizer) or now["state"]:
+        return now
+    parameters = [parameter for group in wanted.param_groups for parameter in group["params"]]
+    if not any(is_distributed(parameter) for parameter in parameters):
+        return now
+    return {**now, "state": {number: _Like(parameter) for number, parameter in enumerate(parameters)}}
+
+
+class _Like(Mapping[str, Any]):
+    """Whatever is asked of one parameter's state: a place like the parameter's."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def __getitem__(self, name: str) -> Any:
+        return None if name == "step" else torch.zeros_like(self._parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def put_back(name: str, wanted: Any, value: Any, strict: bool) -> None:
+    """Give a restored value to what it is for: an object with `load_state_dict`, or a dictionary or list in place."""
+    if isinstance(wanted, torch.nn.Module):
+        wanted.load_state_dict(value, strict=strict)
+    elif hasattr(wanted, "load_state_dict"):
+        wanted.load_state_dict(value)
+    elif isinstance(wanted, MutableMapping) and isinstance(value, Mapping):
+        wanted.clear()
+        wanted.update(value)
+    elif isinstance(wanted, list) and isinstance(value, list):
+        wanted[:] = value
+    elif not isinstance(wanted, torch.Tensor):
+        raise Invalid(f"{name!r} cannot be restored into a {type(wanted).__name__}: give an object or a dictionary")

@@ -1,0 +1,311 @@
+"""One save: a thread sends what was staged, the ranks agree that all is there, and rank 0 writes the manifest.
+
+Theory. The thread digests a blob, sends it to the node and gives its buffer back; two senders keep the node busy
+while one digests. A node that restarts, is full of unflushed bytes, or is cut off is waited for, up to `patience_s`:
+training goes on meanwhile, and the handle says what is waited for. Then each rank tells the others what it sent or
+why it could not. If all could, rank 0 commits the manifest, and all hear whether it did. So a rank that fails fails
+the save on every rank, and none waits for it.
+
+The threads are not daemons: a script that simply ends after its last save waits for it. On Linux they run at a lower
+priority than training.
+
+Invariants. (1) A manifest is committed only after every rank's blobs and index are acknowledged. (2) Every rank takes
+part in both exchanges of every save that was begun, whatever happened to it before. (3) Every buffer that was filled is
+given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from forebay.checkpoint.repository import Repository
+from forebay.client.patience import with_patience
+from forebay.core import checkpoint as form
+from forebay.core.checkpoint import PIECE_BYTES, Index, Manifest, RankPart
+from forebay.core.errors import Bug, ForebayError, Invalid, Unavailable, from_wire
+from forebay.ports import clock
+from forebay.torch.checkpoint.ranks import Ranks
+from forebay.torch.checkpoint.staging import Arena, Filled, Layout
+
+Level = Literal["tier", "bucket"]
+SENDERS = 2
+NICENESS = 10  # of the threads that send: training's threads come first
+_LOOK_S = 0.05  # between looks at a job of the node
+log = logging.getLogger("forebay.checkpoint")
+
+
+class Terms(NamedTuple):
+    """What a save is of: agreed by all ranks before it begins."""
+
+    sequence: int
+    step: int
+    token: str
+    metadata: dict[str, str]
+
+
+class SaveHandle:
+    """A save that was begun. Its methods may be called from any thread."""
+
+    def __init__(self, terms: Terms, repository: Repository) -> None:
+        self.step = terms.step
+        self.sequence = terms.sequence
+        self.stall_s = 0.0  # how long `save` kept training from going on
+        self.size_bytes = 0  # of this rank
+        self.sent_bytes = 0
+        self.waiting = ""  # what is waited for, in words; empty while bytes flow
+        self.error: ForebayError | None = None
+        self.manifest: Manifest | None = None
+        self.staged_s = 0.0  # when the stall was over, monotonic
+        self.ended_s: float | None = None  # when the save counted or failed, monotonic
+        self._terms = terms
+        self._repository = repository
+        self._ready: list[Callable[[], Any]] = []
+        self._ended = threading.Event()
+        self._finished = threading.Event()  # after `on_end`, too
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            state = f"failed: {self.error}"
+        elif self._ended.is_set():
+            state = "durable"
+        else:
+            state = f"{self.sent_bytes} of {self.size_bytes} bytes sent" + (f", {self.waiting}" if self.waiting else "")
+        return f"<save {self.sequence} of step {self.step}: {state}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it counts as a checkpoint now, or has failed."""
+        return self._ended.is_set()
+
+    def staged(self) -> None:
+        """Return when the state may be changed. On a CPU that is so when `save` returns; work queued on a GPU waits by
+        itself."""
+        for ready in self._ready:
+            ready()
+
+    def durable(self, level: Level = "tier", timeout_s: float | None = None) -> Manifest:
+        """Wait until the checkpoint counts: at the node (`tier`), or at the backend as well (`bucket`), so that it
+        outlives the node. Its manifest.
+
+        The save's own error if it failed; `Unavailable` when `timeout_s` have passed, and the save goes on.
+        """
+        if level not in ("tier", "bucket"):
+            raise Invalid(f"level={level!r}: durable in the 'tier' or in the 'bucket'")
+        give_up_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+        if not self._ended.wait(timeout_s):
+            raise Unavailable(f"{self!r} after {timeout_s:g} s: wait longer, or go on and look again later")
+        if self.error is not None:
+            raise self.error
+        assert self.manifest is not None, "a save ends with a manifest or an error"
+        if level == "bucket":
+            _flushed(self._repository, self.manifest, give_up_s)
+        return self.manifest
+
+    def _end(self, manifest: Manifest | None, error: ForebayError | None) -> None:
+        self.manifest, self.error, self.waiting = manifest, error, ""
+        self.ended_s = clock.monotonic_s()
+        self._ended.set()
+
+
+def _flushed(repository: Repository, manifest: Manifest, give_up_s: float | None) -> None:
+    """Have the node flush a checkpoint, blobs before the manifest, and wait for it."""
+    prefix = repository.prefix
+    names = tuple(prefix + name for name, _ in manifest.objects())
+    for keys in (names, (prefix + form.manifest_name(manifest.sequence),)):
+        for at in range(0, len(keys), 1000):
+            job = repository.client.start_job("flush", repository.bucket, keys=keys[at : at + 1000])
+            while job.state == "running":
+                if give_up_s is not None and clock.monotonic_s() > give_up_s:
+                    raise Unavailable("the bucket does not have the checkpoint yet: the node goes on flushing it")
+                threading.Event().wait(_LOOK_S)
+                job = repository.client.job(job.job)
+            if job.state != "done" or job.units_failed:
+                raise Unavailable(f"the flush of a checkpoint {job.state}: {'; '.join(job.errors) or 'see the node'}")
+
+
+class Save:
+    """Sends one rank's part of a checkpoint and joins the others'. `on_end` hears of the end, in the thread."""
+
+    def __init__(
+        self, handle: SaveHandle, terms: Terms, repository: Repository, ranks: Ranks, arena: Arena, patience_s: float
+    ) -> None:
+        self.handle = handle
+        self._terms = terms
+        self._repository = repository
+        self._ranks = ranks
+        self._arena = arena
+        self._patience_s = patience_s
+        self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self._failed: ForebayError | None = None
+        self._senders: list[threading.Thread] = []
+        self._digests: list[str] = []
+        self._lock = threading.Lock()
+
+    # --- in the training's thread ------------------------------------------------------------------------------------
+    def begin(self, layout: Layout) -> None:
+        self.handle.size_bytes = layout.stream_bytes
+        self._digests = [""] * -(-layout.stream_bytes // PIECE_BYTES)
+
+    def add(self, filled: Filled) -> None:
+        """A blob is staged: it is sent once the senders run."""
+        self.handle._ready.append(filled.ready)
+        self._filled.put(filled)
+
+    def send(self, layout: Layout) -> None:
+        """Start the senders, if they do not run yet."""
+        if not self._senders:
+            self._senders = [
+                threading.Thread(target=self._sender, args=(layout,), name=f"checkpoint-{self._terms.sequence}")
+                for _ in range(min(SENDERS, max(1, layout.blobs)))
+            ]
+            for thread in self._senders:
+                thread.start()
+
+    def finish(
+        self,
+        layout: Layout | None,
+        trees: dict[str, Any],
+        alike: str,
+        failed: ForebayError | None,
+        on_end: Callable[[SaveHandle], None],
+    ) -> None:
+        """Everything is staged, or `failed`: the rest happens in a thread."""
+        self._failed = self._failed or failed
+        if layout is not None:
+            self.send(layout)
+            for _ in self._senders:
+                self._filled.put(None)
+        threading.Thread(
+            target=self._complete, args=(layout, trees, alike, on_end), name=f"checkpoint-{self._terms.sequence}"
+        ).start()
+
+    # --- in threads of its own ---------------------------------------------------------------------------------------
+    def _sender(self, layout: Layout) -> None:
+        _yield_to_training()
+        while (filled := self._filled.get()) is not None:
+            try:
+                if self._failed is None:
+                    self._send_one(layout, filled)
+            except ForebayError as error:
+                self._failed = self._failed or error
+            except Exception as error:  # a thread that ends in silence would leave the ranks waiting
+                self._failed = self._failed or Bug(f"sending a blob failed: {error!r}: please report this")
+                log.exception("sending a blob of checkpoint %d failed", self._terms.sequence)
+            finally:
+                self._arena.give(filled.buffer)
+
+    def _send_one(self, layout: Layout, filled: Filled) -> None:
+        filled.ready()
+        view = filled.view()
+        first = filled.blob * layout.blob_bytes // PIECE_BYTES
+        for at in range(0, len(view), PIECE_BYTES):
+            self._digests[first + at // PIECE_BYTES] = form.piece_digest(view[at : at + PIECE_BYTES])
+        self._put(form.blob_name(self._terms.sequence, self._terms.token, self._ranks.rank, filled.blob), view)
+        with self._lock:
+            self.handle.sent_bytes += len(view)
+
+    def _put(self, name: str, data: bytes | memoryview) -> None:
+        key = self._repository.prefix + name
+        self._waited_for(lambda: self._repository.client.put(self._repository.bucket, key, data))
+
+    def _waited_for(self, attempt: Callable[[], Any]) -> Any:
+        def pause(delay_s: float, error: ForebayError) -> None:
+            if not self.handle.waiting:
+                log.warning("checkpoint %d waits for the node: %s", self._terms.sequence, error)
+            self.handle.waiting = f"waits for the node: {error}"
+            threading.Event().wait(delay_s)
+
+        advice = "the checkpoint is given up; the last one before it counts"
+        found = with_patience(attempt, self._patience_s, pause, advice)
+        self.handle.waiting = ""
+        return found
+
+    def _complete(
+        self, layout: Layout | None, trees: dict[str, Any], alike: str, on_end: Callable[[SaveHandle], None]
+    ) -> None:
+        for thread in self._senders:
+            thread.join()
+        part: RankPart | None = None
+        try:
+            if self._failed is None:
+                assert layout is not None, "only a failed save has no layout"
+                part = self._put_index(layout, trees)
+        except ForebayError as error:
+            self._failed = error
+        manifest: Manifest | None = None
+        failed: ForebayError | None = None
+        try:
+            manifest = self._agreed(part, tuple(sorted(trees)), alike)
+        except ForebayError as error:
+            failed = error
+        except Exception as error:  # gloo: another rank is gone
+            failed = Unavailable(f"the ranks could not agree on the checkpoint: {error}: start the job again")
+        self.handle._end(manifest, failed)
+        if failed is not None:
+            log.warning("checkpoint %d of step %d failed: %s", self._terms.sequence, self._terms.step, failed)
+        try:
+            on_end(self.handle)
+        finally:
+            self.handle._finished.set()
+
+    def _put_index(self, layout: Layout, trees: dict[str, Any]) -> RankPart:
+        index = Index(
+            self._ranks.rank, layout.stream_bytes, layout.blob_bytes, layout.entries, "".join(self._digests), trees
+        ).to_bytes()
+        if len(index) > form.INDEX_BYTES_MAX:
+            raise Invalid(f"the state has {len(layout.entries)} tensors, more than an index holds: join small ones")
+        self._put(form.index_name(self._terms.sequence, self._terms.token, self._ranks.rank), index)
+        blobs = tuple(layout.blob_size(blob) for blob in range(layout.blobs))
+        return RankPart(form.digest_of(index), len(index), blobs)
+
+    def _agreed(self, part: RankPart | None, names: tuple[str, ...], alike: str) -> Manifest:
+        """The committed manifest; what went wrong, on whichever rank, is raised on all."""
+        said = (part, names, alike, self.handle.stall_s, self._failed and self._failed.to_wire())
+        everyone = self._ranks.gather(said, sending=True)
+        outcome: Any = None
+        if self._ranks.rank == 0:
+            try:
+                outcome = self._committed(everyone)
+            except ForebayError as error:
+                outcome = error.to_wire()
+        outcome = self._ranks.first(outcome, sending=True)
+        if isinstance(outcome, Manifest):
+            return outcome
+        raise from_wire(outcome)
+
+    def _committed(self, everyone: list[Any]) -> Manifest:
+        for rank, (_, _, _, _, failed) in enumerate(everyone):
+            if failed is not None:
+                whose = f"rank {rank}: " if self._ranks.world > 1 else ""
+                raise from_wire(msgspec.structs.replace(failed, message=whose + failed.message))
+        if len({alike for _, _, alike, _, _ in everyone}) > 1:
+            raise Invalid(
+                "the ranks' states differ in names, shapes or dtypes: save each rank's own things under a name of `own`"
+            )
+        names = sorted({name for _, found, _, _, _ in everyone for name in found})
+        manifest = Manifest(
+            self._terms.sequence,
+            self._terms.step,
+            self._terms.token,
+            clock.wall_s(),
+            tuple(part for part, _, _, _, _ in everyone),
+            tuple(names),
+            max(stall_s for _, _, _, stall_s, _ in everyone),
+            self._terms.metadata,
+        )
+        self._waited_for(lambda: self._repository.commit(manifest))
+        return manifest
+
+
+def _yield_to_training() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of the thread alone, on Linux
+    except (OSError, AttributeError):
+        pass

@@ -1,0 +1,175 @@
+"""Copies a state to memory of our own, in the order and at the places of the stream, so that training can go on.
+
+Theory. A save may stall training only as long as one copy of the state takes. The copy goes to buffers that are kept
+from save to save: memory that the kernel must first find and clear costs about as much again as the copy. A buffer is
+one blob. Where all blobs fit into the memory that may be used, the whole state is copied before any byte is sent, so
+that sending does not take bandwidth and cores from the copy. Where they do not, blobs are sent while others wait to
+be copied, and training waits for that.
+
+From a GPU the copies are queued on the current stream into pinned memory. What the training queues after them waits
+for them on the device, so `save` may return before they are done; whoever sends waits for the event. This has never
+run on a GPU.
+
+Between two tensors the buffer has zeros, never what an earlier save left there.
+
+Invariants. (1) A buffer is filled, or sent, or free: never two of them. (2) The bytes of a buffer do not change between
+the event of its last copy and its release.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from forebay.core import checkpoint as form
+from forebay.core.checkpoint import PIECE_BYTES, Entry
+from forebay.core.errors import Invalid
+from forebay.torch.checkpoint.ranks import Share
+from forebay.torch.checkpoint.tree import dtype_name
+
+BUFFERS_MIN = 2  # one is filled while another is sent
+
+
+class Layout(NamedTuple):
+    """Where everything lies in a rank's stream."""
+
+    shares: list[Share]
+    entries: tuple[Entry, ...]
+    stream_bytes: int
+    blob_bytes: int
+
+    @property
+    def blobs(self) -> int:
+        return -(-self.stream_bytes // self.blob_bytes)
+
+    def blob_size(self, blob: int) -> int:
+        return min(self.blob_bytes, self.stream_bytes - blob * self.blob_bytes)
+
+
+def lay_out(shares: Sequence[Share], memory_bytes: int | None) -> Layout:
+    """Large tensors first, so that only the last pages of the stream hold small ones."""
+    ordered = sorted(shares, key=lambda share: -_size_bytes(share.local))
+    entries, end = [], 0
+    for share in ordered:
+        size_bytes = _size_bytes(share.local)
+        offset = form.place_after(end, size_bytes)
+        end = offset + size_bytes
+        shape = tuple(share.local.shape)
+        entries.append(
+            Entry(share.path, dtype_name(share.local.dtype), shape, offset, size_bytes, share.whole, share.at)
+        )
+    blob_bytes = form.blob_bytes_for(end)
+    if memory_bytes is not None and end > memory_bytes and blob_bytes * BUFFERS_MIN > memory_bytes:
+        blob_bytes = max(memory_bytes // BUFFERS_MIN // PIECE_BYTES, 1) * PIECE_BYTES
+    return Layout(ordered, tuple(entries), end, blob_bytes)
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+class Filled(NamedTuple):
+    """A blob that is copied, or will be when `ready` says so."""
+
+    blob: int
+    buffer: torch.Tensor
+    size_bytes: int
+    ready: Callable[[], Any]
+
+    def view(self) -> memoryview:
+        return memoryview(self.buffer.numpy())[: self.size_bytes]
+
+
+class Arena:
+    """The buffers of one rank. `memory_bytes`: how much they may take together, None for as much as the state needs."""
+
+    def __init__(self, memory_bytes: int | None) -> None:
+        if memory_bytes is not None and memory_bytes < BUFFERS_MIN * PIECE_BYTES:
+            raise Invalid(f"staging_bytes={memory_bytes}: at least {BUFFERS_MIN * PIECE_BYTES} are needed")
+        self.memory_bytes = memory_bytes
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._buffer_bytes = 0
+        self._made = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self._made * self._buffer_bytes
+
+    def prepare(self, layout: Layout, pinned: bool) -> None:
+        """Have buffers for this layout. Only between saves."""
+        wanted = max(1, layout.blobs)
+        if self.memory_bytes is not None:
+            wanted = max(min(wanted, self.memory_bytes // layout.blob_bytes), min(wanted, BUFFERS_MIN))
+        size = min(layout.blob_bytes, max(layout.stream_bytes, 1))
+        if self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
+            self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
+        while self._made < wanted:
+            self._free.put(torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=pinned))
+            self._made += 1
+
+    def take(self, when_none: Callable[[], None]) -> torch.Tensor:
+        """A free buffer; waits for one, after `when_none` was called."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            when_none()
+            return self._free.get()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.put(buffer)
+
+
+def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterator[Filled]:
+    """Copy the state, blob by blob."""
+    copies = _copies(layout)
+    pending = next(copies, None)
+    for blob in range(layout.blobs):
+        buffer = arena.take(when_none)
+        begin, size_bytes = blob * layout.blob_bytes, layout.blob_size(blob)
+        filled, devices = 0, set()
+        while pending is not None and pending.start < begin + size_bytes:
+            start, source = pending
+            here = min(begin + size_bytes - start, source.numel())
+            at = start - begin
+            buffer[filled:at].zero_()
+            buffer[at : at + here].copy_(source[:here], non_blocking=source.is_cuda)
+            filled = at + here
+            if source.is_cuda:
+                devices.add(source.device)
+            rest = source[here:]
+            pending = _Copy(start + here, rest) if rest.numel() else next(copies, None)
+        buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
+        yield Filled(blob, buffer, size_bytes, _event(devices))
+
+
+class _Copy(NamedTuple):
+    """Bytes that go to the stream from `start` on."""
+
+    start: int
+    source: torch.Tensor
+
+
+def _copies(layout: Layout) -> Iterator[_Copy]:
+    for entry, share in zip(layout.entries, layout.shares, strict=True):
+        if entry.size_bytes:
+            yield _Copy(entry.offset, bytes_of(share.local))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in row-major order as one run of bytes; its own memory if that is in this order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return (torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain).view(torch.uint8)
+
+
+def _event(devices: set[torch.device]) -> Callable[[], Any]:
+    if not devices:
+        return lambda: None
+    events = []
+    for device in devices:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return lambda: [event.synchronize() for event in events]
