@@ -7,7 +7,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv system test check bench peers demo sim fix clean
+.PHONY: help venv system test check bench peers clients demo sim fix clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -31,6 +31,10 @@ bench: venv system ## the speed table, rows and peers: make bench [NAME=warm|wri
 
 peers: ## .venv-peers: the data loaders that `make bench` compares with, at fixed versions
 	@scripts/setup peers
+
+clients: venv ## the whole table of S3 clients in docs/s3.md, the heavy ones too: .venv-clients, then its tests
+	@scripts/setup clients
+	@FOREBAY_CLIENTS=.venv-clients/bin/python $(PY) -m pytest -q tests/s3/test_client_table.py
 
 demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/
 	@exec $(PY) -m demo $(ARGS)
