@@ -135,3 +135,17 @@ def test_a_change_that_was_tried_out_for_long_does_not_land_on_another_bucket(ri
             rig.remote.asked.clear()
 
     rigged(story)
+
+
+def test_jobs_go_with_their_bucket(rigged: Callable[..., None]) -> None:
+    async def story(rig: Rig) -> None:
+        await rig.front.call("bucket_put", made("one", "ann"))
+        begun = await rig.front.call("prefetch", calls.JobCall("one", keys=["anns-secret"], identity="ann"))
+        await rig.front.call("refresh", calls.JobCall("remote", identity="ann"))
+        await rig.front.call("bucket_delete", calls.BucketNamed("one", maker="ann"))
+        await rig.front.call("bucket_put", made("one", "ben"))
+        assert [state.bucket for state in await rig.front.call("jobs", calls.Nothing())] == ["remote"]
+        with pytest.raises(NotFound):
+            await rig.front.call("job", calls.JobNamed(begun.job))
+
+    rigged(story)

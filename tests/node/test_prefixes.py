@@ -314,6 +314,13 @@ def test_s3_gives_a_prefix_and_nothing_else(lake: Lake) -> None:
         assert code_of(call, Bucket="lake") == "", "what programs ask before they begin"
     assert [bucket["Name"] for bucket in a.list_buckets()["Buckets"]] == ["lake"]
     assert post_form(lake, a, "team-b/theirs.bin") == post_form(lake, a, "team-a/../theirs.bin") == 403
+    s3_of(lake.node, "root").put_bucket_acl(Bucket="lake", ACL="public-read")
+    try:
+        at = {"Bucket": "lake", "Key": "team-b/theirs.bin"}
+        assert a.get_object(**at)["Body"].read() == b"secret of b", "what all may read, they may too"
+        assert code_of(a.get_object, **at, VersionId="v1") == "AccessDenied", "and not what it was before"
+    finally:
+        s3_of(lake.node, "root").put_bucket_acl(Bucket="lake", ACL="private")
     assert lake.files() == before
     assert post_form(lake, a, "team-a/form") == 204
     a.put_object(Bucket="lake", Key="team-a/new", Body=b"x")

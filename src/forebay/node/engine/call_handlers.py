@@ -270,6 +270,7 @@ class Verbs:
             await self._engine.buckets.delete(named.name)
             self._engine.cold.leave(named.name)
             await self._engine.work.evict_bucket(named.name)
+        await self._engine.jobs.forget(named.name)
         return calls.Nothing()
 
     async def _bucket_check(self, named: calls.BucketNamed) -> calls.Nothing:

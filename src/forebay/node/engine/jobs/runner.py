@@ -135,6 +135,13 @@ class Jobs:
             await asyncio.gather(job.task, return_exceptions=True)
         return job.state
 
+    async def forget(self, bucket: str) -> None:
+        """End the jobs of a bucket that is gone, and know nothing of them: a bucket of that name may be another's."""
+        for job_id, job in list(self._jobs.items()):
+            if job.state.bucket == bucket:
+                await self.cancel(job_id)
+                self._jobs.pop(job_id, None)
+
     async def aclose(self) -> None:
         """Stop working. Running jobs keep their records, for the next start."""
         tasks = [job.task for job in self._jobs.values() if job.task is not None]

@@ -29,7 +29,7 @@ import email.utils
 from typing import Final
 
 from forebay.core.access import ANONYMOUS, Identity
-from forebay.core.errors import Denied, ForebayError, Invalid, NotSupported
+from forebay.core.errors import ForebayError, Invalid, NotSupported
 from forebay.core.messages.calls import BucketNamed, Nothing, StatCall
 from forebay.core.s3rules.names import Addressing
 from forebay.core.types import Bucket, RangeSpec, check_key
@@ -256,8 +256,8 @@ class S3:
             raise Invalid(
                 "Request specific response headers cannot be used for anonymous GET requests.", code="InvalidRequest"
             )
-        if identity is ANONYMOUS and version_id:  # what was replaced or deleted is public no more
-            raise Denied("Versions are for those who prove a grant: sign the request", code="AccessDenied")
+        if version_id:  # what was replaced or deleted is public no more
+            self._auth.require_read(identity, bucket, key)
         wanted = asked_range(request)
         overrides = b""
         if not _OVERRIDES.keys().isdisjoint(query):
