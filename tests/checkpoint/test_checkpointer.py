@@ -15,7 +15,9 @@ from torch import nn
 from forebay.core import checkpoint as form
 from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
 from forebay.torch import Checkpointer, Every, RandomState
+from forebay.torch.checkpoint import checkpointer
 from tests.node.conftest import NodeProcess
+from tests.patience import until
 
 pytestmark = pytest.mark.real
 
@@ -240,6 +242,34 @@ def test_pruning_keeps_what_the_bucket_has(node: NodeProcess, backend: Path):
         assert leftover not in names
         assert {form.save_of(name.removeprefix("pruned/")).sequence for name in names} == {4, 5, 9}  # type: ignore[union-attr]
         assert checkpoints.verify(3) is None
+
+
+def test_the_bucket_is_away_for_a_while(node: NodeProcess, backend: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpointer, "OUTAGE_S", 0.2)
+    with saver(node, "runs/outage", keep=2) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(50_000)}, wait=True).durable("bucket")
+        backend.rename(backend.with_name("away"))
+        try:
+            for step in (2, 3):
+                checkpoints.save(step, {"w": torch.full((50_000,), float(step))}, wait=True)
+            with saver(node, "runs/outage") as later:
+                found = {"w": torch.zeros(50_000)}
+                restored = later.restore(found)
+                assert restored is not None
+                assert restored.step == 3
+                assert found["w"].unique().tolist() == [3.0]
+                last = later.save(4, {"w": torch.full((50_000,), 4.0)}, wait=True)
+                assert later.restore(found) is not None
+        finally:
+            backend.with_name("away").rename(backend)
+        manifest = last.durable()
+        until(lambda: checkpoints.repository.is_in_bucket(manifest), "the node flushes")
+        assert [manifest.step for manifest in checkpoints.list()] == [4, 3, 2, 1]
+        assert checkpoints.verify() is None
+        with pytest.raises(Precondition, match="another job"):
+            checkpoints.save(9, {"w": torch.zeros(3)}).durable()
+        checkpoints.prune()
+        assert [manifest.step for manifest in checkpoints.list()] == [4, 3]
 
 
 def test_through_buckets_and_when_to_save(node: NodeProcess):

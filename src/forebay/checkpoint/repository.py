@@ -8,6 +8,9 @@ What a checkpoint is made of may be gone though its manifest is there: a tier th
 manifest and before it flushed a blob. So a checkpoint is chosen only when a listing shows every object with its size,
 and its bytes count only when their digests match.
 
+A bucket may be away for hours while the node goes on: then saves and restores go by what the node knows and has. It
+knows what was saved through it and not evicted since. Pruning waits until the bucket is back.
+
 Pruning deletes the manifest first, then its data: a checkpoint that is half deleted does not exist. It also sweeps the
 data of saves that were cut off, once a newer checkpoint exists.
 
@@ -23,15 +26,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from forebay.checkpoint.stream import Stream
+from forebay.client.connection import CUT
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import Index, Manifest
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition
+from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.goodput import Life
 from forebay.core.types import check_bucket_name
 
 if TYPE_CHECKING:
     from forebay.client.sync import Client
+    from forebay.core.messages.calls import CachedEntry
 
+NODE_AWAY = (CUT, "NoNode")  # codes of errors that say nothing about the bucket
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -77,11 +83,10 @@ class Repository:
         return f"<Repository {self.bucket}/{self.prefix} at {self.client.url}>"
 
     # --- what there is -----------------------------------------------------------------------------------------------
-    def sequences(self) -> list[int]:
-        """Of all manifests, newest first."""
-        return sorted(
-            (found for name, _ in self._objects("manifests/") if (found := form.sequence_of(name))), reverse=True
-        )
+    def sequences(self, *, known: bool = False) -> list[int]:
+        """Of all manifests, newest first. With `known`, of those that the node knows if the bucket is away."""
+        found = (form.sequence_of(name) for name, _ in self._objects("manifests/", known=known))
+        return sorted((sequence for sequence in found if sequence), reverse=True)
 
     def manifest(self, sequence: int) -> Manifest:
         """`NotFound` if there is none, `Corrupt` if it is damaged or is another one's."""
@@ -90,10 +95,12 @@ class Repository:
             raise Corrupt(f"manifest {sequence} is a copy of {manifest.sequence}: delete it")
         return manifest
 
-    def candidates(self, step: int | None = None) -> Iterator[Manifest | tuple[int, ForebayError]]:
+    def candidates(
+        self, step: int | None = None, *, known: bool = False
+    ) -> Iterator[Manifest | tuple[int, ForebayError]]:
         """Checkpoints newest first, each read when it is asked for; with `step` those of that step. For a manifest that
-        cannot be read: its sequence and the error."""
-        for sequence in self.sequences():
+        cannot be read: its sequence and the error. `known` as of `sequences`."""
+        for sequence in self.sequences(known=known):
             try:
                 manifest = self.manifest(sequence)
             except NotFound:
@@ -127,9 +134,9 @@ class Repository:
         return self.client.get(self.bucket, self.prefix + name)
 
     # --- whether it is whole -----------------------------------------------------------------------------------------
-    def damage(self, manifest: Manifest) -> Damage | None:
-        """What is missing of it or has another size, by one listing; None if nothing is."""
-        there = dict(self._objects(_folder(manifest)))
+    def damage(self, manifest: Manifest, *, known: bool = False) -> Damage | None:
+        """What is missing of it or has another size, by one listing; None if nothing is. `known` as of `sequences`."""
+        there = dict(self._objects(_folder(manifest), known=known))
         for name, size_bytes in manifest.objects():
             found = there.get(name)
             if found != size_bytes:
@@ -165,23 +172,36 @@ class Repository:
     # --- changes -----------------------------------------------------------------------------------------------------
     def commit(self, manifest: Manifest) -> None:
         """Make it a checkpoint. `Precondition` if another job saved one of this sequence or a later one: give each
-        job a prefix of its own."""
-        taken = [sequence for sequence in self.sequences() if sequence >= manifest.sequence]
+        job a prefix of its own. While the bucket is away that is judged by what the node knows; a manifest that another
+        node wrote meanwhile is found when this one is flushed."""
+        taken = [sequence for sequence in self.sequences(known=True) if sequence >= manifest.sequence]
         if taken and not self._is_ours(manifest):
             raise self._two_jobs(manifest.sequence)
         if taken:
             return  # an answer was lost, and it had arrived
         try:
-            self.client.put(
-                self.bucket,
-                self.prefix + form.manifest_name(manifest.sequence),
-                manifest.to_bytes(),
-                content_type="application/json",
-                only_new=True,
-            )
+            self._put(manifest, only_new=True)
         except Precondition:
             if not self._is_ours(manifest):
                 raise self._two_jobs(manifest.sequence) from None
+        except Unavailable:
+            if not self._bucket_is_away():
+                raise
+            self._put(manifest, only_new=False)
+
+    def _put(self, manifest: Manifest, only_new: bool) -> None:
+        key = self.prefix + form.manifest_name(manifest.sequence)
+        self.client.put(self.bucket, key, manifest.to_bytes(), content_type="application/json", only_new=only_new)
+
+    def _bucket_is_away(self) -> bool:
+        """Whether the node answers, and says that the bucket's backend does not."""
+        try:
+            self.client.bucket_check(self.bucket)
+        except Unavailable as error:
+            return error.code not in NODE_AWAY
+        except ForebayError:
+            return False
+        return False
 
     def _is_ours(self, manifest: Manifest) -> bool:
         try:
@@ -261,11 +281,27 @@ class Repository:
         """Keep the record of a life; `name` is its own."""
         self.client.put(self.bucket, f"{self.prefix}lives/{name}", msgspec.json.encode(life))
 
-    def _objects(self, below: str) -> Iterator[tuple[str, int]]:
-        """Names below the prefix, and sizes, of all objects there."""
-        for page in self.client.list_pages(self.bucket, self.prefix + below):
-            for entry in page.entries:
-                yield entry.key.removeprefix(self.prefix), entry.size_bytes
+    def _objects(self, below: str, *, known: bool = False) -> Iterator[tuple[str, int]]:
+        """Names below the prefix, and sizes, of all objects there; with `known`, if the bucket is away, of those that
+        the node has whole."""
+        begin = self.prefix + below
+        try:
+            found = [(e.key, e.size_bytes) for page in self.client.list_pages(self.bucket, begin) for e in page.entries]
+        except Unavailable:
+            if not known or not self._bucket_is_away():
+                raise
+            found = [(e.key, e.size_bytes) for e in self._here(begin) if e.dirty or e.cached_bytes >= e.size_bytes]
+        for key, size_bytes in found:
+            yield key.removeprefix(self.prefix), size_bytes
+
+    def _here(self, begin: str) -> Iterator[CachedEntry]:
+        after = ""
+        while True:
+            page = self.client.cached_page(self.bucket, begin, start_after=after)
+            yield from page.entries
+            after = page.next_after
+            if not after:
+                return
 
 
 def _folder(manifest: Manifest) -> str:

@@ -32,7 +32,7 @@ from forebay.client.patience import with_patience
 from forebay.client.sync import Client
 from forebay.core.checkpoint import Manifest
 from forebay.core.checkpoint_interval import Interval, Reason
-from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.goodput import Goodput, Life, goodput
 from forebay.ports import clock
 from forebay.ports.chance import SystemChance
@@ -44,6 +44,8 @@ from forebay.torch.checkpoint.tree import Flat
 
 PATIENCE_S = 6 * 3600.0  # of the threads that send: an outage of hours costs one checkpoint's delay, not the run
 RESTORE_PATIENCE_S = 600.0
+OUTAGE_S = 30.0  # how long a bucket is waited for before the node's own knowledge has to do
+UNSEEN = 1000  # sequences left free while the bucket is away: what it has beyond the node's knowledge is less
 OWN = ("rng",)
 log = logging.getLogger("forebay.checkpoint")
 
@@ -114,6 +116,7 @@ class Checkpointer:
         self._sequence: int | None = None  # of the last save that was begun; None: not asked yet
         self._last: SaveHandle | None = None
         self._last_step: int | None = None
+        self._away = False  # the bucket did not answer when it was asked last
         self._signalled = False
         self._closed = False
 
@@ -207,7 +210,7 @@ class Checkpointer:
 
     def _terms(self, step: int) -> Terms:
         if self._sequence is None:
-            self._sequence, past = self._agreed(self._history)
+            self._sequence, past = self._agreed(self._history, self._history_known)
             self._interval.failures, self._interval.run_s = past.failures + (past.lives > 0), past.run_s
         self._sequence += 1
         token = f"{self._token_base}{self._sequence & 0xFFFFFFFF:08x}"
@@ -218,22 +221,35 @@ class Checkpointer:
         lives = self.repository.lives()
         ended = [life.ended for life in sorted(lives, key=lambda life: life.began_s)[-1:]]
         past = goodput(lives)
-        return max(self.repository.sequences(), default=0), msgspec.structs.replace(past, lives=int(ended == [False]))
+        newest = max(self.repository.sequences(), default=0)
+        return newest, msgspec.structs.replace(past, lives=int(ended == [False]))
 
-    def _agreed(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 finds, on all ranks; its error too."""
-        found: tuple[Any, ForebayError | None] = (None, None)
+    def _history_known(self) -> tuple[int, Goodput]:
+        """As `_history`, of what the node knows."""
+        return max(self.repository.sequences(known=True), default=0) + UNSEEN, goodput([])
+
+    def _agreed(self, ask: Callable[[], Any], ask_node: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks; its error too. `ask_node`: the same of what the node knows, once the bucket
+        has been away for OUTAGE_S."""
+        found: tuple[Any, bool, ForebayError | None] = (None, False, None)
         if self._ranks.rank == 0:
             try:
-                found = (self._patient(ask), None)
+                found = (*self._asked(ask, ask_node), None)
             except ForebayError as error:
-                found = (None, error)
-        value, failed = self._ranks.first(found)
+                found = (None, False, error)
+        value, self._away, failed = self._ranks.first(found)
         if failed is not None:
             raise failed
         return value
 
-    def _patient(self, ask: Callable[[], Any]) -> Any:
+    def _asked(self, ask: Callable[[], Any], ask_node: Callable[[], Any]) -> tuple[Any, bool]:
+        try:
+            return self._patient(ask, OUTAGE_S), False
+        except Unavailable as error:
+            log.warning("the bucket does not answer, so what the node knows has to do: %s", error)
+            return self._patient(ask_node), True
+
+    def _patient(self, ask: Callable[[], Any], patience_s: float = RESTORE_PATIENCE_S) -> Any:
         told = False
 
         def pause(delay_s: float, error: ForebayError) -> None:
@@ -243,7 +259,7 @@ class Checkpointer:
             told = True
             threading.Event().wait(delay_s)
 
-        return with_patience(ask, min(self._patience_s, RESTORE_PATIENCE_S), pause, "bring the node back, then go on")
+        return with_patience(ask, min(self._patience_s, patience_s), pause, "bring the node back, then go on")
 
     def _ended(self, handle: SaveHandle) -> None:
         """In the saving thread: the save counts, or has failed."""
@@ -322,7 +338,10 @@ class Checkpointer:
         """
         began_s = clock.monotonic_s()
         wanted = None if step == "latest" else step
-        sequences = self._agreed(lambda: list(_summaries(self.repository, wanted)))
+        sequences = self._agreed(
+            lambda: list(_summaries(self.repository, wanted, known=False)),
+            lambda: list(_summaries(self.repository, wanted, known=True)),
+        )
         skipped: list[str] = []
         tried = 0
         for sequence, problem in sequences:
@@ -380,7 +399,7 @@ class Checkpointer:
         return next((str(found) for found, _ in said if found is not None), None)
 
     def _plan(self, manifest: Manifest, into: Mapping[str, Any], strict: bool) -> Plan:
-        missing = self._patient(lambda: self.repository.damage(manifest))
+        missing = self._patient(lambda: self.repository.damage(manifest, known=self._away))
         if missing is not None:
             raise Corrupt(str(missing))
         plan = Plan(Source(self.repository, manifest, self._own), self._ranks, strict)
@@ -418,12 +437,12 @@ class Checkpointer:
         return self.repository.prune(kept)
 
 
-def _summaries(repository: Repository, step: int | None) -> Iterator[tuple[int, str | None]]:
+def _summaries(repository: Repository, step: int | None, *, known: bool) -> Iterator[tuple[int, str | None]]:
     """The sequences to try, newest first, with what is known to be wrong with them."""
     if step is None:
-        yield from ((sequence, None) for sequence in repository.sequences())
+        yield from ((sequence, None) for sequence in repository.sequences(known=known))
         return
-    for found in repository.candidates(step):
+    for found in repository.candidates(step, known=known):
         if isinstance(found, Manifest):
             yield found.sequence, None
 
