@@ -71,6 +71,8 @@ class Remote:
         self.unheard: Counter[str] = Counter()  # how many of them are held so
         self.may_head = asyncio.Event()  # heads stop before they look while it is clear
         self.may_head.set()
+        self.may_fetch = asyncio.Event()  # and fetches
+        self.may_fetch.set()
         self.hung_check: asyncio.Future[None] | None = None  # the next check waits for it, and fails as it does
 
     def place(self, key: str, data: bytes) -> ObjectInfo:
@@ -88,6 +90,7 @@ class Remote:
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Any:
         await asyncio.sleep(0)
+        await self.may_fetch.wait()
         self._may()
         try:
             fetch = await self.objects.fetch(key, range, version=version)

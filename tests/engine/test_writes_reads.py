@@ -377,3 +377,35 @@ def test_who_saw_a_write_in_a_head_reads_nothing_older(rigged: Rigged, gone: boo
         await change
 
     rigged(story)
+
+
+@pytest.mark.parametrize("size", [9, 9 * MIB])
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_saw_a_write_in_a_get_that_another_write_overtook_reads_nothing_older(
+    rigged: Rigged, gone: bool, size: int
+) -> None:
+    """A GET asks, and one write ends; the backend answers it when it has done the next write, which has no answer."""
+
+    async def story(rig: Rig) -> None:
+        await written(rig, "through", freshness_s=FRESH_IMMUTABLE)
+        rig.remote.place("key", pattern(size, 1))
+        rig.remote.may_fetch.clear()
+        early = rig.front.open("key")
+        await until(lambda: bool(rig.engine.cold.openings.under_way))
+        await put(rig, "key", pattern(size + 1, 2))
+        verb, new = "delete" if gone else "put", pattern(size + 2, 3)
+        answered = rig.remote.answers[verb] = asyncio.Event()
+        change = asyncio.create_task(delete(rig, "key") if gone else put(rig, "key", new))
+        await until(lambda: rig.remote.unheard[verb] == 1)
+        assert await rig.front.get("key") == pattern(size + 1, 2), "nobody has seen anything else"
+        rig.remote.may_fetch.set()
+        for read in early, None:
+            if gone:
+                with pytest.raises(NotFound):
+                    await (read or rig.front.open("key")).whole()
+            else:
+                assert await (read or rig.front.open("key")).whole() == new
+        answered.set()
+        await change
+
+    rigged(story)

@@ -276,7 +276,7 @@ class Openings:
     # --- an unknown object -------------------------------------------------------------------------------------------
     async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
         """The request that finds out what the object is and brings its first bytes."""
-        served, asked_s = opening.served, opening.asked_s
+        served, asked_s, name = opening.served, opening.asked_s, (ask.bucket, ask.key)
         async with self._cold.permits(served.bucket.name).claim(opening, Need.FIRST):
             try:
                 fetch = await served.backend.fetch(ask.key, first_request(ask.range), version=ask.version)
@@ -284,8 +284,12 @@ class Openings:
                 if error.code != "InvalidRange":
                     raise
                 return await self._beyond(ask, opening)
+            except (NotFound, Precondition):
+                self.shown(name, "", opening)
+                raise
         try:
             info = fetch.info
+            self.shown(name, info.version, opening)  # overtaken by one write, it may show the next
             if info.size_bytes <= limits.INLINE_BYTES_MAX:
                 return Answer(asked_s, inline=await self._read_inline(opening, fetch))
             run = whole_blocks(fetch)
