@@ -24,7 +24,7 @@ from forebay.node.engine.write import appends, copies, locks, parts, uploads, wr
 from forebay.node.front.objects import fast_lane
 from forebay.node.store import whereabouts
 from forebay.node.store.disk import journal
-from forebay.node.store.writer import puts, volumes
+from forebay.node.store.writer import puts
 
 _Patch = tuple[Any, str, Any]
 
@@ -260,25 +260,6 @@ def _upload() -> list[_Patch]:
     return [(uploads.UploadBook, "_finish", finish)]
 
 
-def _unshown() -> list[_Patch]:
-    """The engine shows a write that waits for its disk, which fronts and listings do not."""
-    return [
-        (volumes.VolumeSet, name, _without_unshown(vars(volumes.VolumeSet)[name]))
-        for name in ("check_present", "check_bucket")
-    ]
-
-
-def _without_unshown(real: Callable[..., None]) -> Callable[..., None]:
-    def check(self: volumes.VolumeSet, *args: Any) -> None:
-        kept, self.unshown = self.unshown, {}
-        try:
-            real(self, *args)
-        finally:
-            self.unshown = kept
-
-    return check
-
-
 PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "append": _append,
     "commit": _commit,
@@ -304,7 +285,6 @@ PLANTS: dict[str, Callable[[], list[_Patch]]] = {
     "retry": _retry,
     "sent": _sent,
     "settled": _settled,
-    "unshown": _unshown,
     "upload": _upload,
     "whose": _whose,
     "write": _write,
