@@ -105,6 +105,25 @@ def test_numbers_are_the_same_in_less_memory(disk: DiskTier, share: float) -> No
     assert max(peaks) <= budget, "from the first step on"
 
 
+def test_tensors_that_are_all_small_move_where_the_budget_asks_for_it(disk: DiskTier) -> None:
+    """None has the size from which on tensors move by default: without moves the budget would be broken in silence."""
+    steps = WATCHED + 3
+    expected, model_alone = alone(steps)
+    model, optimizer = made()
+    budget = int(need_bytes() * 0.75)
+    found, peaks = [], []
+    with Offload(model, optimizer, budget=budget, tiers=[disk], chunk_bytes=MIB) as off:
+        for step in range(steps):
+            with PeakMemory(model, optimizer) as memory, off.step():
+                found.append(take(model, optimizer, step))
+            peaks.append(memory.peak_bytes)
+        assert off.choice is not None
+        assert off.choice.plan.moves
+    assert found == expected
+    assert same(model, model_alone)
+    assert max(peaks[WATCHED:]) <= budget, "from the plan on"
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_other_optimizers_too(disk: DiskTier, kind: Callable[..., Any]) -> None:
     expected, model_alone = alone(12, optimizer=kind)

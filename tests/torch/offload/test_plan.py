@@ -199,6 +199,28 @@ def test_a_step_that_fits_moves_nothing() -> None:
     assert choice.replayed.step_s == pytest.approx(trace.compute_s)
 
 
+def test_tensors_below_the_least_size_move_where_nothing_else_can() -> None:
+    """All are small: a plan without moves would break the budget, and say that the step fits as it is."""
+    trace = layered(weight_bytes=MIB, activation_bytes=MIB)
+    machine = hardware(trace, 0.75)
+    chosen, _ = choose(trace, machine)
+    assert chosen.plan.moves
+    assert chosen.replayed.peak_bytes <= machine.budget_bytes
+
+
+def test_a_step_of_which_nothing_can_leave_is_refused_with_the_bytes_that_would_do() -> None:
+    operators = [("one", 0.1, 0), ("two", 0.1, 0)]
+    said = [TensorSaid(name, "temporary", 8 * MIB, [0]) for name in ("a", "b")]
+    stays = TensorSaid("stays", "temporary", 8 * MIB, [1], life=(0, 1))
+    trace = build("temporary", operators, [("step", 0)], [*said, stays])
+    disk = {"disk_bytes": 1 << 40, "disk_write_bytes_s": 1e9, "disk_read_bytes_s": 1e9}
+    with pytest.raises(Invalid, match="give at least 25,420,"):
+        choose(trace, Hardware(20 * MIB, **disk))
+    choose(trace, Hardware(25_421_000, **disk))
+    chosen, _ = choose(trace, Hardware(24 * MIB, **disk))
+    assert not chosen.plan.moves, "it is within the budget, if not within its reserve"
+
+
 def test_the_operator_that_cannot_fit_is_named() -> None:
     trace = layered()
     with pytest.raises(Invalid, match=r"operator 16 \(update 0\) uses 268,435,456 bytes at once"):

@@ -18,10 +18,12 @@ every use and comes back one point ahead, whether or not memory is short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from forebay.offload.planning.hardware import Hardware, Tier
+from forebay.core.errors import Invalid
+from forebay.offload.planning.hardware import RESERVE_SHARE, Hardware, Tier
 from forebay.offload.planning.periods import inactive, last_point
 from forebay.offload.planning.plan import (
     RANKS,
@@ -38,6 +40,7 @@ from forebay.offload.planning.replay import Replayed, replay
 from forebay.offload.planning.trace import Trace
 
 TIE_SHARE = 0.002
+LOWERED = 4  # the least size that moves is divided by this, where nothing of that size can
 PORTFOLIO: tuple[Rank, ...] = ("ratio", "area", "area_then_ratio")
 OVERBOOKING: tuple[Rank, ...] = ("ratio", "area")
 OVERBOOKED = (4.0, 32.0)
@@ -63,11 +66,21 @@ def choose(
     *,
     size_bytes_min: int = SIZE_BYTES_MIN,
 ) -> tuple[Choice, list[Choice]]:
-    """The best plan, and all that were tried; nothing below `size_bytes_min` moves. `Invalid` if none can make the step
-    fit."""
+    """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless nothing would move and
+    the step does not fit so: then that is lowered. `Invalid`, with the bytes that would do, if none can make it fit."""
     check_feasible(trace, hardware)
-    choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
-    return best(choices), choices
+    while True:
+        choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
+        chosen = best([choice for choice in choices if choice.plan.moves] or choices)
+        if chosen.plan.moves or int(trace.need_bytes().max()) <= hardware.budget_bytes:
+            return chosen, choices
+        if size_bytes_min <= 1:
+            would_do = math.ceil(int(trace.need_bytes().max()) / (1 - RESERVE_SHARE)) + 1
+            raise Invalid(
+                f"no tensor of this step can leave for long enough, so it does not fit into {hardware.budget_bytes:,} "
+                f"bytes: give at least {would_do:,}, faster tiers, or a smaller batch"
+            )
+        size_bytes_min //= LOWERED
 
 
 def compare(trace: Trace, hardware: Hardware) -> tuple[Choice, list[Choice]]:

@@ -11,8 +11,10 @@ So a step always ends if each operator's own tensors fit.
 
 The two tiers share the link. A host move that begins while the disk's server is busy gets the rest of the link.
 
-A step is replayed until its time repeats, at most LAPS_MAX times: tensors that are away over the end of a step make the
-first one easier or harder. If a plan leaves a tensor away over the end, it is away at the start.
+A step is replayed until its state is one that it had before, at most LAPS_MAX times: tensors that are away over the end
+of a step make the first one easier or harder. The laps from then to now are the *cycle*, and would go on for ever;
+the numbers are its means. Of steps that are quick and slow by turns, neither is what training takes. If a plan leaves a
+tensor away over the end, it is away at the start.
 
 Invariants. (1) Memory exceeds the budget only where an operator's own tensors do. (2) No operator runs without its
 tensors. (3) Compute, stalls for tensors and stalls for memory add up to the step.
@@ -24,6 +26,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -35,8 +38,8 @@ from forebay.offload.planning.hardware import Tier
 from forebay.offload.planning.plan import Move, Plan
 from forebay.offload.planning.trace import Ints, Trace
 
-LAPS_MAX = 5
-STEADY_SHARE = 0.001  # laps that differ by less are the same
+LAPS_MAX = 12
+SAME_S = 1e-9  # moves under way whose ends differ by less are in the same state
 _NEVER = 1 << 62
 
 
@@ -60,7 +63,8 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one step came to. `peak_bytes` is the most memory at any time; `memory_bytes` per operator as it ran."""
+    """What one step comes to, on the mean of the cycle that steps end in. `peak_bytes` is the most memory at any time,
+    `memory_bytes` that of each operator as it ran in the last lap."""
 
     step_s: float
     compute_s: float
@@ -122,7 +126,16 @@ class _Server:
         self.busy.over = True
 
 
-class _Machine:
+class Lap(NamedTuple):
+    step_s: float
+    stalls: list[Stall]
+    peak_bytes: int
+    written_bytes: int
+    read_bytes: int
+    unplanned: int
+
+
+class Machine:
     """The state of a replay. Moves in time by `run_lap`."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
@@ -170,8 +183,8 @@ class _Machine:
         self.written = self.read = self.unplanned = 0
 
     # --- a lap -------------------------------------------------------------------------------------------------------
-    def run_lap(self, lap: int) -> float:
-        """Run the step once; how long it took."""
+    def run_lap(self, lap: int) -> Lap:
+        """Run the step once."""
         self._clear()
         began_s = self.now_s
         times, workspaces = self.trace.times_s.tolist(), self.trace.workspace_bytes.tolist()
@@ -199,7 +212,18 @@ class _Machine:
                 self.copies.pop(tensor, None)
             for tensor in self._dying_at.get(operator, ()):
                 self._die(tensor)
-        return self.now_s - began_s
+        taken_s = self.now_s - began_s
+        return Lap(taken_s, self.stalls, self.peak, self.written, self.read, self.unplanned)
+
+    def state(self) -> Hashable:
+        """Where all is: what laps that begin alike have in common."""
+        ends = {id(transfer): round((at_s - self.now_s) / SAME_S) for at_s, _, transfer in self._events}
+        under_way = tuple(
+            (tensor, transfer.out, transfer.urgent, transfer.number - self._number, ends.get(id(transfer)))
+            for tensor, transfer in self.transfers.items()
+        )
+        forgotten = sorted(ends.values())  # transfers of what was kept or died
+        return bytes(self.residencies), tuple(sorted(self.copies.items())), under_way, tuple(forgotten)
 
     def _writes_by_operator(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = defaultdict(list)
@@ -410,22 +434,28 @@ def replay(trace: Trace, plan: Plan) -> Replayed:
     """The step under `plan`, once it repeats. `Invalid` if the plan is of another trace."""
     if any(move.tensor >= trace.tensor_count or move.leave >= 2 * trace.operator_count for move in plan.moves):
         raise Invalid("the plan names tensors or operators that the trace does not have: plan this trace anew")
-    machine = _Machine(trace, plan)
-    before_s, taken_s, laps = math.inf, machine.run_lap(0), 1
-    while laps < LAPS_MAX and abs(taken_s - before_s) > STEADY_SHARE * taken_s:
-        before_s, taken_s = taken_s, machine.run_lap(laps)
-        laps += 1
-    missing_s = sum(stall.seconds for stall in machine.stalls if stall.tensor >= 0)
+    machine = Machine(trace, plan)
+    laps: list[Lap] = []
+    begun: dict[Hashable, int] = {}
+    while len(laps) < LAPS_MAX and (state := machine.state()) not in begun:
+        begun[state] = len(laps)
+        laps.append(machine.run_lap(len(laps)))
+    cycle = laps[begun.get(machine.state(), len(laps) // 2) :]  # without one: what came after half of them
+    count = len(cycle)
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    for lap in cycle:
+        for stall in lap.stalls:
+            seconds[stall.operator, stall.tensor] += stall.seconds / count
     return Replayed(
-        step_s=taken_s,
+        step_s=sum(lap.step_s for lap in cycle) / count,
         compute_s=trace.compute_s,
-        stalls=tuple(machine.stalls),
-        peak_bytes=machine.peak,
+        stalls=tuple(Stall(*key, value) for key, value in seconds.items()),
+        peak_bytes=max(lap.peak_bytes for lap in cycle),
         memory_bytes=np.array(machine.curve, np.int64),
-        written_bytes=machine.written,
-        read_bytes=machine.read,
-        unplanned=machine.unplanned,
-        laps=laps,
-        missing_s=missing_s,
-        memory_s=sum(stall.seconds for stall in machine.stalls if stall.tensor < 0),
+        written_bytes=sum(lap.written_bytes for lap in cycle) // count,
+        read_bytes=sum(lap.read_bytes for lap in cycle) // count,
+        unplanned=math.ceil(sum(lap.unplanned for lap in cycle) / count),
+        laps=len(laps),
+        missing_s=sum(value for (_, tensor), value in seconds.items() if tensor >= 0),
+        memory_s=sum(value for (_, tensor), value in seconds.items() if tensor < 0),
     )
