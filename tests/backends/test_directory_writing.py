@@ -202,12 +202,12 @@ def test_puts_and_deletes_in_one_folder_do_not_trip_over_each_other(tmp_path: Pa
         backend = DirectoryBackend(str(tmp_path))
 
         async def come_and_go(name: str) -> None:
-            for _ in range(30):
+            for _ in range(60):
                 await backend.put(f"deep/folder/{name}", some(name.encode()))
                 assert await read(backend, f"deep/folder/{name}") == name.encode()
                 await backend.delete(f"deep/folder/{name}")
 
-        await asyncio.gather(*[come_and_go(f"{n}") for n in range(4)])
+        await asyncio.gather(*[come_and_go(f"{n}") for n in range(8)])
         assert everything(tmp_path) == []
 
     run(story())

@@ -38,7 +38,7 @@ from forebay.core.types import Headers
 
 HEADERS_ATTRIBUTE = "user.forebay.headers"
 PIECE_BYTES = 1 << 20
-TRIES_MAX = 20  # a directory that deletes remove while it is being made
+TRIES_MAX = 100  # a directory that deletes remove while it is being made
 
 # One lock per key would be a table that only grows; two keys that share one merely wait for a rename.
 _locks = [threading.Lock() for _ in range(64)]
@@ -94,11 +94,16 @@ class NewFile:
     def _in_folder(self, act: Callable[[], ResultT]) -> ResultT:
         """Do what needs the folder, making it as often as a delete takes it away, since it is empty until then."""
         for attempt in range(TRIES_MAX):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 if attempt or not self._folders:
                     self._folders.append(open_folder(self._root, self._key.rpartition("/")[0], make=True))
                     self._check(self._folder)
                 return act()
+            except FileNotFoundError:
+                pass
+            except PermissionError:
+                if os.stat(self._folder).st_nlink:  # ext4 says EPERM, too, of a folder that was removed
+                    raise
         raise FileNotFoundError(errno.ENOENT, "the directory vanishes", self._key)
 
     def hash(self) -> None:
