@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -294,3 +295,52 @@ def test_groups_from_several_threads_do_not_mix(make_bench: Callable[..., Bench]
     for group in groups:
         for change in group:
             assert owning.read(bench, change.info.key) == objects.make(change.info.key, change.info.size_bytes, "w1")[1]
+
+
+def test_bytes_that_the_durable_index_still_names_outlive_a_sweep(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk the durable index cannot forget what was flushed. The object leaves the visible one, the process
+    is killed, and the next one sweeps: after a stop of the machine the index would name a file that is gone."""
+    bench = make_bench("a")
+    record = Writer(bench).write("k", LARGE)
+    path = Path(bench.store.data_path(record))
+    bench.store.mark_clean(BUCKET, "k", record.object_id, version="b1", checked_s=9.0)
+    bench.store.flush()
+
+    def full(self: Durable, entries: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Durable, "commit", full)
+        bench.store.forget(BUCKET, "k")
+        bench.store.flush()
+        bench.store.reclaim()
+        assert path.exists()
+        _kill(bench)
+        bench.open()
+        assert owning.owed(bench.store) == {}
+        _clean_up(bench)
+        assert path.exists(), "the durable index still names it"
+        _kill(bench)
+    _another_boot(bench.dirs[0])
+    bench.events.clear()
+    bench.open()
+    assert set(owning.owed(bench.store)) == {"k"}, "the mark went with the visible index: it is flushed once more"
+    assert "object-lost" not in bench.kinds()
+    assert owning.read(bench, "k") == objects.make("k", LARGE, "w1")[1]
+    bench.store.mark_clean(BUCKET, "k", record.object_id, version="b1", checked_s=9.0)
+    bench.store.forget(BUCKET, "k")
+    bench.store.flush()
+    _kill(bench)
+    bench.open()
+    assert owning.owed(bench.store) == {}
+    _clean_up(bench)
+    assert not path.exists(), "once the index forgot it, it is rubbish"
+
+
+def _clean_up(bench: Bench) -> None:
+    for _ in bench.store.sweep():
+        pass
+    bench.store.flush()
+    bench.store.reclaim()

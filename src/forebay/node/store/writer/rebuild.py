@@ -79,10 +79,16 @@ def rebuild(
     return f"{kept} objects with {blocks} blocks found, each block to be verified before its first use"
 
 
-def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str, Record], None]) -> Iterator[int]:
+def sweep(
+    volume: Volume,
+    busy: Callable[[int], bool],
+    drop: Callable[[str, str, Record], None],
+    remove: Callable[[str], None],
+) -> Iterator[int]:
     """Remove files without a record and space without a block. Yields once a directory: how many files it removed.
 
-    `busy(object id)`: leave it alone now. `drop` forgets a record whose file is not what it should be.
+    `busy(object id)`: leave it alone now. `drop` forgets a record whose file is not what it should be; `remove` removes
+    a file.
     """
     for directory in _directories(volume):
         removed = 0
@@ -99,7 +105,7 @@ def sweep(volume: Volume, busy: Callable[[int], bool], drop: Callable[[str, str,
             for action in recover.judge_file(seen, record_seen(volume, known), trusted=True):
                 match action:
                     case recover.Delete(doomed, _):
-                        files.remove(doomed)
+                        remove(doomed)
                         removed += 1
                     case recover.DropRecord():
                         assert known is not None

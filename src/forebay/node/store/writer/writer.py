@@ -754,7 +754,13 @@ class Store(VolumeSet):
             def drop(bucket: str, key: str, record: Record, volume: Volume = volume) -> None:
                 self._missing(volume, bucket, key, record)
 
-            steps = rebuild.sweep(volume, self._is_busy, drop)
+            def remove(path: str, volume: Volume = volume) -> None:
+                if volume.durable.unsettled:  # it may still name the file: first it forgets, then the bytes go
+                    self._reclaimer.unlink(volume, path)
+                else:
+                    files.remove(path)
+
+            steps = rebuild.sweep(volume, self._is_busy, drop, remove)
             while volume.id in self._by_id:
                 if volume.silent:
                     yield 0
