@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from torch import nn
 
 from forebay.core import checkpoint as form
-from forebay.core.errors import Corrupt, Invalid, NotFound, Precondition
+from forebay.core.errors import Bug, Corrupt, Invalid, NotFound, Precondition
 from forebay.torch import Checkpointer, Every, RandomState
 from forebay.torch.checkpoint import checkpointer
+from forebay.torch.checkpoint.staging import stage
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -209,6 +212,28 @@ def test_memory_that_is_smaller_than_the_state(node: NodeProcess):
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     with pytest.raises(Invalid, match="staging_bytes=1000"):
         Checkpointer("runs/x", staging_bytes=1000)
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 16 * 1024 * 1024])
+def test_a_copy_that_breaks_off_costs_one_save(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, staging_bytes: int | None
+):
+    state = {f"w{n}": torch.randn(3_000_000) for n in range(12)}  # 144 MB: three blobs, or eighteen
+    place = f"runs/broken-{staging_bytes}"
+
+    def breaking(*arguments: Any) -> Iterator[Any]:
+        whole = stage(*arguments)
+        yield from itertools.islice(whole, 5 if staging_bytes else 1)
+        raise MemoryError("no pinned memory is left")
+
+    with saver(node, place, staging_bytes=staging_bytes) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer, "stage", breaking)
+            with pytest.raises(Bug, match="no pinned memory"):
+                checkpoints.save(1, state)
+        checkpoints.save(2, state, wait=True)
+        assert [manifest.step for manifest in checkpoints.list()] == [2]
+        assert checkpoints.verify() is None
 
 
 def test_two_jobs_under_one_prefix_are_told(node: NodeProcess):

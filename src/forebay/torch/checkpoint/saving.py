@@ -180,8 +180,13 @@ class Save:
         self._failed = self._failed or failed
         if layout is not None:
             self.send(layout)
-            for _ in self._senders:
-                self._filled.put(None)
+        elif not self._senders:  # copying broke off before anything was sent
+            while not self._filled.empty():
+                given_up = self._filled.get()
+                assert given_up is not None, "only the end of a save is None"
+                self._arena.give(given_up.buffer)
+        for _ in self._senders:
+            self._filled.put(None)
         threading.Thread(
             target=self._complete, args=(layout, trees, alike, on_end), name=f"checkpoint-{self._terms.sequence}"
         ).start()
