@@ -157,7 +157,8 @@ def test_boto3_gets_the_errors_it_knows(node: RealNode) -> None:
         s3.list_objects_v2(Bucket="no-such-bucket")
     assert _code(s3.head_object, Bucket=BUCKET, Key="missing") == (404, "404")
     refused = {(501, "NotImplemented"), (403, "AccessDenied")} if node._token else {(501, "NotImplemented")}
-    assert _code(s3.put_object, Bucket=BUCKET, Key="new", Body=b"x", ServerSideEncryption="AES256") in refused
+    own_key = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": "k" * 32}
+    assert _code(s3.put_object, Bucket=BUCKET, Key="new", Body=b"x", **own_key) in refused
     assert _code(s3.put_bucket_versioning, Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"}) in refused
     assert _code(s3.put_bucket_policy, Bucket=BUCKET, Policy="{}") in refused
 
