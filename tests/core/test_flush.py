@@ -214,6 +214,7 @@ class Model:
     until: float = 0.0  # waits until
     earliest: float = 0.0
     asked_at: int = 0
+    waits_as: int = 0  # of those that wait until one moment, who began to first
 
 
 class QueueAgainstModel(RuleBasedStateMachine):
@@ -276,6 +277,10 @@ class QueueAgainstModel(RuleBasedStateMachine):
         self.asks += 1
         self.keys[key].asked_at = self.asks
 
+    def wait_place(self, each: Model) -> None:
+        self.asks += 1
+        each.waits_as = self.asks
+
     @rule(key=KEYS, size=st.integers(0, 100), age=st.integers(0, 1000))
     def write(self, key: str, size: int, age: int) -> None:
         self.seq += 1
@@ -321,6 +326,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
             waiting = each.until > self.now
             if waiting:
                 each.until = each.earliest if each.earliest > self.now else 0.0
+                self.wait_place(each)
             if key not in self.flying and key not in self.held and each.until <= self.now and (waiting or not was):
                 self.ask_place(key)
         self.step(Asked(key))
@@ -356,6 +362,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
             each.failures += 1
             delay = DELAY_MAX_S if hopeless else min(DELAY_MAX_S, DELAY_BASE_S * 2 ** (each.failures - 1))
             each.until, each.earliest = self.now + max(0.75 * delay, after), self.now + after
+            self.wait_place(each)
         self.step(Failed(key, 0.5, after, hopeless))
 
     @precondition(lambda self: self.flying)
@@ -371,7 +378,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         ripe = [key for key, each in self.keys.items() if self.now < each.until <= self.now + seconds]
         self.now += seconds
-        for key in sorted(ripe, key=lambda key: self.keys[key].until):
+        for key in sorted(ripe, key=lambda key: (self.keys[key].until, self.keys[key].waits_as)):
             if key not in self.held:
                 self.ask_place(key)
         self.step(Woke())
