@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,6 +47,7 @@ RESTORE_PATIENCE_S = 600.0
 OUTAGE_S = 30.0  # how long a bucket is waited for before the node's own knowledge has to do
 UNSEEN = 1000  # sequences left free while the bucket is away: what it has beyond the node's knowledge is less
 OWN = ("rng",)
+T = TypeVar("T")
 log = logging.getLogger("forebay.checkpoint")
 
 
@@ -210,23 +211,23 @@ class Checkpointer:
 
     def _terms(self, step: int) -> Terms:
         if self._sequence is None:
-            self._sequence, past = self._agreed(self._history, self._history_known)
-            self._interval.failures, self._interval.run_s = past.failures + (past.lives > 0), past.run_s
+            past = self._agreed(self._history, self._history_known)
+            self._sequence, self._interval.failures, self._interval.run_s = past
         self._sequence += 1
         token = f"{self._token_base}{self._sequence & 0xFFFFFFFF:08x}"
         return Terms(self._sequence, step, token, self._metadata)
 
-    def _history(self) -> tuple[int, Goodput]:
-        """The newest sequence, and what earlier lives of the job say."""
+    def _history(self) -> tuple[int, int, float]:
+        """The newest sequence, and how often earlier lives of the job failed in how much time."""
         lives = self.repository.lives()
-        ended = [life.ended for life in sorted(lives, key=lambda life: life.began_s)[-1:]]
-        past = goodput(lives)
         newest = max(self.repository.sequences(), default=0)
-        return newest, msgspec.structs.replace(past, lives=int(ended == [False]))
+        past = goodput(lives)
+        cut_off = bool(lives) and not max(lives, key=lambda life: life.began_s).ended  # nobody followed it until now
+        return newest, past.failures + cut_off, past.run_s
 
-    def _history_known(self) -> tuple[int, Goodput]:
+    def _history_known(self) -> tuple[int, int, float]:
         """As `_history`, of what the node knows."""
-        return max(self.repository.sequences(known=True), default=0) + UNSEEN, goodput([])
+        return max(self.repository.sequences(known=True), default=0) + UNSEEN, 0, 0.0
 
     def _agreed(self, ask: Callable[[], Any], ask_node: Callable[[], Any]) -> Any:
         """What rank 0 finds, on all ranks; its error too. `ask_node`: the same of what the node knows, once the bucket
@@ -361,44 +362,37 @@ class Checkpointer:
 
     def _try(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Restored | str:
         """Restore one checkpoint on all ranks, or why it cannot be."""
-        plan: Plan | None = None
-        manifest: Manifest | None = None
+        plan, damage = self._on_all(lambda: self._plan(sequence, into, strict))
+        if damage is not None:
+            return damage
+        assert plan is not None, "nobody found a fault"
+        _, damage = self._on_all(lambda: self._patient(plan.read))
+        if damage is not None:
+            return damage
+        for name, value in plan.values.items():
+            put_back(name, into[name], value, strict)
+        return Restored(plan.manifest.step, sequence, plan.manifest.metadata, [], plan.absent)
+
+    def _on_all(self, work: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What `work` returns, and what is damaged on any rank, in words. An error that an older checkpoint does not
+        mend is raised on all."""
+        value: T | None = None
         damage: str | None = None
         refused: ForebayError | None = None
         try:
-            manifest = self._patient(lambda: self.repository.manifest(sequence))
-            plan = self._plan(manifest, into, strict)
+            value = work()
         except (Corrupt, NotFound) as error:
             damage = str(error)
         except ForebayError as error:
             refused = error
-        found = self._worst(damage, refused)
-        if found is not None:
-            return found
-        assert plan is not None, "nobody found a fault"
-        assert manifest is not None, "a plan is of a manifest"
-        try:
-            self._patient(plan.read)
-        except (Corrupt, NotFound) as error:
-            damage = str(error)
-        except ForebayError as error:
-            refused = error
-        found = self._worst(damage, refused)
-        if found is not None:
-            return found
-        for name, value in plan.values.items():
-            put_back(name, into[name], value, strict)
-        return Restored(manifest.step, sequence, manifest.metadata, [], plan.absent)
-
-    def _worst(self, damage: str | None, refused: ForebayError | None) -> str | None:
-        """What is damaged on any rank, in words; an error that an older checkpoint does not mend is raised on all."""
         said = self._ranks.gather((damage, refused))
-        for _, error in said:
-            if error is not None:
-                raise error
-        return next((str(found) for found, _ in said if found is not None), None)
+        for _, failed in said:
+            if failed is not None:
+                raise failed
+        return value, next((str(found) for found, _ in said if found is not None), None)
 
-    def _plan(self, manifest: Manifest, into: Mapping[str, Any], strict: bool) -> Plan:
+    def _plan(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Plan:
+        manifest = self._patient(lambda: self.repository.manifest(sequence))
         missing = self._patient(lambda: self.repository.damage(manifest, known=self._away))
         if missing is not None:
             raise Corrupt(str(missing))

@@ -113,6 +113,7 @@ class Plan:
         self.differences: list[str] = []
         self.values: dict[str, Any] = {}
         self.absent: list[str] = []  # names that this rank wanted and the checkpoint has not
+        self.manifest = source.manifest
         self._source = source
         self._ranks = ranks
         self._strict = strict
