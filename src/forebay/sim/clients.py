@@ -91,6 +91,7 @@ class Board:
         self.open: dict[Place, int] = defaultdict(int)  # calls without an answer since the last quiet moment
         self.acts: Counter[tuple[str, str]] = Counter()  # bucket, what: those that told something
         self.writing: Counter[tuple[Place, str]] = Counter()  # labels whose write there has no answer yet
+        self.uploading: Counter[Place] = Counter()  # clients that begin an upload there, or send its parts
         self._sizes: set[int] = set()  # of all bodies ever
         self._next: dict[int, int] = {}  # by the size that was wished for: where to look for a free one
         self._lock = threading.Lock()
@@ -335,6 +336,13 @@ class Client:
             await self._pause()
 
     async def _multipart(self, place: Place) -> None:
+        self._board.uploading[place] += 1
+        try:
+            await self._upload(place)
+        finally:
+            self._board.uploading[place] -= 1
+
+    async def _upload(self, place: Place) -> None:
         label = self._label(place)
         body = self._board.new(place, label, self._sizes.part + self._random.choice([17, self._sizes.part // 5]))
         began = await self._asked("POST", place, "uploads")

@@ -118,11 +118,14 @@ class Operator:
         await self._asked("DELETE", f"/{bucket}/{key}?uploadId={upload}")
 
     async def _name_parts(self) -> None:
-        """Give up what others began and did not end."""
+        """Give up what others began and did not end. An upload of somebody who still sends parts is left alone."""
         bucket = self._chance.choice(self.buckets)
         answer = await self._asked("GET", f"/{bucket}?uploads")
-        for key, upload in re.findall(rb"<Key>([^<]+)</Key><UploadId>([^<]+)</UploadId>", answer.body)[UNFINISHED_MAX:]:
-            await self._asked("DELETE", f"/{bucket}/{quote(key.decode())}?uploadId={quote(upload.decode())}")
+        begun = re.findall(rb"<Key>([^<]+)</Key><UploadId>([^<]+)</UploadId>", answer.body)
+        for named, upload in begun[UNFINISHED_MAX:]:
+            key = named.decode()
+            if not self._board.uploading[bucket, key]:
+                await self._asked("DELETE", f"/{bucket}/{quote(key)}?uploadId={quote(upload.decode())}")
 
     async def check(self, bucket: str, *, may_be_older: bool) -> str:
         """What is wrong with the bucket's shard; "" if nothing is."""
