@@ -167,7 +167,7 @@ def test_a_fault_of_one_rank_is_every_ranks_and_nobody_waits(node: NodeProcess, 
                     checkpoints.save(1, {"odd": odd}).durable()
             with pytest.raises(Invalid, match="states differ in names"):
                 checkpoints.save(2, {"w": torch.zeros(3 + rank)}).durable()
-            checkpoints.save(3, {"fine": 1}, wait=True)
+            checkpoints.save(3, {"fine": [1]}, wait=True)
             assert [manifest.step for manifest in checkpoints.list()] == [3]
             target = {"fine": [], **({"more": {}} if rank == 1 else {})}
             with pytest.raises(Invalid, match="no more"):
@@ -190,5 +190,20 @@ def test_a_save_is_due_for_all_or_none(node: NodeProcess, tmp_path: Path):
             assert handle is not None, "a signal to one rank saves on all"
             assert handle.done
             assert checkpoints.stopping
+
+    ranks(tmp_path, 2, work)
+
+
+def test_shards_of_another_dtype_are_converted_where_they_lie(node: NodeProcess, tmp_path: Path):
+    def work(rank: int) -> None:
+        model, _ = sharded_model(2, 1)
+        doubled = sharded_model(2, 2)[0].double()
+        with Checkpointer("runs/doubled", url=node.endpoint) as checkpoints:
+            checkpoints.save(1, {"model": model}, wait=True)
+            with pytest.raises(Invalid, match="is float64 and was saved as float32"):
+                checkpoints.restore({"model": doubled})
+            checkpoints.restore({"model": doubled}, strict=False)
+        for mine, saved in zip(doubled.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), saved.full_tensor().double())  # type: ignore[attr-defined]
 
     ranks(tmp_path, 2, work)

@@ -228,15 +228,30 @@ class Repository:
                 self._delete(form.manifest_name(sequence))
             removed.append(sequence)
         staying = set(sequences) - set(going)
-        for name, size in self._objects("data/"):
-            save = form.save_of(name)
-            if save is None or not staying or save.sequence in staying or save.sequence > max(staying):
+        found = [(name, size, save) for name, size in self._objects("data/") if (save := form.save_of(name))]
+        kept = self._kept({save for _, _, save in found}, staying)
+        for name, size, save in found:
+            if save in kept:
                 continue
             leftovers += save.sequence not in going
             size_bytes += size
             if not dry_run:
                 self._delete(name)
         return Pruned(removed, leftovers, size_bytes)
+
+    def _kept(self, saves: set[form.Data], staying: set[int]) -> set[form.Data]:
+        """Of these saves, those of checkpoints that stay, and those that may still be under way."""
+        newest = max(staying, default=0)
+        kept = {save for save in saves if save.sequence in staying or save.sequence > newest}
+        for save in list(kept):  # a save that broke off left its sequence to the next life's
+            others = {other for other in kept if other.sequence == save.sequence}
+            if save.sequence in staying and len(others) > 1:
+                try:
+                    token = self.manifest(save.sequence).token
+                except (NotFound, Corrupt, Invalid):
+                    continue  # nobody can say which of them it is
+                kept -= {other for other in others if other.token != token}
+        return kept
 
     def _newest_in_bucket(self, sequences: list[int], keep: int) -> int | None:
         """The newest checkpoint that is whole at the backend, asked from the newest on: mostly the first is it."""

@@ -45,6 +45,7 @@ from forebay.torch.checkpoint.tree import Flat
 PATIENCE_S = 6 * 3600.0  # of the threads that send: an outage of hours costs one checkpoint's delay, not the run
 RESTORE_PATIENCE_S = 600.0
 OUTAGE_S = 30.0  # how long a bucket is waited for before the node's own knowledge has to do
+NEWER_MAX = 5  # checkpoints that one restore loses to pruning before it gives up
 UNSEEN = 1000  # sequences left free while the bucket is away: what it has beyond the node's knowledge is less
 OWN = ("rng",)
 T = TypeVar("T")
@@ -59,8 +60,8 @@ class Every(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """Which checkpoint was restored. `skipped`: newer ones that were not, and why. `absent`: names that it does not
-    have for this rank, which were left as they were."""
+    """Which checkpoint was restored. `skipped`: others that were tried first, and why they were not. `absent`: names
+    that it does not have for this rank, or that do not fit, which were left as they were."""
 
     step: int
     sequence: int
@@ -114,6 +115,7 @@ class Checkpointer:
         self._token_base = self._ranks.first(SystemChance().token_hex(4))
         began_s = clock.wall_s()
         self._life = Life(began_s, began_s)
+        self._began_s = clock.monotonic_s()
         self._sequence: int | None = None  # of the last save that was begun; None: not asked yet
         self._last: SaveHandle | None = None
         self._last_step: int | None = None
@@ -211,7 +213,7 @@ class Checkpointer:
 
     def _terms(self, step: int) -> Terms:
         if self._sequence is None:
-            past = self._agreed(self._history, self._history_known)
+            past = self._agreed(self._history, self._history_known, OUTAGE_S)
             self._sequence, self._interval.failures, self._interval.run_s = past
         self._sequence += 1
         token = f"{self._token_base}{self._sequence & 0xFFFFFFFF:08x}"
@@ -229,13 +231,13 @@ class Checkpointer:
         """As `_history`, of what the node knows."""
         return max(self.repository.sequences(known=True), default=0) + UNSEEN, 0, 0.0
 
-    def _agreed(self, ask: Callable[[], Any], ask_node: Callable[[], Any]) -> Any:
+    def _agreed(self, ask: Callable[[], Any], ask_node: Callable[[], Any], outage_s: float) -> Any:
         """What rank 0 finds, on all ranks; its error too. `ask_node`: the same of what the node knows, once the bucket
-        has been away for OUTAGE_S."""
+        has been away for `outage_s`."""
         found: tuple[Any, bool, ForebayError | None] = (None, False, None)
         if self._ranks.rank == 0:
             try:
-                found = (*self._asked(ask, ask_node), None)
+                found = (*self._asked(ask, ask_node, outage_s), None)
             except ForebayError as error:
                 found = (None, False, error)
         value, self._away, failed = self._ranks.first(found)
@@ -243,9 +245,9 @@ class Checkpointer:
             raise failed
         return value
 
-    def _asked(self, ask: Callable[[], Any], ask_node: Callable[[], Any]) -> tuple[Any, bool]:
+    def _asked(self, ask: Callable[[], Any], ask_node: Callable[[], Any], outage_s: float) -> tuple[Any, bool]:
         try:
-            return self._patient(ask, OUTAGE_S), False
+            return self._patient(ask, outage_s), False
         except Unavailable as error:
             log.warning("the bucket does not answer, so what the node knows has to do: %s", error)
             return self._patient(ask_node), True
@@ -271,7 +273,7 @@ class Checkpointer:
             return
         life = self._life
         self._life = msgspec.structs.replace(
-            life, saved_s=clock.wall_s(), stall_s=life.stall_s + handle.stall_s, saves=life.saves + 1, step=handle.step
+            life, saved_s=self._now_s(), stall_s=life.stall_s + handle.stall_s, saves=life.saves + 1, step=handle.step
         )
         try:
             self.repository.record(self._token_base, self._life)
@@ -279,6 +281,10 @@ class Checkpointer:
                 self.repository.prune(self._keep)
         except ForebayError as error:
             log.warning("old checkpoints and the record of this run stay as they are for now: %s", error)
+
+    def _now_s(self) -> float:
+        """Unix time as of this life's begin: a clock that is set meanwhile moves no part of a life."""
+        return self._life.began_s + clock.monotonic_s() - self._began_s
 
     # --- when to save ------------------------------------------------------------------------------------------------
     def maybe_save(self, step: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> SaveHandle | None:
@@ -289,7 +295,8 @@ class Checkpointer:
         returns when the checkpoint is durable.
         """
         urgent = self._ranks.any(self._signalled)
-        self._signalled = urgent
+        if urgent:  # never the other way: a signal may come while the ranks agree
+            self._signalled = True
         if not urgent and not self._ranks.first(self._due(step)):
             return None
         return self.save(step, state() if callable(state) else state, wait=urgent)
@@ -330,35 +337,42 @@ class Checkpointer:
         """Put a checkpoint back into the objects of `into`, by the names they were saved under. None if there is none.
 
         `latest` is the newest that is whole and verifies; an older one is taken if a newer one is damaged, and
-        `skipped` says why. Objects get `load_state_dict`; dictionaries and lists are changed in place, and so is the
+        `skipped` says why. One that a running job prunes meanwhile is skipped, too, for a newer one. Objects get `load_state_dict`; dictionaries and lists are changed in place, and so is the
         memory of tensors.
 
         `NotFound` for a step that was not saved. `Invalid`, before anything is changed, if a module's names, shapes or
-        dtypes differ, or a name was not saved; with `strict=False` what fits is taken. `Corrupt` if no checkpoint
+        dtypes differ, an optimizer's parameters, or a name was not saved; with `strict=False` what fits is taken, and
+        `absent` names the rest. `Unavailable` if checkpoints are pruned faster than they can be read. `Corrupt` if no checkpoint
         verifies: then the objects hold parts of several, so do not train with them.
         """
         began_s = clock.monotonic_s()
         wanted = None if step == "latest" else step
-        sequences = self._agreed(
-            lambda: list(_summaries(self.repository, wanted, known=False)),
-            lambda: list(_summaries(self.repository, wanted, known=True)),
-        )
-        skipped: list[str] = []
-        tried = 0
-        for sequence, problem in sequences:
-            problem = problem or self._try(sequence, into, strict)
-            if isinstance(problem, Restored):
+        tried: dict[int, str] = {}  # by sequence, and what was wrong
+        while (sequence := self._untried(wanted, tried)) is not None:
+            found = self._try(sequence, into, strict)
+            if isinstance(found, Restored):
                 took_s = self._life.restored_s + clock.monotonic_s() - began_s
-                self._life = msgspec.structs.replace(self._life, restored_s=took_s, saved_s=clock.wall_s())
-                return problem._replace(skipped=skipped)
-            tried += 1
-            skipped.append(f"checkpoint {sequence}: {problem}")
-            log.warning("%s; trying an older one", skipped[-1])
+                self._life = msgspec.structs.replace(self._life, restored_s=took_s, saved_s=self._now_s())
+                return found._replace(skipped=[f"checkpoint {number}: {what}" for number, what in tried.items()])
+            tried[sequence] = found
+            log.warning("checkpoint %d: %s; trying another one", sequence, found)
         if tried:
-            raise Corrupt(f"no checkpoint of {self.repository!r} can be restored: {'; '.join(skipped)}")
+            said = "; ".join(f"checkpoint {number}: {what}" for number, what in tried.items())
+            raise Corrupt(f"no checkpoint of {self.repository!r} can be restored: {said}")
         if wanted is not None:
             raise NotFound(f"step {wanted} was not saved under {self.repository.prefix}: `list()` shows what was")
         return None
+
+    def _untried(self, step: int | None, tried: Collection[int]) -> int | None:
+        """The newest checkpoint that was not tried yet, on all ranks the same; None if there is none. It is asked anew
+        each time: what a running job prunes while it is read has a newer one in its place."""
+        if len(tried) > NEWER_MAX and sum(sequence > next(iter(tried)) for sequence in tried) > NEWER_MAX:
+            raise Unavailable("checkpoints go faster than they can be read: keep more of them, or save less often")
+        return self._agreed(  # type: ignore[no-any-return]
+            lambda: _newest(self.repository, step, tried, known=False),
+            lambda: _newest(self.repository, step, tried, known=True),
+            0.0 if self._away else OUTAGE_S,
+        )
 
     def _try(self, sequence: int, into: Mapping[str, Any], strict: bool) -> Restored | str:
         """Restore one checkpoint on all ranks, or why it cannot be."""
@@ -370,7 +384,7 @@ class Checkpointer:
         if damage is not None:
             return damage
         for name, value in plan.values.items():
-            put_back(name, into[name], value, strict)
+            put_back(into[name], value, strict)
         return Restored(plan.manifest.step, sequence, plan.manifest.metadata, [], plan.absent)
 
     def _on_all(self, work: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -431,14 +445,14 @@ class Checkpointer:
         return self.repository.prune(kept)
 
 
-def _summaries(repository: Repository, step: int | None, *, known: bool) -> Iterator[tuple[int, str | None]]:
-    """The sequences to try, newest first, with what is known to be wrong with them."""
+def _newest(repository: Repository, step: int | None, tried: Collection[int], *, known: bool) -> int | None:
+    """The newest sequence, of `step` if one is given, that was not tried."""
     if step is None:
-        yield from ((sequence, None) for sequence in repository.sequences(known=known))
-        return
-    for found in repository.candidates(step, known=known):
-        if isinstance(found, Manifest):
-            yield found.sequence, None
+        there: Iterator[int] = iter(repository.sequences(known=known))
+    else:
+        found = repository.candidates(step, known=known)
+        there = (manifest.sequence for manifest in found if isinstance(manifest, Manifest))
+    return next((sequence for sequence in there if sequence not in tried), None)
 
 
 def _every(every: Literal["auto"] | int | Every) -> Every:

@@ -126,9 +126,20 @@ class Plan:
             return
         now = _with_optimizer_shapes(wanted) if hasattr(wanted, "state_dict") else wanted
         tree = self._source.tree(name, self._ranks.rank)
+        if isinstance(wanted, torch.optim.Optimizer) and (differs := _other_parameters(tree, now)):
+            if self._strict:
+                self.differences.append(f"{name} {differs}")
+            else:
+                self.absent.append(name)  # torch loads an optimizer whole or not at all
+            return
         if self._strict and isinstance(wanted, torch.nn.Module):
             self._compare_keys(name, tree, now)
         self.values[name] = rebuild(tree, self._tensor, now)
+        if not _is_place_for(wanted, self.values[name]):
+            self.differences.append(
+                f"{name} was saved as a {type(self.values[name]).__name__} and cannot be put into a "
+                f"{type(wanted).__name__} (give an object with load_state_dict, a dictionary or a list)"
+            )
 
     def _compare_keys(self, name: str, tree: Any, now: Mapping[str, Any]) -> None:
         saved = {key for key, _ in tree.get("d", [])} if isinstance(tree, dict) else set()
@@ -146,7 +157,7 @@ class Plan:
         if template is not None and template.dtype != dtype:
             if self._strict:
                 self.differences.append(f"{path} is {dtype_name(template.dtype)} and was saved as {entry.dtype}")
-            template = None  # it is converted by whoever loads the state
+            template = torch.empty_like(template, dtype=dtype) if is_distributed(template) else None  # it is converted
         result, target = _placed(path, shape, dtype, template)
         self._targets[path] = (result, target)
         return result
@@ -156,7 +167,8 @@ class Plan:
         if self.differences:
             more = len(self.differences) - DIFFERENCES_SHOWN
             shown = "; ".join(self.differences[:DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise Invalid(f"the checkpoint does not fit: {shown}: restore with strict=False to take what fits")
+            advice = "restore with strict=False to take what fits" if self._strict else "leave out what differs"
+            raise Invalid(f"the checkpoint does not fit: {shown}: {advice}")
 
     def read(self) -> None:
         """Fill all memory. `Corrupt` if something does not verify; the memory is then undefined."""
@@ -278,16 +290,35 @@ class _Like(Mapping[str, Any]):
         return 0
 
 
-def put_back(name: str, wanted: Any, value: Any, strict: bool) -> None:
-    """Give a restored value to what it is for: an object with `load_state_dict`, or a dictionary or list in place."""
+def _other_parameters(tree: Any, now: Mapping[str, Any]) -> str:
+    """In what an optimizer's groups of parameters differ from those that were saved; empty if in nothing."""
+    saved = rebuild(dict(tree["d"]).get("param_groups"), lambda path, template: torch.empty(0))
+    sizes = [[len(group["params"]) for group in groups or ()] for groups in (now.get("param_groups"), saved)]
+    return f"has groups of {sizes[0]} parameters and was saved with {sizes[1]}" if sizes[0] != sizes[1] else ""
+
+
+def _is_place_for(wanted: Any, value: Any) -> bool:
+    if hasattr(wanted, "load_state_dict"):
+        return True
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(value, torch.Tensor)
+    return (isinstance(wanted, MutableMapping) and isinstance(value, Mapping)) or (
+        isinstance(wanted, list) and isinstance(value, list)
+    )
+
+
+def put_back(wanted: Any, value: Any, strict: bool) -> None:
+    """Give a restored value to what it is for: an object with `load_state_dict`, or something that is changed in
+    place."""
     if isinstance(wanted, torch.nn.Module):
         wanted.load_state_dict(value, strict=strict)
     elif hasattr(wanted, "load_state_dict"):
         wanted.load_state_dict(value)
-    elif isinstance(wanted, MutableMapping) and isinstance(value, Mapping):
+    elif isinstance(wanted, MutableMapping):
         wanted.clear()
         wanted.update(value)
-    elif isinstance(wanted, list) and isinstance(value, list):
+    elif isinstance(wanted, list):
         wanted[:] = value
-    elif not isinstance(wanted, torch.Tensor):
-        raise Invalid(f"{name!r} cannot be restored into a {type(wanted).__name__}: give an object or a dictionary")
+    elif wanted.dtype != value.dtype:  # else it was read into its own memory
+        with torch.no_grad():
+            wanted.copy_(value)

@@ -1,0 +1,260 @@
+"""What goes wrong around a save or a restore: a full disk, a rank that dies, a signal, a clock, another job's pruning."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forebay.client.sync import Client
+from forebay.core import checkpoint as form
+from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.types import LOCAL_URL, Bucket
+from forebay.ports import clock
+from forebay.torch import Checkpointer, RandomState
+from forebay.torch.checkpoint.restoring import Plan
+from forebay.torch.checkpoint.saving import Save
+from tests.checkpoint.crash_trainer import fork
+from tests.checkpoint.test_ranks import ranks
+from tests.node.conftest import NodeProcess
+from tests.patience import until
+
+pytestmark = pytest.mark.real
+MIB = 1 << 20
+
+
+def saver(node: NodeProcess, place: str, **more: Any) -> Checkpointer:
+    return Checkpointer(place, url=node.endpoint, **more)
+
+
+def whole(value: float) -> dict[str, Any]:
+    return {"w": torch.full((500_000,), value)}  # 2 MB
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+def test_a_full_disk_is_waited_for_while_training_goes_on(tmp_path: Path):
+    node = NodeProcess(tmp_path, "--capacity", str(16 * MIB), "--fronts", "1")
+    node.start()
+    try:
+        with Client(node.endpoint) as client, saver(node, "here/run", every=1) as checkpoints:
+            client.bucket_put(Bucket("here", LOCAL_URL, write="local"))
+            checkpoints.save(1, whole(1.0), wait=True)
+            client.put("here", "other", bytes(13 * MIB))
+            handle = checkpoints.save(2, whole(2.0))
+            until(lambda: handle.waiting or handle.done, "the save says that it waits")
+            assert "waits for the node" in repr(handle)
+            for step in range(3, 40):
+                assert checkpoints.maybe_save(step, whole(3.0)) is None, "training goes on, and nothing piles up"
+            with pytest.raises(Unavailable, match="wait longer, or go on"):
+                handle.durable(timeout_s=0.01)
+            client.delete("here", "other")
+            assert handle.durable().step == 2
+            assert handle.waiting == ""
+            assert checkpoints.maybe_save(40, whole(4.0)) is not None
+    finally:
+        node.stop()
+
+
+def test_a_save_that_is_larger_than_what_may_be_dirty_ends_on_all_ranks(node: NodeProcess, tmp_path: Path):
+    folder = node.dir / "narrow"
+    folder.mkdir()
+    body = {"name": "narrow", "url": f"file://{folder}", "write": "back", "dirty_bytes_max": 100_000}
+    node.json("PUT", "buckets/narrow", body)
+
+    def work(rank: int) -> None:
+        with saver(node, "narrow/run", own=("rng", "mine")) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, {"model": whole(1.0), "mine": whole(float(rank))}, wait=True)
+            assert [manifest.step for manifest in checkpoints.list()] == [2, 1]
+
+    ranks(tmp_path, 2, work)
+
+
+# --- ranks and signals -----------------------------------------------------------------------------------------------
+def test_a_rank_that_dies_in_a_save_fails_it_on_the_others_and_nobody_hangs(node: NodeProcess, tmp_path: Path):
+    meeting = tmp_path / "meeting"
+
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+        with saver(node, "runs/bereft", own=("w",)) as checkpoints:
+            checkpoints.save(1, whole(1.0), wait=True)
+            if rank == 1:
+                Save._put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            handle = checkpoints.save(2, whole(2.0))
+            with pytest.raises(Unavailable, match="start the job again"):
+                handle.durable(timeout_s=60.0)
+
+    pids = [fork(tmp_path / f"rank-{rank}", lambda rank=rank: work(rank)) for rank in range(2)]  # type: ignore[misc]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    error = tmp_path / "rank-0.error"
+    assert ended == [0, -signal.SIGKILL], error.read_text() if error.exists() else ended
+    found = whole(0.0)
+    with saver(node, "runs/bereft", keep=1, own=("w",)) as checkpoints:
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert restored.step == 1
+        assert found["w"].unique().tolist() == [1.0]
+        checkpoints.save(2, found, wait=True).durable("bucket")
+        checkpoints.prune()
+        left = {name for name, _ in checkpoints.repository._objects("data/")}
+        assert left == {name for name, _ in checkpoints.list()[0].objects()}, "nothing stays of the save that broke off"
+
+
+def test_a_scheduler_that_sends_its_signal_twice_gets_one_save_that_counts(node: NodeProcess):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with saver(node, "runs/sigterm", every=1000) as checkpoints:
+            checkpoints.on_signal()
+            assert checkpoints.maybe_save(1, whole(1.0)) is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            timer = threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGTERM))
+            timer.start()
+            handle = checkpoints.maybe_save(2, whole(2.0))
+            timer.join()
+            assert handle is not None
+            assert handle.done
+            assert checkpoints.stopping
+            assert [manifest.step for manifest in checkpoints.list()] == [2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):
+    with saver(node, "runs/between", every=1000) as checkpoints:
+
+        def meanwhile(flag: bool) -> bool:
+            monkeypatch.undo()
+            checkpoints._note_signal()
+            return flag
+
+        monkeypatch.setattr(checkpoints._ranks, "any", meanwhile)
+        assert checkpoints.maybe_save(1, whole(1.0)) is None
+        assert checkpoints.maybe_save(2, whole(2.0)) is not None
+        assert checkpoints.stopping
+
+
+# --- the clock -------------------------------------------------------------------------------------------------------
+def test_a_clock_that_is_set_back_changes_neither_what_is_newest_nor_where_the_time_went(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    day_s = 86_400.0
+    with saver(node, "runs/clock") as checkpoints:
+        checkpoints.save(1, whole(1.0), wait=True)
+        monkeypatch.setattr(clock, "wall_s", lambda: time.time() - day_s)
+        checkpoints.save(2, whole(2.0), wait=True)
+        monkeypatch.setattr(clock, "wall_s", lambda: time.time() + day_s)
+        checkpoints.save(3, whole(3.0), wait=True)
+        monkeypatch.setattr(clock, "wall_s", lambda: time.time() - 7 * day_s)
+        checkpoints.save(4, whole(4.0), wait=True)
+        assert [manifest.step for manifest in checkpoints.list()] == [4, 3, 2, 1]
+    found = whole(0.0)
+    with saver(node, "runs/clock") as checkpoints:  # its life begins a week before the one before it
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert restored.step == 4
+        checkpoints.save(5, found, wait=True)
+        until(lambda: checkpoints.goodput().lives == 2, "both lives are recorded")
+        said = checkpoints.goodput()
+        assert min(said.productive_s, said.stalled_s, said.restarting_s, said.lost_s) >= 0
+        assert said.productive_s + said.stalled_s < day_s, "a life is as long as it was, whatever the clock says"
+        assert checkpoints.explain().interval_s < day_s
+
+
+# --- readers beside pruning, and damage ------------------------------------------------------------------------------
+def test_a_restore_whose_checkpoint_is_pruned_meanwhile_takes_the_newer_one(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    read, saved, last = Plan.read, [1], [3]
+    with saver(node, "straight/raced", keep=1) as job, saver(node, "straight/raced") as reader:
+        job.save(1, whole(1.0), wait=True)
+
+        def late(plan: Plan) -> None:
+            if saved[0] < last[0]:
+                saved[0] += 1
+                job.save(saved[0], whole(float(saved[0])), wait=True)._finished.wait()
+            read(plan)
+
+        monkeypatch.setattr(Plan, "read", late)
+        found = whole(0.0)
+        restored = reader.restore(found)
+        assert restored is not None
+        assert restored.step == 3
+        assert len(restored.skipped) == 2
+        assert found["w"].unique().tolist() == [3.0]
+        last[0] = 1000
+        with pytest.raises(Unavailable, match="keep more of them"):
+            reader.restore(found)
+
+
+def test_what_a_manifest_names_must_be_there_and_be_the_same(node: NodeProcess):
+    with saver(node, "runs/manifests") as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, whole(float(step)), wait=True)
+        client, prefix = checkpoints._client, checkpoints.repository.prefix
+        for manifest in checkpoints.list()[:3]:
+            for name, _ in manifest.objects():
+                index = name.endswith("index")
+                if manifest.step == 4 or (manifest.step == 3 and index):
+                    client.delete("runs", prefix + name)  # all of it, and the index alone
+                elif manifest.step == 2 and index:
+                    rotten = bytearray(client.get("runs", prefix + name))
+                    rotten[-2] ^= 1
+                    client.put("runs", prefix + name, bytes(rotten))
+        foreign = client.get("runs", prefix + form.manifest_name(4))
+        client.put("runs", prefix + form.manifest_name(9), foreign)
+        found = whole(0.0)
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert restored.step == 1
+        assert [what.partition(":")[0] for what in restored.skipped] == [f"checkpoint {n}" for n in (9, 4, 3, 2)]
+        assert found["w"].unique().tolist() == [1.0]
+        with pytest.raises(Corrupt, match="no checkpoint"):
+            checkpoints.restore(found, step=2)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+def test_nothing_is_changed_if_any_of_it_does_not_fit(node: NodeProcess):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with saver(node, "runs/unfit") as checkpoints:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        checkpoints.save(1, {"model": model, "optim": optimizer, "counts": [1, 2], "rng": RandomState()}, wait=True)
+        other = nn.Linear(3, 2)
+        before = other.weight.detach().clone()
+        frozen = torch.optim.Adam([other.weight])
+        split = torch.optim.Adam([{"params": [other.weight]}, {"params": [other.bias]}])
+        for wrong, said in (
+            ({"optim": frozen}, r"optim has groups of \[1\] parameters and was saved with \[2\]"),
+            ({"optim": split}, r"groups of \[1, 1\] parameters"),
+            ({"counts": {}}, "counts was saved as a list and cannot be put into a dict"),
+            ({"counts": 7}, "cannot be put into a int"),
+        ):
+            with pytest.raises(Invalid, match=said):
+                checkpoints.restore({"model": other, **wrong})
+            assert torch.equal(other.weight, before)
+        with pytest.raises(Invalid, match="leave out what differs"):
+            checkpoints.restore({"counts": 7}, strict=False)
+        restored = checkpoints.restore({"model": other, "optim": frozen}, strict=False)
+        assert restored is not None
+        assert restored.absent == ["optim"]
+        assert torch.equal(other.weight, model.weight)
+        assert not frozen.state
+
+
+def test_a_tensor_of_another_dtype_is_converted_where_it_lies(node: NodeProcess):
+    with saver(node, "runs/converted") as checkpoints:
+        checkpoints.save(1, whole(1.5), wait=True)
+        found = torch.zeros(500_000, dtype=torch.float64)
+        with pytest.raises(Invalid, match="w is float64 and was saved as float32"):
+            checkpoints.restore({"w": found})
+        checkpoints.restore({"w": found}, strict=False)
+        assert found.unique().tolist() == [1.5]
