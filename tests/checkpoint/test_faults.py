@@ -1,4 +1,4 @@
-"""What goes wrong around a save or a restore: a full disk, a rank that dies, a signal, a clock, another job's pruning."""
+"""What goes wrong around a save or restore: a full disk, a rank that dies, a signal, a clock, another job's pruning."""
 
 from __future__ import annotations
 
