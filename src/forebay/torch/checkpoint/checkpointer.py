@@ -337,13 +337,13 @@ class Checkpointer:
         """Put a checkpoint back into the objects of `into`, by the names they were saved under. None if there is none.
 
         `latest` is the newest that is whole and verifies; an older one is taken if a newer one is damaged, and
-        `skipped` says why. One that a running job prunes meanwhile is skipped, too, for a newer one. Objects get `load_state_dict`; dictionaries and lists are changed in place, and so is the
-        memory of tensors.
+        `skipped` says why. One that a running job prunes meanwhile is skipped, too, for a newer one. Objects get
+        `load_state_dict`; dictionaries and lists are changed in place, and so is the memory of tensors.
 
         `NotFound` for a step that was not saved. `Invalid`, before anything is changed, if a module's names, shapes or
         dtypes differ, an optimizer's parameters, or a name was not saved; with `strict=False` what fits is taken, and
-        `absent` names the rest. `Unavailable` if checkpoints are pruned faster than they can be read. `Corrupt` if no checkpoint
-        verifies: then the objects hold parts of several, so do not train with them.
+        `absent` names the rest. `Unavailable` if checkpoints are pruned faster than they can be read. `Corrupt` if no
+        checkpoint verifies: then the objects hold parts of several, so do not train with them.
         """
         began_s = clock.monotonic_s()
         wanted = None if step == "latest" else step
