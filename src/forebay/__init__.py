@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay import aio
+    from forebay.client.shards.writer import ShardWriter
     from forebay.client.sync import Client, connect
     from forebay.core.errors import (
         Busy,
@@ -44,12 +45,18 @@ __all__ = [
     "NotSupported",
     "ObjectLost",
     "Precondition",
+    "ShardWriter",
     "Unavailable",
     "VolumeMissing",
     "__version__",
     "aio",
     "connect",
 ]
+_ROOMS = {
+    "Client": "forebay.client.sync",
+    "connect": "forebay.client.sync",
+    "ShardWriter": "forebay.client.shards.writer",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -57,5 +64,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
     if name == "aio":
         return importlib.import_module("forebay.aio")
-    room = "forebay.client.sync" if name in ("Client", "connect") else "forebay.core.errors"
-    return getattr(importlib.import_module(room), name)
+    return getattr(importlib.import_module(_ROOMS.get(name, "forebay.core.errors")), name)

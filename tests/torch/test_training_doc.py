@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forebay.torch import DataLoader
+from forebay.torch import DataLoader, ShardDataset
 from tests.node.conftest import NodeProcess
 from tests.torch.memory_source import numbered_shard
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 2, "give what was added a test"
+    assert len(BLOCKS) == 3, "give what was added a test"
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
@@ -76,3 +76,17 @@ def test_a_run_goes_on_with_what_it_began_with(folder: Path):
     exec(text, names)
     assert len(names["dataset"]) == 130, "a new run takes what there is"
     names["loader"].close()
+
+
+def test_shards_are_made_and_a_second_run_goes_on(folder: Path):
+    text = block("ShardWriter")
+    names: dict[str, Any] = {"pictures": [b"%d" % number for number in range(100)], "labels": list(range(99))}
+    smaller = text.replace('shard_bytes="256MiB"', "samples_max=30")
+    with pytest.raises(IndexError):  # the program ends in the middle
+        exec(smaller, names)
+    names["labels"].append(99)
+    exec(smaller, names)
+    assert names["writer"].samples == 100
+    dataset = ShardDataset("corpus/packed/", decode={})
+    assert dataset.known_samples == 100
+    assert [int(dataset[number]["jpg"]) for number in (0, 50, 99)] == [0, 50, 99]

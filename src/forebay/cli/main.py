@@ -54,6 +54,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "config": ("config", "Save nodes by name."),
     "top": ("top", "Watch hit ratio, bandwidth and latency live."),
     "ckpt": ("ckpt", "List, verify, copy and prune checkpoints."),
+    "shard": ("shard", "Pack files or objects into shards."),
     "offload": ("offload", "Plan what a training step moves to disks, and what it costs."),
     "bench": ("bench", "Measure this machine: warm, cold, epoch or all."),
     "doctor": ("doctor", "Look for what is wrong and say what to change."),

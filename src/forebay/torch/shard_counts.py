@@ -1,8 +1,7 @@
 """The number of samples in each shard, from the user or from an index beside the shards.
 
-Theory. WebDataset's `wids` keeps an index beside shards, `shardindex.json`: `{"shardlist": [{"url": "train-0.tar",
-"nsamples": 1000, …}, …]}`. Its URLs may be of another place, so a shard is known by the last part of its key; the user
-may also give whole keys. The listing, which all ranks share, says whether there is an index.
+Theory. An index (`core/formats/samples.py`) has URLs that may be of another place, so a shard is known by the last part
+of its key; the user may also give whole keys. The listing, which all ranks share, says whether there is an index.
 
 These counts are promises: `len` believes them, and a shard with another number is an error when it is read. They have
 no part in the order.
@@ -12,25 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.formats.listing import Listing
+from forebay.core.formats.samples import INDEX, decode_index
 from forebay.core.messages.batch import Item
 from forebay.torch.columns import Column, ListingColumns
 from forebay.torch.source import Facts, Patient
-
-INDEX = "shardindex.json"
-
-
-class _Shard(msgspec.Struct):
-    url: str
-    nsamples: int
-
-
-class _Index(msgspec.Struct):
-    shardlist: list[_Shard]
 
 
 def told_counts(
@@ -52,9 +40,8 @@ def told_counts(
     (value,) = source.get_many([Item(columns.bucket, index)], Facts())
     if isinstance(value, ForebayError):
         raise value
-    try:
-        said = msgspec.json.decode(value, type=_Index).shardlist
-    except msgspec.DecodeError:
+    said = decode_index(value)
+    if said is None:
         return None  # it is something else
     found, missing = _matched(columns, {shard.url: shard.nsamples for shard in said})
     return None if missing else found

@@ -10,9 +10,8 @@ shards (`order.Windows`) and has those counted that come next. The first epoch d
 permutation over all samples would begin by reading most shards. Which epochs do so depends on nothing that ranks may
 know differently: see docs/design/0007-cold-shards.md.
 
-Names are read as WebDataset reads them: the key is everything up to the first dot of the last component, and the rest
-is the part's extension. Names without either are no samples. WebDataset joins only neighbours into one sample; here all
-members of a shard with one key are one sample, and of two with the same name the last counts, as in tar.
+Names are read as WebDataset reads them (`core/formats/samples.py`). WebDataset joins only neighbours into one sample;
+here all members of a shard with one key are one sample, and of two with the same name the last counts, as in tar.
 
 Invariants. (1) Samples are numbered by shard, in byte order of their keys, then in the order in which their first
 members appear. (2) A layout is of the listed version of its shard.
@@ -23,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +34,7 @@ import numpy as np
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.formats.members import Form, MemberIndex, build, form_of
+from forebay.core.formats.samples import split
 from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
@@ -56,7 +55,6 @@ ARRIVING_BYTES = 256 * limits.MIB  # of a window of the first epoch: a node hold
 FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first batch
 HEADER_BYTES = 64 * limits.KIB  # read at once where headers lie close together
 log = logging.getLogger("forebay.torch")
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 
 
 class Layout(NamedTuple):
@@ -106,9 +104,9 @@ def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
     plain = not members.plain
     for number in range(len(members)):
         member = members.member(number)
-        match = _NAME.fullmatch(member.name)
-        if match and (not parts or match[2].lower() in parts):
-            samples.setdefault(match[1], {})[match[2]] = (member.start, member.size_bytes)
+        named = split(member.name)
+        if named and (not parts or named[1].lower() in parts):
+            samples.setdefault(named[0], {})[named[1]] = (member.start, member.size_bytes)
             plain = plain and not member.method
     extensions: dict[str, int] = {}
     keys: list[bytes] = []

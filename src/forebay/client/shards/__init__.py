@@ -1,0 +1,1 @@
+"""Writing shards of samples, to a bucket or a folder."""
