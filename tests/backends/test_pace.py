@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.backends.http.cloud import CloudReads
@@ -58,6 +58,7 @@ def test_bodies_beside_each_other_are_one_pace() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["began", "came", "ended"]), st.floats(0, 10), st.integers(0, 2 * SAMPLE_BYTES)))
 )
+@example([("came", 1e-308, SAMPLE_BYTES)])  # the rate is infinite
 def test_whatever_happens_a_chunk_has_its_bounds(story: list[tuple[str, float, int]]) -> None:
     pace, now_s = Pace(), 0.0
     for what, passed_s, size_bytes in story:

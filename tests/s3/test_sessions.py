@@ -20,7 +20,13 @@ from forebay.node.front.http.requests import Request
 from tests.front.web_tokens import RULES, SECRET, issuer, token, trusted
 
 STATIC = Identity("static", "AKIDSTATIC", "static-secret", grants=parse_grants("admin:*"))
-NOW_S = int(time.time())
+NOW_S = 0  # when the test began: botocore signs by the machine's clock
+
+
+@pytest.fixture(autouse=True)
+def _now() -> None:
+    global NOW_S
+    NOW_S = int(time.time())
 
 
 def given(sessions: Sessions | None = None, *, life_s: int = 900, rules: tuple[Rule, ...] = RULES) -> Session:

@@ -45,8 +45,8 @@ class Pace:
         self._got_bytes += size_bytes
         busy_s = self._busy_s + now_s - self._since_s
         if self._got_bytes >= SAMPLE_BYTES and busy_s > 0:
-            sent_bytes = int(self._got_bytes / busy_s * CHUNK_S)
-            self.chunk_bytes = max(CHUNK_BYTES_MIN, min(sent_bytes, CHUNK_BYTES_MAX))
+            sent_bytes = min(self._got_bytes / busy_s * CHUNK_S, CHUNK_BYTES_MAX)  # may be infinite before
+            self.chunk_bytes = max(CHUNK_BYTES_MIN, int(sent_bytes))
             self._since_s, self._busy_s, self._got_bytes = now_s, 0.0, 0
 
     def ended(self, now_s: float) -> None:
