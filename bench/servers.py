@@ -8,6 +8,7 @@ server here is a context manager that runs one process with its own directory an
     with Nginx(root) as http:                   # http.url
     with Azurite() as azure:                    # azure.options(), azure.create_container("corpus")
     with FakeGCS() as gcs:                      # gcs.options(), gcs.create_bucket("corpus"), gcs.put(bucket, key, data)
+    with EtcdCluster(3) as etcd:                # etcd.addresses; etcd.members[0].kill()
     with Issuer({"ann": {"groups": ["a"]}}) as oidc:  # oidc.url, oidc.token("ann", audience)
 
 No server outlives the process that started it: the kernel kills it when its parent dies (`setpriv --pdeathsig`), and
@@ -67,6 +68,7 @@ DEBIAN_PACKAGES = {
     "wrk": "wrk",
     "fio": "fio",
     "npm": "npm",
+    "etcd": "etcd-server",
     "setpriv": "util-linux",
 }  # program: package
 
@@ -227,6 +229,11 @@ class Server:
         assert self._process is not None, f"{self.name} is not running"
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether it was started, and not stopped or killed since."""
+        return self._process is not None
+
     def start(self) -> None:
         """Run until ready, or raise `ServerFailed` (with the log) or `MissingProgram`."""
         assert self._process is None, f"{self.name} is running already"
@@ -235,7 +242,7 @@ class Server:
             self.ports = free_ports(self.ports_wanted)
             try:
                 self._spawn()
-                self._wait_ready()
+                self.wait_ready()
                 return
             except ServerFailed:
                 self.stop()
@@ -271,7 +278,7 @@ class Server:
         assert self._process is None, f"{self.name} is running already"
         self._spawn()
         if wait:
-            self._wait_ready()
+            self.wait_ready()
 
     def log_tail(self, size_bytes: int = 2000) -> str:
         """The end of what the server printed."""
@@ -290,7 +297,8 @@ class Server:
             )
         atexit.register(self.stop)
 
-    def _wait_ready(self) -> None:
+    def wait_ready(self) -> None:
+        """Wait until it answers, or raise `ServerFailed`."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         pause_s = 0.02
         while time.monotonic() < deadline_s:
@@ -595,6 +603,83 @@ class FakeGCS(Server):
         _ask(url, "POST", data, {"Content-Type": content_type})
 
 
+class Etcd(Server):
+    """One member of an etcd cluster. `beside` are all members, itself included: by their ports they find each other."""
+
+    name = "etcd"
+    ports_wanted = 2  # clients, peers
+
+    def __init__(self, beside: list[Etcd]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.ports[0]
+
+    def command(self) -> list[str]:
+        client, peer = (f"http://127.0.0.1:{port}" for port in self.ports)
+        cluster = ",".join(f"m{one.ports[1]}=http://127.0.0.1:{one.ports[1]}" for one in self.beside)
+        return [
+            *(find_program("etcd"), "--name", f"m{self.ports[1]}", "--data-dir", f"{self.dir}/data"),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster),
+            *("--heartbeat-interval", "50", "--election-timeout", "500", "--logger", "zap", "--log-level", "warn"),
+        ]
+
+    def is_ready(self) -> bool:
+        """Whether it answers with what a majority agrees on."""
+        _ask(f"http://127.0.0.1:{self.ports[0]}/v3/kv/range", "POST", b'{"key": "AA=="}')
+        return True
+
+
+class EtcdCluster:
+    """So many members of one etcd, as a context manager. `members[n].kill()` and `.restart()` keep its data."""
+
+    def __init__(self, count: int) -> None:
+        self.members: list[Etcd] = []
+        for _ in range(count):
+            self.members.append(Etcd(self.members))
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where clients ask."""
+        return [member.address for member in self.members]
+
+    def start(self) -> None:
+        """Run until each member answers, or raise as `Server.start` does."""
+        for attempt in range(1, STARTS_MAX + 1):
+            ports = free_ports(2 * len(self.members))
+            try:
+                for member in self.members:
+                    member.dir = Path(tempfile.mkdtemp(prefix="forebay-etcd-"))
+                    member.ports = [ports.pop(), ports.pop()]
+                for member in self.members:  # alone, none of them is ready
+                    member.restart(wait=False)
+                for member in self.members:
+                    member.wait_ready()
+                return
+            except ServerFailed:
+                self.stop()
+                if attempt == STARTS_MAX:
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """Stop them all. May be called twice."""
+        for member in self.members:
+            member.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
 class Issuer(Server):
     """An OIDC issuer: oidc-provider, certified by the OpenID Foundation. `people` maps names to the claims that their
     access tokens have besides the usual ones. Its keys are RSA; the folder `self.dir` has them."""
@@ -639,7 +724,7 @@ class Issuer(Server):
         self._keys = [_private_jwk()]
         self._write_config()
         os.kill(self.pid, signal.SIGHUP)
-        self._wait_ready()
+        self.wait_ready()
 
     @property
     def _config(self) -> Path:

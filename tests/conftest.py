@@ -27,7 +27,7 @@ RUNS_IN_CI = os.environ.pop("CI", "") == "true"
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("ci" if RUNS_IN_CI else "patient")  # "ci": examples that do not change
 
-ServerT = TypeVar("ServerT", bound=servers.Server)
+ServerT = TypeVar("ServerT", bound=servers.Server | servers.EtcdCluster)
 
 
 def _serve(make: Callable[[], ServerT]) -> Iterator[ServerT]:
@@ -66,6 +66,12 @@ def azurite() -> Iterator[servers.Azurite]:
 def gcs() -> Iterator[servers.FakeGCS]:
     """A Google Cloud Storage server for reading; put objects with `gcs.put(bucket, key, data)`."""
     yield from _serve(servers.FakeGCS)
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[servers.EtcdCluster]:
+    """An etcd of three members. Take a namespace of your own, and bring back the members that you stop."""
+    yield from _serve(lambda: servers.EtcdCluster(3))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import servers
 from forebay.cli.doctor import text
 from forebay.core.errors import Denied
 from forebay.core.messages import calls
@@ -25,9 +26,11 @@ from forebay.health.findings import (
     BucketFacts,
     ClockFacts,
     DiskFacts,
+    EtcdFacts,
     Facts,
     Finding,
     LimitFacts,
+    MemberFacts,
     NodeFacts,
     VersionFacts,
     judge,
@@ -324,3 +327,34 @@ def test_the_endpoints_whose_clocks_count() -> None:
         "https://storage.googleapis.com",
         "https://data.example",
     ]
+
+
+MEMBER = MemberFacts("h:2379", "3.4.23", "7", leads=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "level", "words"),
+    [
+        (EtcdFacts([MEMBER, MemberFacts("i:2379", error="refused")], 0.01), "warn", "refused"),
+        (EtcdFacts([MEMBER, MemberFacts("i:2379", "3.5.1", "8")], 0.01), "bad", "2 different clusters"),
+        (EtcdFacts([MEMBER], 0.9), "warn", "agrees within 900 ms"),
+        (EtcdFacts([MEMBER], error="no answer"), "bad", "no answer"),
+        (EtcdFacts([MemberFacts("h:1", troubles=("alarm:NOSPACE",))], 0.01), "bad", "NOSPACE: it takes no change"),
+    ],
+)
+def test_an_etcd_in_trouble_is_told(told: EtcdFacts, level: str, words: str) -> None:
+    finding = only(findings.etcd(told))
+    assert (finding.check, finding.level) == ("etcd", level)
+    assert words in finding.what
+    assert finding.change
+
+
+def test_a_real_etcd_is_looked_at(program: Program, node: FakeNode, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    addresses = [*etcd.addresses, ("127.0.0.1", servers.free_ports(1)[0])]
+    url = "etcd://" + ",".join(f"{host}:{port}" for host, port in addresses)
+    told = json.loads(program("doctor", "--no-measure", "--volume", str(tmp_path), "--json", "--cluster", url).stdout)
+    said = {one["subject"]: one for one in told["findings"] if one["check"] == "etcd"}
+    assert [said[f"{host}:{port}"]["level"] for host, port in addresses] == ["ok", "ok", "ok", "warn"]
+    assert sum("leads" in one["what"] for one in said.values()) == 1
+    assert "agrees within" in said["majority"]["what"]
+    assert "is no etcd URL" in program("doctor", "--cluster", "http://elsewhere", code=2).stderr

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from forebay.client import flows
-from forebay.client.http1 import Request, Response
 from forebay.core.errors import Bug, Busy, Corrupt, Denied, Invalid, NotFound, Unavailable
 from forebay.core.messages.calls import CachedEntry, CachedPage, JobState
+from forebay.core.messages.http1 import Request, Response
 from forebay.core.types import Bucket, RangeSpec
 
 

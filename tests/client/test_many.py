@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import aio
-from forebay.client.http1 import Response
 from forebay.client.many import FrameSink, Many
 from forebay.client.sync import Client
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages import batch
 from forebay.core.messages.batch import FRAME, Item, read_frames
+from forebay.core.messages.http1 import Response
 from tests.front.fake_engine import Cold, Node, serve
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-forebay-batch\r\n"

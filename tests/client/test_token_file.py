@@ -9,9 +9,9 @@ import pytest
 
 from forebay.client import calling
 from forebay.client.calling import Calling
-from forebay.client.http1 import Request
 from forebay.client.sync import Client
 from forebay.core.errors import Invalid
+from forebay.core.messages.http1 import Request
 
 
 def proof_of(one: Calling) -> str:

@@ -14,10 +14,10 @@ import pytest
 
 from forebay.client import upload
 from forebay.client.connection import CUT
-from forebay.client.http1 import Request, Response
 from forebay.client.sync import Client
 from forebay.core.errors import Denied, Precondition, Unavailable
 from forebay.core.messages.calls import Written
+from forebay.core.messages.http1 import Request, Response
 from forebay.core.types import Bucket
 from tests.node.conftest import MIB, NodeProcess, pattern
 from tests.patience import PATIENCE_S

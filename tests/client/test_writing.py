@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from forebay.client import aio, flows, upload
-from forebay.client.http1 import EXPECT_BYTES_MIN, Request, Response, Source
 from forebay.client.sync import Client
 from forebay.core.errors import Busy, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages.calls import PartState, UploadCompleted, Uploads, UploadState, Written
+from forebay.core.messages.http1 import EXPECT_BYTES_MIN, Request, Response, Source
 from tests.client.fake_node import FakeNode
 from tests.client.test_flows import play, said
 

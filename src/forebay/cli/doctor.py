@@ -27,6 +27,9 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Write 16 MiB to each disk to time it.")
     ] = True,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="ETCD-URL", help="Look at this etcd: etcd://HOST:PORT,HOST:PORT.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -38,7 +41,7 @@ def doctor(
     """
     from forebay.health.facts import collect
 
-    findings = judge(collect(dir, url, volume or (), measure=measure))
+    findings = judge(collect(dir, url, volume or (), measure=measure, cluster=cluster))
     if as_json:
         show.document({"worst": worst(findings), "findings": findings})
     else:

@@ -24,17 +24,6 @@ from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
 from forebay.client.connection import CUT, Collected, Stale, copy_into
 from forebay.client.hinting import HintsAsync
-from forebay.client.http1 import (
-    EXPECT_BYTES_MIN,
-    Chunks,
-    Head,
-    Request,
-    Response,
-    Sink,
-    Source,
-    build_request,
-    parse_head,
-)
 from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
@@ -45,6 +34,17 @@ from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CopyCall, JobState, JobVerb, ObjectState, Written
+from forebay.core.messages.http1 import (
+    EXPECT_BYTES_MIN,
+    Chunks,
+    Head,
+    Request,
+    Response,
+    Sink,
+    Source,
+    build_request,
+    parse_head,
+)
 from forebay.core.messages.node_state import NodeState
 from forebay.core.types import Bucket, ListPage, RangeSpec
 

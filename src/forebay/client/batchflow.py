@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from forebay.client.connection import CUT, Endpoint
 from forebay.client.flows import Flow, raised
-from forebay.client.http1 import Request, Response
 from forebay.client.many import FrameSink, Host, Many, Result
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
 from forebay.core.messages import batch
 from forebay.core.messages.batch import Item, Wanted
+from forebay.core.messages.http1 import Request, Response
 from forebay.ports import clock
 
 OnError = Literal["raise", "report"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.client.connection import default_trust, parse_url, trust_file
-from forebay.client.http1 import Request
 from forebay.client.saved import Saved, find
 from forebay.core import limits
 from forebay.core.errors import Invalid
+from forebay.core.messages.http1 import Request
 from forebay.ports import clock
 
 if TYPE_CHECKING:

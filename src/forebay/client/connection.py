@@ -27,7 +27,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from forebay.client.http1 import (
+from forebay.core import limits
+from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
+from forebay.core.messages.http1 import (
     EXPECT_BYTES_MIN,
     Chunks,
     Head,
@@ -38,8 +40,6 @@ from forebay.client.http1 import (
     build_request,
     parse_head,
 )
-from forebay.core import limits
-from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
 
 if TYPE_CHECKING:
     import ssl

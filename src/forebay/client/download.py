@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from forebay.client import flows
-from forebay.client.http1 import Response
 from forebay.client.sinks import IntoFd
 from forebay.core.errors import Busy, Corrupt, Invalid, Precondition
+from forebay.core.messages.http1 import Response
 from forebay.core.types import RangeSpec
 from forebay.ports import chance, machine
 

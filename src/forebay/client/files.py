@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 from forebay.client import flows
 from forebay.client.connection import CUT
 from forebay.client.door import Found
-from forebay.client.http1 import Request
 from forebay.client.upload import PutOptions, put_file
 from forebay.core import limits
 from forebay.core.errors import Closed, Invalid, Precondition, Unavailable
+from forebay.core.messages.http1 import Request
 from forebay.core.types import RangeSpec
 from forebay.ports import clock
 

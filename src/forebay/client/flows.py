@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from forebay.client.http1 import Request, Response, Sink, Source, encode_path, with_query
 from forebay.core.errors import (
     KINDS,
     Bug,
@@ -44,6 +43,7 @@ from forebay.core.messages.calls import (
     Written,
 )
 from forebay.core.messages.doorwire import DoorAt
+from forebay.core.messages.http1 import Request, Response, Sink, Source, encode_path, with_query
 from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from forebay.client import flows
-from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt, Invalid
 from forebay.core.formats.listing import Listing
 from forebay.core.machines.hints import TRIPLE_BYTES, HintsCall, HintsState
+from forebay.core.messages.http1 import Request, encode_path, with_query
 
 PIECE_ACCESSES = 1 << 18  # 3 MiB
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import msgspec
 
 from forebay.client import flows
-from forebay.client.http1 import Request, encode_path, with_query
 from forebay.core.errors import Corrupt
 from forebay.core.formats.listing import Listing, ListingState
+from forebay.core.messages.http1 import Request, encode_path, with_query
 
 Progress = Callable[[int], None]
 

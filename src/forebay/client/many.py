@@ -19,10 +19,10 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-from forebay.client.http1 import Response
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError
 from forebay.core.messages.batch import FRAME, MEDIA, Item, Wanted, read_frames
+from forebay.core.messages.http1 import Response
 
 Result = memoryview | bytes | ForebayError
 Host = Callable[[Sequence[Item]], Sequence[bytes | memoryview | None]]  # what can be had without HTTP, else None

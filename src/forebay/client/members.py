@@ -19,12 +19,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from forebay.client import flows
-from forebay.client.http1 import Request, Source, encode_path, with_query
 from forebay.client.upload import Data
 from forebay.core.errors import Corrupt, Invalid
 from forebay.core.formats import members
 from forebay.core.formats.members import Member, MemberIndex
 from forebay.core.messages.calls import Written
+from forebay.core.messages.http1 import Request, Source, encode_path, with_query
 
 MEMBERS_KEPT_MAX = 1_000_000  # of all shards in one client: about 200 MB once their names were looked up
 

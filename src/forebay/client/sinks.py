@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from forebay.client.http1 import Response
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Invalid
+from forebay.core.messages.http1 import Response
 
 _PIECE_BYTES = 256 * limits.KIB
 

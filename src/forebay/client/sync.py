@@ -28,7 +28,6 @@ from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
 from forebay.client.hinting import Hints
-from forebay.client.http1 import Request, Response
 from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
@@ -40,6 +39,7 @@ from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ObjectState, Written
+from forebay.core.messages.http1 import Request, Response
 from forebay.core.messages.node_state import NodeMap, NodeState
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec

@@ -34,10 +34,10 @@ import msgspec
 
 from forebay.client import flows
 from forebay.client.connection import CUT
-from forebay.client.http1 import Request, Response, Source, encode_path, with_query
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound, Unavailable
 from forebay.core.messages.calls import PartState, UploadCompleted, UploadParts, Uploads, UploadState, Written
+from forebay.core.messages.http1 import Request, Response, Source, encode_path, with_query
 from forebay.core.messages.native import ChosenPart, Completion
 
 STREAM_PART_BYTES = 16 * limits.MIB  # of a stream, in memory; doubles every PARTS_PER_SIZE parts

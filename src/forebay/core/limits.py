@@ -89,6 +89,11 @@ FETCHES_AHEAD_MAX = 48  # of those, for bytes that nobody waits for yet: who wai
 FETCHES_PER_READ_MAX = 8  # parallel ranges for one reader: binds when a connection is slower than the link
 TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the engine
 
+# --- cluster state ---------------------------------------------------------------------------------------------------
+META_CHANGES_MAX = 128  # changes and conditions of one transaction: etcd's default (--max-txn-ops)
+META_ANSWER_BYTES_MAX = 64 * MIB  # of one answer or event: the state is kilobytes; etcd's own limit on a request is 1.5
+META_PATIENCE_S = 5.0  # how long a call may take: etcd elects a leader in 1 to 2 s by default
+
 # --- backend ---------------------------------------------------------------------------------------------------------
 BACKEND_ATTEMPTS_MAX = 5  # AWS SDK's default is 3 to 5 ("standard" retry mode: 3)
 BACKEND_CONNECT_TIMEOUT_S = 5.0

@@ -7,6 +7,7 @@ name, which vanishes by itself.
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import errno
 import importlib.metadata
@@ -22,11 +23,23 @@ from urllib.parse import urlsplit
 import forebay
 from forebay.client import local_node
 from forebay.client.connection import Connection, parse_url
-from forebay.client.http1 import Request
 from forebay.client.sync import Client, connect
 from forebay.core.errors import ForebayError, Invalid
+from forebay.core.messages.http1 import Request
 from forebay.core.types import Bucket
-from forebay.health.findings import BucketFacts, ClockFacts, DiskFacts, Facts, LimitFacts, NodeFacts, VersionFacts
+from forebay.health.findings import (
+    BucketFacts,
+    ClockFacts,
+    DiskFacts,
+    EtcdFacts,
+    Facts,
+    LimitFacts,
+    MemberFacts,
+    NodeFacts,
+    VersionFacts,
+)
+from forebay.meta.etcd import parse_url as parse_etcd_url
+from forebay.meta.etcd_link import GREETING, Address, Members, named
 from forebay.ports import clock
 
 PATIENCE_S = 5.0  # for each thing that is asked over the network
@@ -37,8 +50,11 @@ _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 T = TypeVar("T")
 
 
-def collect(dir: str | None, url: str | None, volumes: Iterable[str], *, measure: bool) -> Facts:
-    """Everything `judge` wants to know."""
+def collect(
+    dir: str | None, url: str | None, volumes: Iterable[str], *, measure: bool, cluster: str | None = None
+) -> Facts:
+    """Everything `judge` wants to know. `Invalid` if `cluster` is no etcd URL."""
+    addresses = parse_etcd_url(cluster)[0] if cluster else []
     at = local_node.directory(dir)
     with connect(url, patience_s=PATIENCE_S) as client:
         node = look_at_node(at, client)
@@ -53,6 +69,7 @@ def collect(dir: str | None, url: str | None, volumes: Iterable[str], *, measure
         node=node,
         buckets=probed,
         versions=look_at_versions(node.state.version if node.state else ""),
+        etcd=asyncio.run(look_at_etcd(addresses)) if addresses else None,
     )
 
 
@@ -300,6 +317,37 @@ def compare_clock(url: str) -> ClockFacts:
     except (KeyError, ValueError, TypeError):
         return ClockFacts(url, error="the answer has no Date header")
     return ClockFacts(url, now_s - said - 0.5)  # the header is cut to whole seconds
+
+
+async def look_at_etcd(addresses: list[Address]) -> EtcdFacts:
+    """Ask each member alone, and then all of them what only a majority can answer."""
+    members = await asyncio.gather(*map(_look_at_member, addresses))
+    together = Members(addresses, PATIENCE_S)
+    try:
+        began_s = clock.monotonic_s()
+        await together.read(*GREETING)
+        agreed_s = clock.monotonic_s() - began_s
+        return EtcdFacts(members, agreed_s)
+    except ForebayError as error:
+        return EtcdFacts(members, error=error.message)
+    finally:
+        await together.aclose()
+
+
+async def _look_at_member(address: Address) -> MemberFacts:
+    alone = Members([address], PATIENCE_S)
+    try:
+        status = await alone.read("/v3/maintenance/status", {})
+        own = status["header"].get("member_id", "")
+        cluster = str(status["header"].get("cluster_id", ""))
+        troubles = tuple(str(trouble).strip() for trouble in status.get("errors", ()))
+        return MemberFacts(
+            named(address), str(status.get("version", "")), cluster, status.get("leader") == own, troubles
+        )
+    except ForebayError as error:
+        return MemberFacts(named(address), error=error.message)
+    finally:
+        await alone.aclose()
 
 
 def look_at_versions(node_version: str) -> VersionFacts:

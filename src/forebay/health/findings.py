@@ -101,6 +101,25 @@ class VersionFacts(msgspec.Struct, frozen=True):
     libraries: dict[str, str] = {}
 
 
+class MemberFacts(msgspec.Struct, frozen=True):
+    """One member of an etcd, asked alone; `error` says why it did not answer."""
+
+    address: str
+    version: str = ""
+    cluster: str = ""
+    leads: bool = False
+    troubles: tuple[str, ...] = ()  # alarms, in its own words
+    error: str = ""
+
+
+class EtcdFacts(msgspec.Struct, frozen=True):
+    """The etcd that a cluster agrees in. `agreed_s`: how long a read took that needs a majority of its members."""
+
+    members: list[MemberFacts]
+    agreed_s: float | None = None
+    error: str = ""
+
+
 class Facts(msgspec.Struct, frozen=True):
     """Everything that was looked at."""
 
@@ -110,6 +129,7 @@ class Facts(msgspec.Struct, frozen=True):
     node: NodeFacts
     buckets: list[BucketFacts]
     versions: VersionFacts
+    etcd: EtcdFacts | None = None
 
 
 # --- thresholds, each with its reason --------------------------------------------------------------------------------
@@ -122,6 +142,9 @@ FILES_BAD = 1024  # listeners, index and engine need some hundred before the fir
 MAP_COUNT_WARN = 65_530  # the kernel's default; index maps and native threads share it
 SHM_WARN_BYTES = 64 * limits.MIB  # Docker's default, on which DataLoader workers stumble
 MEMORY_WARN_BYTES = limits.PASS_BYTES_MAX + 256 * limits.MIB
+AGREED_WARN_S = (
+    0.5  # a renewal of a lease that takes longer than T/6 is late; members of one site agree in milliseconds
+)
 SKEW_WARN_S, SKEW_BAD_S = 30.0, 300.0  # S3 refuses signatures beyond 15 minutes; freshness is counted in seconds
 NETWORK_FILESYSTEMS = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre"))
 MEMORY_FILESYSTEMS = frozenset(("tmpfs", "ramfs"))
@@ -139,6 +162,8 @@ def judge(facts: Facts) -> list[Finding]:
         found.append(bucket(bucket_facts))
     if facts.node.state is not None:
         found += node_state(facts.node.state)
+    if facts.etcd is not None:
+        found += etcd(facts.etcd)
     found += versions(facts.versions)
     return found
 
@@ -321,6 +346,31 @@ def clock(facts: ClockFacts) -> Finding:
     if abs(facts.skew_s) >= SKEW_WARN_S:
         return Finding("clock", "warn", facts.source, what, "set the clock: `timedatectl set-ntp true`")
     return Finding("clock", "ok", facts.source, what)
+
+
+def etcd(facts: EtcdFacts) -> Iterator[Finding]:
+    """Whether the members answer, belong together, have a majority and room."""
+    for member in facts.members:
+        if member.error:
+            yield Finding("etcd", "warn", member.address, member.error, "start it, or correct the endpoint")
+        else:
+            leads = ", and leads" if member.leads else ""
+            yield Finding("etcd", "ok", member.address, f"version {member.version} answers{leads}")
+    clusters = {member.cluster: member.address for member in facts.members if member.cluster}
+    if len(clusters) > 1:
+        what = f"these are of {len(clusters)} different clusters"
+        yield Finding("etcd", "bad", ", ".join(sorted(clusters.values())), what, "name members of one cluster alone")
+    if facts.agreed_s is None:
+        change = "start more of its members: without a majority no node joins or leaves"
+        yield Finding("etcd", "bad", "majority", facts.error, change)
+    elif facts.agreed_s > AGREED_WARN_S:
+        what = f"agrees within {quantity.duration(facts.agreed_s)}"
+        yield Finding("etcd", "warn", "majority", what, "give its members faster disks, or processors of their own")
+    else:
+        yield Finding("etcd", "ok", "majority", f"agrees within {quantity.duration(facts.agreed_s)}")
+    for trouble in sorted({trouble for member in facts.members for trouble in member.troubles}):
+        change = "`etcdctl compact` and `defrag` make room, `etcdctl alarm disarm` ends it; let etcd compact by itself"
+        yield Finding("etcd", "bad", "alarm", f"{trouble}: it takes no change", change)
 
 
 _BUCKET_CHANGES = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.client.http1 import Chunks, Request, build_request, encode_path, parse_head, with_query
 from forebay.core import limits
 from forebay.core.errors import Corrupt, Invalid
+from forebay.core.messages.http1 import Chunks, Request, build_request, encode_path, parse_head, with_query
 
 
 def head(*lines: str) -> bytes:
