@@ -2,7 +2,7 @@
 
 `ObjectDataset`, `ShardDataset` and `TokenDataset` define what a sample is. `DataLoader` feeds samples to a training
 loop, and its `state_dict()` holds the job's position. See docs/training.md. `Checkpointer` saves and restores a job's
-state: docs/checkpoints.md.
+state; `StorageWriter` and `StorageReader` are for `torch.distributed.checkpoint`: docs/checkpoints.md.
 
 Names are loaded when they are first used: planning an offload (`forebay.offload`) works without torch.
 """
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.torch.checkpoint.checkpointer import Checkpointer, Every
+    from forebay.torch.checkpoint.dcp_reader import StorageReader
+    from forebay.torch.checkpoint.dcp_writer import StorageWriter
     from forebay.torch.checkpoint.random_state import RandomState
     from forebay.torch.loader import DataLoader
     from forebay.torch.objects import ObjectDataset
@@ -31,6 +33,8 @@ __all__ = [
     "RandomState",
     "ShardDataset",
     "StallMeter",
+    "StorageReader",
+    "StorageWriter",
     "TokenDataset",
 ]
 _HOMES = {
@@ -42,6 +46,8 @@ _HOMES = {
     "RandomState": "checkpoint.random_state",
     "ShardDataset": "shards",
     "StallMeter": "stall",
+    "StorageReader": "checkpoint.dcp_reader",
+    "StorageWriter": "checkpoint.dcp_writer",
     "TokenDataset": "tokens",
 }
 

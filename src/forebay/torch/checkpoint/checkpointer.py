@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import TracebackType
@@ -28,7 +27,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from forebay.checkpoint.repository import Damage, Pruned, Repository, parse_run
-from forebay.client.patience import with_patience
 from forebay.client.sync import Client
 from forebay.core.checkpoint import Manifest
 from forebay.core.checkpoint_interval import Interval, Reason
@@ -38,7 +36,7 @@ from forebay.ports import clock
 from forebay.ports.chance import SystemChance
 from forebay.torch.checkpoint.ranks import Ranks, shares
 from forebay.torch.checkpoint.restoring import Plan, Source, put_back
-from forebay.torch.checkpoint.saving import Save, SaveHandle, Terms
+from forebay.torch.checkpoint.saving import Save, SaveHandle, Terms, asked, patiently
 from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
 from forebay.torch.checkpoint.tree import Flat
 
@@ -246,23 +244,10 @@ class Checkpointer:
         return value
 
     def _asked(self, ask: Callable[[], Any], ask_node: Callable[[], Any], outage_s: float) -> tuple[Any, bool]:
-        try:
-            return self._patient(ask, outage_s), False
-        except Unavailable as error:
-            log.warning("the bucket does not answer, so what the node knows has to do: %s", error)
-            return self._patient(ask_node), True
+        return asked(ask, ask_node, outage_s, min(self._patience_s, RESTORE_PATIENCE_S))
 
-    def _patient(self, ask: Callable[[], Any], patience_s: float = RESTORE_PATIENCE_S) -> Any:
-        told = False
-
-        def pause(delay_s: float, error: ForebayError) -> None:
-            nonlocal told
-            if not told:
-                log.warning("the checkpointer waits for the node: %s", error)
-            told = True
-            threading.Event().wait(delay_s)
-
-        return with_patience(ask, min(self._patience_s, patience_s), pause, "bring the node back, then go on")
+    def _patient(self, ask: Callable[[], Any]) -> Any:
+        return patiently(ask, min(self._patience_s, RESTORE_PATIENCE_S))
 
     def _ended(self, handle: SaveHandle) -> None:
         """In the saving thread: the save counts, or has failed."""

@@ -6,8 +6,8 @@ that overlap it: the rows of the overlap are read, and where other dimensions ar
 copied. So a job of any number of ranks restores what any other number saved.
 
 Nothing is read before the plan is whole: a key that is missing, a shape that differs, or a dtype that would be
-converted is refused first, with all of them named. Some threads then read, each a part of at most 64 MiB. Reading
-verifies each piece. If one is damaged, the ranks go to the next older checkpoint together, and what was half read is
+converted is refused first, with all of them named. Some threads then read, each what lies together. Reading verifies
+each piece. If one is damaged, the ranks go to the next older checkpoint together, and what was half read is
 overwritten by it.
 
 Invariants. (1) When `restore` returns, every byte that it put into place matched its digest. (2) All ranks restore the
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from forebay.torch.checkpoint.staging import bytes_of
 from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
 
 DIFFERENCES_SHOWN = 8
+ROWS_BYTES = 4 * READ_BYTES  # of a tensor's rows that are read to be copied: at both ends a piece is read twice
 READERS = 4  # threads: one digests while others wait for bytes
 
 Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
@@ -51,7 +53,7 @@ class Source:
     def __init__(self, repository: Repository, manifest: Manifest, own: Collection[str]) -> None:
         self.manifest = manifest
         self._repository = repository
-        self._own = own
+        self.own = own
         self._indexes: dict[int, Index] = {}
         self._threads = threading.local()
         self._shared: dict[str, list[Saved]] | None = None
@@ -71,16 +73,16 @@ class Source:
 
     def tree(self, name: str, rank: int) -> Any:
         """What was saved under a top-level name: by this rank if the name is each rank's own."""
-        return self.index(rank if name in self._own else 0).tree[name]
+        return self.index(rank if name in self.own else 0).tree[name]
 
     def has(self, name: str, rank: int) -> bool:
-        if name in self._own:
+        if name in self.own:
             return rank < len(self.manifest.ranks) and name in self.index(rank).tree
         return name in self.index(0).tree
 
     def parts(self, path: str, rank: int) -> list[Saved]:
         """Where the tensor of that path was saved; several if it was sharded."""
-        if path.partition("/")[0] in self._own:
+        if path.partition("/")[0] in self.own:
             found = [Saved(rank, entry) for entry in self.index(rank).entries if entry.path == path]
         else:
             found = self._all().get(path, [])
@@ -93,7 +95,7 @@ class Source:
             self._shared = {}
             for rank in range(len(self.manifest.ranks)):
                 for entry in self.index(rank).entries:
-                    if entry.path.partition("/")[0] not in self._own:
+                    if entry.path.partition("/")[0] not in self.own:
                         self._shared.setdefault(entry.path, []).append(Saved(rank, entry))
         return self._shared
 
@@ -126,6 +128,8 @@ class Plan:
             return
         now = _with_optimizer_shapes(wanted) if hasattr(wanted, "state_dict") else wanted
         tree = self._source.tree(name, self._ranks.rank)
+        if isinstance(wanted, torch.optim.Optimizer):
+            tree = _numbered(tree)
         if isinstance(wanted, torch.optim.Optimizer) and (differs := _other_parameters(tree, now)):
             if self._strict:
                 self.differences.append(f"{name} {differs}")
@@ -172,21 +176,19 @@ class Plan:
 
     def read(self) -> None:
         """Fill all memory. `Corrupt` if something does not verify; the memory is then undefined."""
-        reads: list[_Read] = []
+        reads: list[Read] = []
         for _, target in self._targets.values():
             if target is None:
                 continue
             elements = 0
             for part in self._source.parts(target.path, self._ranks.rank):
-                found = _overlap(part, target)
+                found = overlap(part, target)
                 if found is not None:
                     elements += found.into.numel()
                     reads += found.cut()
             if elements != target.tensor.numel():
                 raise Corrupt(f"the checkpoint has only a part of {target.path}: restore an older one")
-        with ThreadPoolExecutor(READERS, "restore") as pool:
-            for _ in pool.map(lambda read: read.fill(self._source.stream(read.rank)), reads):
-                pass
+        read_all(self._source, reads)
 
 
 def _placed(
@@ -203,7 +205,7 @@ def _placed(
     return tensor, Target(path, tensor, tuple((0, size) for size in shape))
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """Bytes of a rank's stream from `start` on, and the memory `into` that their elements go to: all of them in
     order, or the `box` of the rows read (of shape `rows`) where dimensions beside the first are cut."""
 
@@ -213,15 +215,28 @@ class _Read(NamedTuple):
     rows: tuple[int, ...] = ()
     box: Box | None = None
 
-    def cut(self) -> list[_Read]:
+    def cut(self) -> list[Read]:
         """The same in pieces that several threads can share, each from one piece of the stream to another."""
-        if self.box is not None or self.into.numel() * self.into.element_size() <= READ_BYTES:
+        if self.box is not None:
+            return list(self._cut_rows(self.box))
+        if self.into.numel() * self.into.element_size() <= READ_BYTES:
             return [self]
         memory = bytes_of(self.into)
         ends = range((self.start // READ_BYTES + 1) * READ_BYTES, self.start + memory.numel() + READ_BYTES, READ_BYTES)
         begins = [self.start, *(end for end in ends if end < self.start + memory.numel())]
         cuts = zip(begins, [*begins[1:], self.start + memory.numel()], strict=True)
-        return [_Read(self.rank, begin, memory[begin - self.start : end - self.start]) for begin, end in cuts]
+        return [Read(self.rank, begin, memory[begin - self.start : end - self.start]) for begin, end in cuts]
+
+    def _cut_rows(self, box: Box) -> Iterator[Read]:
+        if not self.rows:
+            yield self
+            return
+        row_bytes = math.prod(self.rows[1:]) * self.into.element_size()
+        height = max(1, ROWS_BYTES // row_bytes)
+        for at in range(0, self.rows[0], height):
+            here = min(height, self.rows[0] - at)
+            into = self.into.narrow(0, at, here)
+            yield Read(self.rank, self.start + at * row_bytes, into, (here, *self.rows[1:]), ((0, here), *box[1:]))
 
     def fill(self, stream: Stream) -> None:
         if self.box is None:
@@ -234,7 +249,7 @@ class _Read(NamedTuple):
         self.into.copy_(read)
 
 
-def _overlap(part: Saved, target: Target) -> _Read | None:
+def overlap(part: Saved, target: Target) -> Read | None:
     """What a saved part has of the target's box; None if nothing."""
     entry = part.entry
     have = tuple((at, at + size) for at, size in zip(entry.first, entry.shape, strict=True))
@@ -245,21 +260,46 @@ def _overlap(part: Saved, target: Target) -> _Read | None:
     for dimension, ((begin, end), (first, _)) in enumerate(zip(both, target.box, strict=True)):
         into = into.narrow(dimension, begin - first, end - begin)
     if not both:
-        return (
-            _Read(part.rank, entry.offset, into) if _is_memory(into) else _Read(part.rank, entry.offset, into, (), ())
-        )
+        return Read(part.rank, entry.offset, into) if _is_memory(into) else Read(part.rank, entry.offset, into, (), ())
     row_bytes = math.prod(entry.shape[1:]) * target.tensor.element_size()
     start = entry.offset + (both[0][0] - have[0][0]) * row_bytes
     if both[1:] == have[1:] and _is_memory(into):
-        return _Read(part.rank, start, into)
+        return Read(part.rank, start, into)
     height = both[0][1] - both[0][0]
     inside = tuple((begin - first, end - first) for (begin, end), (first, _) in zip(both[1:], have[1:], strict=True))
-    return _Read(part.rank, start, into, (height, *entry.shape[1:]), ((0, height), *inside))
+    return Read(part.rank, start, into, (height, *entry.shape[1:]), ((0, height), *inside))
+
+
+def read_all(source: Source, reads: Iterable[Read]) -> None:
+    """Fill all memory, with some threads. What lies together in a stream is read by one, which fetches and digests a
+    piece once for all small tensors in it. `Corrupt` if something does not verify."""
+    ordered = sorted(reads, key=lambda read: (read.rank, read.start))
+    together = [list(group) for _, group in groupby(ordered, lambda read: (read.rank, read.start // READ_BYTES))]
+
+    def fill(group: list[Read]) -> None:
+        for read in group:
+            read.fill(source.stream(read.rank))
+
+    with ThreadPoolExecutor(READERS, "restore") as pool:
+        for _ in pool.map(fill, together):
+            pass
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
     """Whether bytes can be read straight into it."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _numbered(tree: Any) -> Any:
+    """An optimizer's tree with numbers where `torch.distributed.checkpoint` made text of them: it would overlook the
+    state of a parameter that is numbered "0"."""
+
+    def renamed(key: Any, node: Any) -> list[Any]:
+        if key != "state" or not isinstance(node, dict) or "d" not in node:
+            return [key, node]
+        return [key, {"d": [[int(k) if isinstance(k, str) and k.isdigit() else k, v] for k, v in node["d"]]}]
+
+    return {"d": [renamed(key, node) for key, node in tree["d"]]} if isinstance(tree, dict) and "d" in tree else tree
 
 
 def _with_optimizer_shapes(wanted: Any) -> Any:

@@ -21,7 +21,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from forebay.torch.checkpoint.ranks import Ranks
 from forebay.torch.checkpoint.staging import Arena, Filled, Layout
 
 Level = Literal["tier", "bucket"]
+T = TypeVar("T")
 SENDERS = 2
 NICENESS = 10  # of the threads that send: training's threads come first
 _LOOK_S = 0.05  # between looks at a job of the node
@@ -130,25 +131,24 @@ def _flushed(repository: Repository, manifest: Manifest, give_up_s: float | None
                 raise Unavailable(f"the flush of a checkpoint {job.state}: {'; '.join(job.errors) or 'see the node'}")
 
 
-class Save:
-    """Sends one rank's part of a checkpoint and joins the others'. `on_end` hears of the end, in the thread."""
+class Sending:
+    """Sends one rank's blobs while they are filled, and its index. What goes wrong stops it and is in `failed`."""
 
     def __init__(
-        self, handle: SaveHandle, terms: Terms, repository: Repository, ranks: Ranks, arena: Arena, patience_s: float
+        self, handle: SaveHandle, terms: Terms, repository: Repository, rank: int, arena: Arena, patience_s: float
     ) -> None:
         self.handle = handle
-        self._terms = terms
-        self._repository = repository
-        self._ranks = ranks
+        self.failed: ForebayError | None = None
+        self.terms = terms
+        self.repository = repository
+        self._rank = rank
         self._arena = arena
         self._patience_s = patience_s
         self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
-        self._failed: ForebayError | None = None
         self._senders: list[threading.Thread] = []
         self._digests: list[str] = []
         self._lock = threading.Lock()
 
-    # --- in the training's thread ------------------------------------------------------------------------------------
     def begin(self, layout: Layout) -> None:
         self.handle.size_bytes = layout.stream_bytes
         self._digests = [""] * -(-layout.stream_bytes // PIECE_BYTES)
@@ -162,11 +162,87 @@ class Save:
         """Start the senders, if they do not run yet."""
         if not self._senders:
             self._senders = [
-                threading.Thread(target=self._sender, args=(layout,), name=f"checkpoint-{self._terms.sequence}")
+                threading.Thread(target=self._sender, args=(layout,), name=f"checkpoint-{self.terms.sequence}")
                 for _ in range(min(SENDERS, max(1, layout.blobs)))
             ]
             for thread in self._senders:
                 thread.start()
+
+    def no_more(self) -> None:
+        """All blobs are filled, or none will be."""
+        while not self._senders and not self._filled.empty():  # copying broke off before anything was sent
+            given_up = self._filled.get()
+            assert given_up is not None, "only the end of a save is None"
+            self._arena.give(given_up.buffer)
+        for _ in self._senders:
+            self._filled.put(None)
+
+    def join(self) -> None:
+        """Wait until what was filled is sent; after `no_more`."""
+        for thread in self._senders:
+            thread.join()
+
+    # --- in threads of its own ---------------------------------------------------------------------------------------
+    def _sender(self, layout: Layout) -> None:
+        _yield_to_training()
+        while (filled := self._filled.get()) is not None:
+            try:
+                if self.failed is None:
+                    self._send_one(layout, filled)
+            except ForebayError as error:
+                self.failed = self.failed or error
+            except Exception as error:  # a thread that ends in silence would leave the ranks waiting
+                self.failed = self.failed or Bug(f"sending a blob failed: {error!r}: please report this")
+                log.exception("sending a blob of checkpoint %d failed", self.terms.sequence)
+            finally:
+                self._arena.give(filled.buffer)
+
+    def _send_one(self, layout: Layout, filled: Filled) -> None:
+        filled.ready()
+        view = filled.view()
+        first = filled.blob * layout.blob_bytes // PIECE_BYTES
+        for at in range(0, len(view), PIECE_BYTES):
+            self._digests[first + at // PIECE_BYTES] = form.piece_digest(view[at : at + PIECE_BYTES])
+        self._put(form.blob_name(self.terms.sequence, self.terms.token, self._rank, filled.blob), view)
+        with self._lock:
+            self.handle.sent_bytes += len(view)
+
+    def _put(self, name: str, data: bytes | memoryview) -> None:
+        key = self.repository.prefix + name
+        self.waited_for(lambda: self.repository.client.put(self.repository.bucket, key, data))
+
+    def waited_for(self, attempt: Callable[[], Any]) -> Any:
+        def pause(delay_s: float, error: ForebayError) -> None:
+            if not self.handle.waiting:
+                log.warning("checkpoint %d waits for the node: %s", self.terms.sequence, error)
+            self.handle.waiting = f"waits for the node: {error}"
+            threading.Event().wait(delay_s)
+
+        advice = "the checkpoint is given up; the last one before it counts"
+        found = with_patience(attempt, self._patience_s, pause, advice)
+        self.handle.waiting = ""
+        return found
+
+    def put_index(self, layout: Layout, trees: dict[str, Any]) -> RankPart:
+        """After `join` without a fault."""
+        index = Index(
+            self._rank, layout.stream_bytes, layout.blob_bytes, layout.entries, "".join(self._digests), trees
+        ).to_bytes()
+        if len(index) > form.INDEX_BYTES_MAX:
+            raise Invalid(f"the state has {len(layout.entries)} tensors, more than an index holds: join small ones")
+        self._put(form.index_name(self.terms.sequence, self.terms.token, self._rank), index)
+        blobs = tuple(layout.blob_size(blob) for blob in range(layout.blobs))
+        return RankPart(form.digest_of(index), len(index), blobs)
+
+
+class Save(Sending):
+    """Sends one rank's part of a checkpoint and joins the others'. `on_end` hears of the end, in the thread."""
+
+    def __init__(
+        self, handle: SaveHandle, terms: Terms, repository: Repository, ranks: Ranks, arena: Arena, patience_s: float
+    ) -> None:
+        super().__init__(handle, terms, repository, ranks.rank, arena, patience_s)
+        self._ranks = ranks
 
     def finish(
         self,
@@ -177,73 +253,25 @@ class Save:
         on_end: Callable[[SaveHandle], None],
     ) -> None:
         """Everything is staged, or `failed`: the rest happens in a thread."""
-        self._failed = self._failed or failed
+        self.failed = self.failed or failed
         if layout is not None:
             self.send(layout)
-        elif not self._senders:  # copying broke off before anything was sent
-            while not self._filled.empty():
-                given_up = self._filled.get()
-                assert given_up is not None, "only the end of a save is None"
-                self._arena.give(given_up.buffer)
-        for _ in self._senders:
-            self._filled.put(None)
+        self.no_more()
         threading.Thread(
-            target=self._complete, args=(layout, trees, alike, on_end), name=f"checkpoint-{self._terms.sequence}"
+            target=self._complete, args=(layout, trees, alike, on_end), name=f"checkpoint-{self.terms.sequence}"
         ).start()
-
-    # --- in threads of its own ---------------------------------------------------------------------------------------
-    def _sender(self, layout: Layout) -> None:
-        _yield_to_training()
-        while (filled := self._filled.get()) is not None:
-            try:
-                if self._failed is None:
-                    self._send_one(layout, filled)
-            except ForebayError as error:
-                self._failed = self._failed or error
-            except Exception as error:  # a thread that ends in silence would leave the ranks waiting
-                self._failed = self._failed or Bug(f"sending a blob failed: {error!r}: please report this")
-                log.exception("sending a blob of checkpoint %d failed", self._terms.sequence)
-            finally:
-                self._arena.give(filled.buffer)
-
-    def _send_one(self, layout: Layout, filled: Filled) -> None:
-        filled.ready()
-        view = filled.view()
-        first = filled.blob * layout.blob_bytes // PIECE_BYTES
-        for at in range(0, len(view), PIECE_BYTES):
-            self._digests[first + at // PIECE_BYTES] = form.piece_digest(view[at : at + PIECE_BYTES])
-        self._put(form.blob_name(self._terms.sequence, self._terms.token, self._ranks.rank, filled.blob), view)
-        with self._lock:
-            self.handle.sent_bytes += len(view)
-
-    def _put(self, name: str, data: bytes | memoryview) -> None:
-        key = self._repository.prefix + name
-        self._waited_for(lambda: self._repository.client.put(self._repository.bucket, key, data))
-
-    def _waited_for(self, attempt: Callable[[], Any]) -> Any:
-        def pause(delay_s: float, error: ForebayError) -> None:
-            if not self.handle.waiting:
-                log.warning("checkpoint %d waits for the node: %s", self._terms.sequence, error)
-            self.handle.waiting = f"waits for the node: {error}"
-            threading.Event().wait(delay_s)
-
-        advice = "the checkpoint is given up; the last one before it counts"
-        found = with_patience(attempt, self._patience_s, pause, advice)
-        self.handle.waiting = ""
-        return found
 
     def _complete(
         self, layout: Layout | None, trees: dict[str, Any], alike: str, on_end: Callable[[SaveHandle], None]
     ) -> None:
-        for thread in self._senders:
-            thread.join()
+        self.join()
         part: RankPart | None = None
         try:
-            if self._failed is None:
+            if self.failed is None:
                 assert layout is not None, "only a failed save has no layout"
-                part = self._put_index(layout, trees)
+                part = self.put_index(layout, trees)
         except ForebayError as error:
-            self._failed = error
+            self.failed = error
         manifest: Manifest | None = None
         failed: ForebayError | None = None
         try:
@@ -254,25 +282,15 @@ class Save:
             failed = Unavailable(f"the ranks could not agree on the checkpoint: {error}: start the job again")
         self.handle._end(manifest, failed)
         if failed is not None:
-            log.warning("checkpoint %d of step %d failed: %s", self._terms.sequence, self._terms.step, failed)
+            log.warning("checkpoint %d of step %d failed: %s", self.terms.sequence, self.terms.step, failed)
         try:
             on_end(self.handle)
         finally:
             self.handle._finished.set()
 
-    def _put_index(self, layout: Layout, trees: dict[str, Any]) -> RankPart:
-        index = Index(
-            self._ranks.rank, layout.stream_bytes, layout.blob_bytes, layout.entries, "".join(self._digests), trees
-        ).to_bytes()
-        if len(index) > form.INDEX_BYTES_MAX:
-            raise Invalid(f"the state has {len(layout.entries)} tensors, more than an index holds: join small ones")
-        self._put(form.index_name(self._terms.sequence, self._terms.token, self._ranks.rank), index)
-        blobs = tuple(layout.blob_size(blob) for blob in range(layout.blobs))
-        return RankPart(form.digest_of(index), len(index), blobs)
-
     def _agreed(self, part: RankPart | None, names: tuple[str, ...], alike: str) -> Manifest:
         """The committed manifest; what went wrong, on whichever rank, is raised on all."""
-        said = (part, names, alike, self.handle.stall_s, self._failed and self._failed.to_wire())
+        said = (part, names, alike, self.handle.stall_s, self.failed and self.failed.to_wire())
         everyone = self._ranks.gather(said, sending=True)
         outcome: Any = None
         if self._ranks.rank == 0:
@@ -296,17 +314,40 @@ class Save:
             )
         names = sorted({name for _, found, _, _, _ in everyone for name in found})
         manifest = Manifest(
-            self._terms.sequence,
-            self._terms.step,
-            self._terms.token,
+            self.terms.sequence,
+            self.terms.step,
+            self.terms.token,
             clock.wall_s(),
             tuple(part for part, _, _, _, _ in everyone),
             tuple(names),
             max(stall_s for _, _, _, stall_s, _ in everyone),
-            self._terms.metadata,
+            self.terms.metadata,
         )
-        self._waited_for(lambda: self._repository.commit(manifest))
+        self.waited_for(lambda: self.repository.commit(manifest))
         return manifest
+
+
+def patiently(ask: Callable[[], T], patience_s: float) -> T:
+    """What the caller, who stands still meanwhile, asks the node for."""
+    told = False
+
+    def pause(delay_s: float, error: ForebayError) -> None:
+        nonlocal told
+        if not told:
+            log.warning("the checkpoint waits for the node: %s", error)
+        told = True
+        threading.Event().wait(delay_s)
+
+    return with_patience(ask, patience_s, pause, "bring the node back, then go on")
+
+
+def asked(ask: Callable[[], T], ask_node: Callable[[], T], outage_s: float, patience_s: float) -> tuple[T, bool]:
+    """What `ask` finds; or, once the bucket has been away for `outage_s`, what `ask_node` does, and True."""
+    try:
+        return patiently(ask, min(outage_s, patience_s)), False
+    except Unavailable as error:
+        log.warning("the bucket does not answer, so what the node knows has to do: %s", error)
+        return patiently(ask_node, patience_s), True
 
 
 def _yield_to_training() -> None:

@@ -7,7 +7,8 @@ classes that made it. An object that is neither is refused by name when it is sa
 
 A node of the tree is null, a boolean, a number, a string, or one of: {"d": [[key, node], …]} a dict, {"l": […]} a
 list, {"t": […]} a tuple, {"f": "nan"} a float that JSON has not, {"i": "…"} a whole number beyond 64 bits, {"b": "…"}
-bytes in base64, {"x": path} a tensor, {"n": path} a NumPy array, {"y": name} a torch dtype.
+bytes in base64, {"x": path} a tensor, {"n": path} a NumPy array, {"y": name} a torch dtype. `torch.distributed` alone
+(`dcp`) also has {"p": path}: what it pickled, and cannot be said otherwise.
 
 A path is the keys on the way, joined by slashes. A key that is a number begins with `#`; in text `~`, `/` and a first
 `#` are written ~0, ~1 and ~2. Two names for one memory (tied weights) are saved once: the second refers to the
@@ -61,6 +62,13 @@ def key_text(key: Any) -> str:
     raise Invalid(f"the state has a key of type {type(key).__name__}: use text or numbers as keys")
 
 
+def dense(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """The tensor without its graph; `Invalid` if its elements do not lie in memory one by one."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise Invalid(f"{path}: a {tensor.layout} tensor on {tensor.device} cannot be saved: make it dense first")
+    return tensor.detach()
+
+
 class Flat:
     """A state taken apart: `trees` by top-level name, `leaves` in the order of the state."""
 
@@ -89,9 +97,7 @@ class Flat:
         return _plain(value, path)
 
     def _leaf(self, tensor: torch.Tensor, path: str) -> str:
-        tensor = tensor.detach()
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise Invalid(f"{path}: a {tensor.layout} tensor on {tensor.device} cannot be saved: make it dense first")
+        tensor = dense(tensor, path)
         memory = _memory(tensor)
         if memory in self._seen:
             return self._seen[memory]
@@ -171,4 +177,9 @@ def _rebuilt_plain(kind: str, body: Any) -> Any:
         return base64.b64decode(body)
     if kind == "y":
         return dtype_of(body)
+    if kind == "p":
+        raise Invalid(
+            f"{body} was pickled by torch.distributed.checkpoint: load it with that and forebay.torch.StorageReader, "
+            "or leave it out"
+        )
     raise Corrupt(f"the checkpoint's tree has a {kind!r}: restore it with the release of Forebay that saved it")
