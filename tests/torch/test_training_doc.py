@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.torch import DataLoader, ShardDataset
 from tests.node.conftest import NodeProcess
@@ -41,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 3, "give what was added a test"
+    assert len(BLOCKS) == 5, "give what was added a test"
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
@@ -76,6 +78,26 @@ def test_a_run_goes_on_with_what_it_began_with(folder: Path):
     exec(text, names)
     assert len(names["dataset"]) == 130, "a new run takes what there is"
     names["loader"].close()
+
+
+def test_datasets_are_mixed_and_augmented_the_same_again(folder: Path):
+    packed = folder.parent / "packed"
+    packed.mkdir()
+    (packed / "0.tar").write_bytes(numbered_shard(1000, 40))
+    names: dict[str, Any] = {"DataLoader": DataLoader, "torch": torch, "zlib": zlib}
+    exec(block("def augmented"), names)
+    web = block("Mixture").replace('"corpus/train/"', '"corpus/train/", transform=augmented')
+    exec(web, names)
+    with names["loader"] as loader:
+        epoch = [sample for batch in loader for sample in batch]
+    assert len(epoch) == 160
+    assert sum(sample["cls"] >= 1000 for sample in epoch) == 40
+    flips = [sample["flip"] for sample in epoch if "flip" in sample]
+    assert set(flips) == {True, False}
+    with DataLoader(names["dataset"], batch_size=7, seed=1, collate=list) as loader:
+        assert flips == [sample["flip"] for batch in loader for sample in batch if "flip" in sample]
+    del loader
+    names.clear()  # the function holds its globals, and so all else
 
 
 def test_shards_are_made_and_a_second_run_goes_on(folder: Path):

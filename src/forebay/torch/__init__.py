@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forebay.torch.checkpoint.dcp_writer import StorageWriter
     from forebay.torch.checkpoint.random_state import RandomState
     from forebay.torch.loader import DataLoader
+    from forebay.torch.mixture import Mixture
     from forebay.torch.objects import ObjectDataset
     from forebay.torch.schedule import BatchSampler
     from forebay.torch.shards import ShardDataset
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpointer",
     "DataLoader",
     "Every",
+    "Mixture",
     "ObjectDataset",
     "RandomState",
     "ShardDataset",
@@ -42,6 +44,7 @@ _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "loader",
     "Every": "checkpoint.checkpointer",
+    "Mixture": "mixture",
     "ObjectDataset": "objects",
     "RandomState": "checkpoint.random_state",
     "ShardDataset": "shards",

@@ -16,6 +16,7 @@ descriptor, thread or lock.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -222,6 +223,17 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
                 f"none of the {len(made)} samples of a batch could be had, {name(0)} being the first", code=NOTHING_LEFT
             )
         return kept
+
+
+def parameters(function: Callable[..., Any] | None, names: Sequence[str] = ("epoch",)) -> list[str]:
+    """Those of `names` that the function has parameters for, and is so told."""
+    if function is None:
+        return []
+    try:
+        known = inspect.signature(function).parameters
+    except (ValueError, TypeError):  # one that is built in and does not say
+        return []
+    return [name for name in names if name in known]
 
 
 def decoded(name: Callable[[], str], decode: Callable[..., Any], *data: Any) -> Any:

@@ -31,7 +31,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import default_collate
@@ -54,6 +54,13 @@ Collate = Callable[[list[Any]], Any]
 def collate(samples: list[Any]) -> Any:
     """torch's default, without a copy where the samples are the rows of one tensor."""
     return samples.tensor if isinstance(samples, Rows) else default_collate(samples)
+
+
+class Step(NamedTuple):
+    """What a batch is made of."""
+
+    epoch: int
+    indices: Any
 
 
 class Fetched:
@@ -85,19 +92,19 @@ class Fetching(TorchDataset):  # type: ignore[misc]  # torch is not followed by 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, indices: Any) -> Any:
-        return self.fetch(indices, None)
+    def __getitems__(self, step: Any) -> Any:
+        return self.fetch(step, None)
 
-    def fetch(self, indices: Any, ended: threading.Event | None) -> Any:
-        """One batch (`Fetched`); waiting ends when `ended` is set. What stands in place of indices, LATER or an error,
+    def fetch(self, step: Any, ended: threading.Event | None) -> Any:
+        """One batch (`Fetched`); waiting ends when `ended` is set. What stands in place of a step, LATER or an error,
         is handed on in its turn."""
-        if indices is LATER:
+        if step is LATER:
             return LATER
-        if isinstance(indices, ForebayError):
-            return Fetched(None, 0, Facts(), indices)
-        facts = Facts(ended=ended)
+        if isinstance(step, ForebayError):
+            return Fetched(None, 0, Facts(), step)
+        facts = Facts(ended=ended, epoch=step.epoch)
         try:
-            samples = self._samples(indices, facts)
+            samples = self._samples(step.indices, facts)
             began_s = clock.monotonic_s()
             batch = self.collate(samples)
             facts.decode_s += clock.monotonic_s() - began_s

@@ -37,7 +37,7 @@ from forebay.core.errors import ForebayError, Invalid
 from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
 from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, Shuffle
-from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, as_is, collate, pinned
+from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, Step, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
 from forebay.torch.schedule import LATER, Cursor, Schedule
@@ -204,13 +204,14 @@ class DataLoader:
 
         def steps() -> Iterator[Any]:
             try:
-                began_s = clock.monotonic_s()
+                began_s, of_epoch = clock.monotonic_s(), epoch
                 for indices, cursor in batches:
                     if indices is LATER:
                         yield LATER
                     else:
                         after.append((cursor, clock.monotonic_s() - began_s))
-                        yield indices
+                        yield Step(of_epoch, indices)
+                        of_epoch = cursor.epoch
                     began_s = clock.monotonic_s()
             except ForebayError as error:  # of finding out what the next step is: it is raised where that is taken
                 yield error
@@ -299,8 +300,8 @@ class DataLoader:
             )
         return iter(self._inner)
 
-    def _fetch(self, indices: Any, ended: Any) -> Fetched:
-        fetched: Fetched = self._fetching.fetch(indices, ended)
+    def _fetch(self, step: Any, ended: Any) -> Fetched:
+        fetched: Fetched = self._fetching.fetch(step, ended)
         return fetched.pin_memory() if self._pin and fetched.error is None else fetched
 
     def _instead(self, fetched: Fetched, epoch: int) -> Fetched:
@@ -313,7 +314,8 @@ class DataLoader:
             known = order.reach(first + self.batch_size)
             if first >= known:
                 break
-            again = self._fetch(order.at(np.arange(first, min(first + self.batch_size, known))), None)
+            instead = order.at(np.arange(first, min(first + self.batch_size, known)))
+            again = self._fetch(Step(epoch, instead), None)
             again.facts.skipped = fetched.facts.skipped + again.facts.skipped
             if again.error is None:
                 return again

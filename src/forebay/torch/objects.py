@@ -9,12 +9,13 @@ Invariant. Sample i is the object with the i-th key in byte order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, runs, whole, whole_objects
+from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, parameters, runs, whole, whole_objects
 from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
 
@@ -22,11 +23,13 @@ from forebay.torch.switch import DIRECT_AFTER_S
 class ObjectDataset(Dataset):
     """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
 
-    A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. Only
-    keys that end in one of `suffixes` count; or those in `keys`, and no others. `on_error`: 'raise', or 'skip' what is
-    missing or cannot be decoded. `patience_s`: how long to wait for a node that does not answer; after `direct_after_s`
-    of that the bucket's backend is read instead, where it can be (None: never), and `direct` says how (`{"url":
-    "s3://…", …options…}`) where what the node says of the bucket does not do. `url` as of `forebay.connect`."""
+    A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. One
+    with a parameter `epoch` is told the loader's (None in other loaders), to seed what it draws. Only keys that end
+    in one of `suffixes` count; or those in `keys`, and no others. `on_error`: 'raise', or 'skip' what is missing or
+    cannot be decoded. `patience_s`: how long to wait for a node that does not answer; after `direct_after_s` of that
+    the bucket's backend is read instead, where it can be (None: never), and `direct` says how (`{"url": "s3://…",
+    …options…}`) where what the node says of the bucket does not do. `url` as of `forebay.connect`.
+    """
 
     shape = "objects"
 
@@ -35,7 +38,7 @@ class ObjectDataset(Dataset):
         self,
         place: str,
         *,
-        decode: Callable[[str, Bytes], Any] | None = None,
+        decode: Callable[..., Any] | None = None,
         suffixes: Sequence[str] = (),
         url: str | None = None,
         on_error: OnError = "raise",
@@ -56,7 +59,7 @@ class ObjectDataset(Dataset):
             source=source,
             keys=keys,
         )
-        self.decode = decode
+        self.decode, self._with_epoch = decode, bool(parameters(decode))
         self.samples = self.listing.objects
 
     def key(self, index: int) -> str:
@@ -77,12 +80,14 @@ class ObjectDataset(Dataset):
             if isinstance(value, Exception):
                 continue
             facts.size_bytes += len(value)
-            made[number] = self._made(items[number].key, value)
+            made[number] = self._made(items[number].key, value, facts.epoch)
         facts.decode_s += clock.monotonic_s() - began_s
         return self._kept(lambda number: f"{items[number].bucket}/{items[number].key}", made, facts)
 
-    def _made(self, key: str, value: Bytes) -> Any:
+    def _made(self, key: str, value: Bytes, epoch: int | None) -> Any:
         decode = self.decode
         if decode is None:
             return value if type(value) is bytes else bytes(value)
+        if self._with_epoch:
+            decode = partial(decode, epoch=epoch)
         return decoded(lambda: f"{self.listing.bucket}/{key}", decode, key, value)

@@ -40,7 +40,7 @@ from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
-from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, ranges
+from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, parameters, ranges
 from forebay.torch.decoders import Decoder, chosen
 from forebay.torch.order import Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
@@ -98,8 +98,9 @@ class Layout(NamedTuple):
         return range(self.ends[sample - 1] if sample else 0, self.ends[sample])
 
 
-def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
-    """Group members to samples; with `parts`, only those extensions count."""
+def lay_out(members: MemberIndex, parts: Sequence[str] = (), keep: Callable[[str], bool] | None = None) -> Layout:
+    """Group members to samples; with `parts`, only those extensions count, and with `keep`, samples of which it says
+    so by their keys."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     plain = not members.plain
     for number in range(len(members)):
@@ -113,6 +114,8 @@ def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
     rows: list[tuple[int, int, int]] = []
     ends = array("I")
     for key, found in samples.items():
+        if keep is not None and not keep(key):
+            continue
         keys.append(key.encode("utf-8", "surrogateescape"))
         for extension, (offset, size) in sorted(found.items(), key=lambda part: part[1]):
             rows.append((offset, size, extensions.setdefault(extension, len(extensions))))
@@ -133,11 +136,13 @@ def lay_out(members: MemberIndex, parts: Sequence[str] = ()) -> Layout:
 class ShardDataset(Dataset):
     """The samples in the shards (tar, zip, compressed tar) under `place`, each a dictionary.
 
-    `sample["__key__"]` is its name in the shard, `sample["__shard__"]` the shard's key; the rest is by extension, as in
-    `sample["jpg"]`. Parts are decoded by extension (`decoders.DEFAULT`); `decode` adds to that, as in `{"jpg": f}`, and
-    `{}` leaves everything bytes. With `parts`, only those extensions are read, and a sample must have all of them.
-    `transform` gets the dictionary and makes the sample. `on_error`: 'raise', or 'skip' what is missing, damaged or
-    cannot be decoded; a shard that is no archive or is cut short then has no samples. See `ObjectDataset` for the rest.
+    `sample["__key__"]` is its name in the shard, `sample["__shard__"]` the shard's key; the rest is by extension, as
+    in `sample["jpg"]`. Parts are decoded by extension (`decoders.DEFAULT`); `decode` adds to that, as in `{"jpg":
+    f}`, and `{}` leaves everything bytes. With `parts`, only those extensions are read, and a sample must have all of
+    them. `filter(key)` says by its name whether a sample is one; another filter is another dataset. `transform` gets
+    the dictionary and makes the sample; one with a parameter `epoch` is told the loader's (None in other loaders), to
+    seed what it draws. `on_error`: 'raise', or 'skip' what is missing, damaged or cannot be decoded; a shard that is
+    no archive or is cut short then has no samples. See `ObjectDataset` for the rest.
 
     Shards are read when an epoch comes to them: `Corrupt` and `NotFound` for one that is damaged come then. With
     `index_first` all are read now, and epoch 0 too is shuffled over all samples. `counts` says how many samples shards
@@ -155,7 +160,8 @@ class ShardDataset(Dataset):
         *,
         decode: Mapping[str, Decoder] | None = None,
         parts: Sequence[str] = (),
-        transform: Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[..., Any] | None = None,
+        filter: Callable[[str], bool] | None = None,
         suffixes: Sequence[str] = SUFFIXES,
         index_first: bool = False,
         counts: Mapping[str, int] | None = None,
@@ -169,9 +175,12 @@ class ShardDataset(Dataset):
     ) -> None:
         if isinstance(parts, str):
             raise Invalid(f"parts={parts!r} is not a list of extensions: write parts=[{parts!r}]")
-        self.decode, self.transform = decode, transform
+        self.decode, self.transform, self._with_epoch = decode, transform, bool(parameters(transform))
         self.parts = tuple(part.lower().lstrip(".") for part in parts)
         self.shape = "shards" + (f" of {', '.join(sorted(self.parts))}" if parts else "")
+        if filter is not None:
+            self.shape += f", filtered by {getattr(filter, '__name__', type(filter).__name__)}"
+        self.filter = filter
         self.damaged: dict[str, str] = {}  # shards without samples, and why
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._layouts_bytes = 0
@@ -191,7 +200,8 @@ class ShardDataset(Dataset):
         )
         self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)
-        self._told = told_counts(self._listing, self.listing, self._source, counts) if on_error == "raise" else None
+        if on_error == "raise" and (filter is None or counts):  # else an index beside them says too much
+            self._told = told_counts(self._listing, self.listing, self._source, counts)
         self.arriving = not index_first
         if index_first:
             self.all_counts()
@@ -241,7 +251,10 @@ class ShardDataset(Dataset):
 
     def empty(self) -> NotFound:
         """The error where no shard holds a sample."""
-        why = next(iter(self.damaged.values()), "their members have no names like 'sample.ext', or lack the parts")
+        why = next(
+            iter(self.damaged.values()),
+            "their members have no names like 'sample.ext', or lack the parts, or the filter keeps none",
+        )
         return NotFound(f"the shards under {self.place!r} hold no samples: {why}")
 
     def _counts_of(self, blocks: Column, following: Column) -> Column:
@@ -334,6 +347,8 @@ class ShardDataset(Dataset):
     def _is_cut(self, shard: int) -> bool:
         """Whether an epoch that begins with this shard gives out samples of its head before it has the rest."""
         plain = form_of(self.listing.key(shard), None) == Form("tar", "")
+        if self.filter is not None:  # a head of which nothing is left would be searched for its first sample
+            return False
         return plain and int(self.listing.sizes[shard]) >= 2 * FIRST_BYTES
 
     def of_blocks(self, blocks: Column) -> Accesses:
@@ -354,7 +369,7 @@ class ShardDataset(Dataset):
         if number < listing.objects:
             key, etag = listing.key(number), listing.etag(number)
             try:
-                found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts)
+                found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts, self.filter)
             except Corrupt as error:
                 if key in error.message:
                     raise
@@ -388,7 +403,7 @@ class ShardDataset(Dataset):
         until = FIRST_BYTES
         while True:
             members = build("tar", read, size, version="", etag=etag, window_bytes=HEADER_BYTES, until=until)
-            found = lay_out(members, self.parts)
+            found = lay_out(members, self.parts, self.filter)
             offsets = np.frombuffer(found.offsets, np.uint64)
             firsts = offsets[[found.ends[n - 1] if n else 0 for n in range(found.samples)]]
             samples = int(np.searchsorted(np.maximum.accumulate(firsts), FIRST_BYTES, "left"))
@@ -470,7 +485,8 @@ class ShardDataset(Dataset):
                 return Corrupt(f"{view.name(sample)} has no {part}: complete it, or on_error='skip'")
         if self.transform is None:
             return made
-        return decoded(partial(view.name, sample), self.transform, made)
+        transform = partial(self.transform, epoch=facts.epoch) if self._with_epoch else self.transform
+        return decoded(partial(view.name, sample), transform, made)
 
     def _decoder(self, extension: str) -> Decoder | None:
         try:

@@ -93,7 +93,7 @@ class Source(Protocol):
 
 class Facts(msgspec.Struct):
     """What one fetch was spent on; see `stall.py`. `index_s`: finding out what there is to fetch. `ended`, if set, ends
-    waiting."""
+    waiting. `epoch`: the one that the samples are for; None where nobody said."""
 
     index_s: float = 0.0
     read_s: float = 0.0
@@ -105,6 +105,7 @@ class Facts(msgspec.Struct):
     size_bytes: int = 0
     skipped: list[str] = []
     ended: threading.Event | None = None
+    epoch: int | None = None
 
 
 class Patient:

@@ -1,17 +1,18 @@
 """A dataset in which a sample is a window of tokens in a file of tokens.
 
-Theory. Token files are arrays of little-endian uint16 or uint32, perhaps after a header. Window w of a file begins
-`w * stride` tokens into it; an incomplete window is left out. Files begin and end where documents do, so windows do not
-cross files, unless the caller says that the files are one text. A batch is read into one array and becomes one tensor:
-rows are views of it, and the loader's collation passes on the whole.
+Theory. Token files are arrays of little-endian numbers of 1, 2 or 4 bytes, perhaps after a header. Window w of a file
+begins `w * stride` tokens into it; an incomplete window is left out. Files begin and end where documents do, so windows
+do not cross files, unless the caller says that the files are one text. A batch is read into one array and becomes one
+tensor: rows are views of it, and the loader's collation passes on the whole.
 
 Invariant. A search over one number for each file finds sample i; nothing is read before it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
-from forebay.torch.dataset import BLOCK_BYTES, Accesses, Dataset, OnError, ranges
+from forebay.torch.dataset import BLOCK_BYTES, Accesses, Dataset, OnError, decoded, parameters, ranges
 from forebay.torch.source import PATIENCE_S, Facts, Source
 from forebay.torch.switch import DIRECT_AFTER_S
+
+TokenType = Literal["uint8", "uint16", "uint32", "int32"]
 
 
 class Rows(list[Any]):
@@ -40,7 +43,9 @@ class TokenDataset(Dataset):
     A sample is a tensor of int64, as embeddings take it; with `raw=True` of the file's own type, which is a quarter or
     half of the memory. For inputs and targets shifted by one, ask for windows of one more than the stride. With
     `straddle`, all files are one text in the order of their keys. `header_bytes` at the start of each file are not
-    tokens. `Invalid` if a file is not whole tokens, `NotFound` if no window fits. See `ObjectDataset` for the others.
+    tokens. `transform(tokens)` makes the sample; if it has parameters `epoch` or `index`, it is told the loader's epoch
+    (None in other loaders) and the number of the window. `Invalid` if a file is not whole tokens, `NotFound` if no
+    window fits. See `ObjectDataset` for the others.
     """
 
     @known_arguments
@@ -50,10 +55,11 @@ class TokenDataset(Dataset):
         window: int,
         *,
         stride: int | None = None,
-        dtype: Literal["uint16", "uint32"] = "uint16",
+        dtype: TokenType = "uint16",
         raw: bool = False,
         straddle: bool = False,
         header_bytes: int = 0,
+        transform: Callable[..., Any] | None = None,
         suffixes: Sequence[str] = (),
         url: str | None = None,
         on_error: OnError = "raise",
@@ -63,8 +69,8 @@ class TokenDataset(Dataset):
         source: Source | None = None,
         keys: Sequence[str] | None = None,
     ) -> None:
-        if dtype not in ("uint16", "uint32"):
-            raise Invalid(f"dtype={dtype!r} is not known: use 'uint16' or 'uint32'")
+        if dtype not in get_args(TokenType):
+            raise Invalid(f"dtype={dtype!r} is not known: use one of {', '.join(get_args(TokenType))}")
         self.window, self.stride = window, window if stride is None else stride
         if self.window < 1 or self.stride < 1 or header_bytes < 0:
             raise Invalid(f"a window of {window} tokens every {stride}: both are at least 1")
@@ -80,6 +86,7 @@ class TokenDataset(Dataset):
             keys=keys,
         )
         self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
+        self.transform, self._told = transform, parameters(transform, ("epoch", "index"))
         self._type = np.dtype(dtype).newbyteorder("<")
         self.shape = f"windows of {window} every {self.stride} {dtype}"
         self.shape += (", over files" if straddle else "") + (f", after {header_bytes} bytes" if header_bytes else "")
@@ -137,11 +144,27 @@ class TokenDataset(Dataset):
             filled += len(piece)
         facts.decode_s += clock.monotonic_s() - read_s
         rows = Rows(torch.from_numpy(tokens))
-        if not bad:
+        if not bad and self.transform is None:
             return rows
         first = {owner: item for item, owner in reversed(list(zip(items, owners, strict=True)))}
-        made = [bad.get(number, row) for number, row in enumerate(rows)]
-        return self._kept(lambda number: f"a window of {first[number].bucket}/{first[number].key}", made, facts)
+
+        def name(number: int) -> str:
+            return f"a window of {first[number].bucket}/{first[number].key}"
+
+        made: list[Any] = [bad.get(number, row) for number, row in enumerate(rows)]
+        if self.transform is not None:
+            read_s = clock.monotonic_s()
+            made = [
+                row if number in bad else self._made(partial(name, number), row, facts.epoch, int(indices[number]))
+                for number, row in enumerate(made)
+            ]
+            facts.decode_s += clock.monotonic_s() - read_s
+        return self._kept(name, made, facts)
+
+    def _made(self, name: Callable[[], str], tokens: Any, epoch: int | None, index: int) -> Any:
+        told = {"epoch": epoch, "index": index}
+        assert self.transform is not None, "asked only then"
+        return decoded(name, partial(self.transform, **{about: told[about] for about in self._told}), tokens)
 
     def _begins(self, indices: Column) -> tuple[Column, Column]:
         """The file in which each window begins, and at which token."""
