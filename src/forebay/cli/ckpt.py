@@ -11,7 +11,7 @@ import typer
 from forebay.cli import show
 from forebay.cli.complete import addresses as complete_addresses
 from forebay.cli.options import AsJson, Debug, Url, open_client
-from forebay.cli.outcome import verb
+from forebay.cli.outcome import as_forebay, verb
 from forebay.cli.progress import Progress
 from forebay.core.errors import Corrupt, NotFound
 
@@ -115,6 +115,38 @@ def cp(
         show.document({"sequence": sequence, "step": found.step, "size_bytes": found.size_bytes})
     else:
         print(f"step {found.step} is checkpoint {sequence} of {target}, {show.size(found.size_bytes)}")
+
+
+@app.command("export")
+@verb
+def export(
+    run: Run,
+    target: Annotated[str, typer.Argument(metavar="FILE", help="The file to write: model.safetensors")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Only what was saved below it, as: model")
+    ] = None,
+    step: Step = None,
+    quiet: Quiet = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the tensors of a checkpoint to a file in the safetensors format. An existing file is replaced.
+
+    With --json {"sequence", "step", "tensors", "size_bytes"}.
+    """
+    from forebay.checkpoint.export import export as write
+
+    with _repository(run, url) as repository, Progress("export", quiet=quiet) as progress:
+        found = _chosen(repository, run, step)
+        try:
+            written = write(repository, found, target, name, progress.at)
+        except OSError as error:
+            raise as_forebay(error) from error
+    if as_json:
+        show.document({"sequence": found.sequence, "step": found.step, **written._asdict()})
+    else:
+        print(f"step {found.step}: {written.tensors} tensors, {show.size(written.size_bytes)}, to {target}")
 
 
 @app.command("prune")
