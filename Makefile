@@ -7,7 +7,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv system test check bench peers clients demo sim fix clean
+.PHONY: help venv system test check bench peers clients frameworks demo sim fix clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -35,6 +35,10 @@ peers: ## .venv-peers: the data loaders that `make bench` compares with, at fixe
 clients: venv ## the whole table of S3 clients in docs/s3.md, the heavy ones too: .venv-clients, then its tests
 	@scripts/setup clients
 	@FOREBAY_CLIENTS=.venv-clients/bin/python $(PY) -m pytest -q tests/s3/test_client_table.py
+
+frameworks: venv ## trainers of other libraries (docs/training.md), killed and resumed: .venv-frameworks, then the tests
+	@scripts/setup frameworks
+	@FOREBAY_FRAMEWORKS=.venv-frameworks/bin/python $(PY) -m pytest -q tests/torch/test_frameworks.py
 
 demo: venv ## a bucket behind a slow link, a node, a training run: table and plot in demo-out/
 	@exec $(PY) -m demo $(ARGS)

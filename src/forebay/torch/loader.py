@@ -40,7 +40,7 @@ from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, Step, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
-from forebay.torch.schedule import LATER, Cursor, Schedule
+from forebay.torch.schedule import LATER, Cursor, Schedule, asked_by
 from forebay.torch.stall import StallMeter
 
 THREADS = 4  # with workers=0, while bytes come from far: batches under way at once
@@ -49,6 +49,7 @@ AHEAD = 4  # batches made ahead, in all by threads and for each by a worker
 
 
 _END = object()
+_COUNTING = ("lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 _NO_RUN = ("", "none")  # what torchrun calls a run without an id
 _made: Counter[str] = Counter()  # loaders of each run in this process
 
@@ -118,10 +119,15 @@ class DataLoader:
             rank=rank,
             world=world,
         )
-        self.dataset, self.batch_size, self.workers = dataset, batch_size, workers
+        self.dataset, self.batch_size = dataset, batch_size
         self.stall = StallMeter()
-        self._prefetch, self._worker_init, self._start_method = prefetch, worker_init, start_method
-        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        # named as torch has them: libraries that make a loader of their own from this one take them over
+        self.workers = self.num_workers = workers
+        self.worker_init_fn, self.multiprocessing_context = worker_init, start_method
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.prefetch_factor = prefetch if workers else None
+        self.collate_fn = collate
+        self._prefetch = prefetch
         self._fetching = Fetching(dataset, collate)
         self._cursor = self._start = Cursor(0, 0)  # where the job is, and where the next loop begins
         self._continues = continues
@@ -132,10 +138,25 @@ class DataLoader:
         self._foretelling: Foretelling | None = None
         self._job = job or _job_name()
         self._iteration = 0
+        self._begun = False  # whether a batch of this iteration was asked for
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, wherever the state is; `TypeError`, saying what to do, while that is not known."""
+        """Steps of a whole epoch, wherever the state is; `TypeError`, saying what to do, while that is not known. To
+        trainers that lose their place without it that is `Invalid`, which they do not pass over."""
+        if self.schedule.samples is None and (trainer := asked_by(*_COUNTING)):
+            raise Invalid(
+                f"{trainer} resumes at another batch where it does not know how many an epoch has: say how many "
+                "samples shards have with counts=, or a shardindex.json beside them, or ask len(dataset) before, which "
+                "reads the shards that nobody has read"
+            )
         return self.schedule.steps
+
+    @property
+    def batch_sampler(self) -> EpochSteps:
+        """For libraries that go through a loader's epoch in their own way, from its start (`skip_first_batches`)."""
+        return EpochSteps(self)
+
+    sampler = batch_sampler
 
     def __enter__(self) -> DataLoader:
         return self
@@ -171,8 +192,7 @@ class DataLoader:
         cursor = Cursor(self._cursor.epoch if epoch is None else epoch, 0)
         if cursor.epoch < 0:
             raise Invalid(f"epoch {cursor.epoch}: epochs count from 0")
-        self._iteration += 1
-        self._cursor = self._start = cursor
+        self._go_to(cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the job is: after the batches that were given out. The same on all ranks."""
@@ -181,8 +201,12 @@ class DataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, whatever the world size, workers and batch size were. `Precondition`, saying what
         changed, if the dataset is not the one that it was saved with."""
-        cursor = self.schedule.load(state)
-        self._iteration += 1
+        self._go_to(self.schedule.load(state))
+
+    def _go_to(self, cursor: Cursor) -> None:
+        """Iterate from there. An iterator that gave nothing yet begins there; any other has ended."""
+        if self._begun:
+            self._iteration += 1
         self._cursor = self._start = cursor
 
     # --- batches -----------------------------------------------------------------------------------------------------
@@ -190,12 +214,16 @@ class DataLoader:
         """The batches of the epoch, or those that are left after the state that was loaded. Only one iteration at a
         time: a new one ends the last."""
         self._iteration += 1
+        self._begun = False
         if self._continues:
             self._start = self._cursor
         self._cursor = self._start
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
+        if iteration != self._iteration:
+            raise Invalid("the loader was closed or iterated anew before this iteration began")
+        self._begun = True
         after: list[tuple[Cursor, float]] = []  # of the steps under way and before them; how long each was unknown
         taken = 0
         epoch = self._cursor.epoch
@@ -292,17 +320,17 @@ class DataLoader:
                 batch_sampler=_Steps(self),
                 num_workers=self.workers,
                 collate_fn=as_is,
-                pin_memory=self._pin,
+                pin_memory=self.pin_memory,
                 prefetch_factor=self._prefetch,
                 persistent_workers=True,
-                multiprocessing_context=self._start_method,
-                worker_init_fn=Following(self._worker_init),
+                multiprocessing_context=self.multiprocessing_context,
+                worker_init_fn=Following(self.worker_init_fn),
             )
         return iter(self._inner)
 
     def _fetch(self, step: Any, ended: Any) -> Fetched:
         fetched: Fetched = self._fetching.fetch(step, ended)
-        return fetched.pin_memory() if self._pin and fetched.error is None else fetched
+        return fetched.pin_memory() if self.pin_memory and fetched.error is None else fetched
 
     def _instead(self, fetched: Fetched, epoch: int) -> Fetched:
         """A batch from the epoch's start in place of one of which all was skipped, as for a rank that has none at the
@@ -333,6 +361,24 @@ class DataLoader:
         with contextlib.suppress(AttributeError):
             told.__cause__ = error
         return told
+
+
+class EpochSteps:
+    """The steps of the loader's epoch from its start, as a batch sampler. `set_epoch` is the loader's."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.batch_size = loader.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices, _ in self._loader.schedule.batches(Cursor(self._loader.epoch, 0)):
+            yield indices.tolist()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
 
 
 class _Steps:

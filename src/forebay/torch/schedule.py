@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +76,7 @@ class Schedule:
         self.shuffle: Shuffle = True if shuffle == "auto" else shuffle
         self.window_bytes = self._said_bytes = window_bytes
         self.arriving = isinstance(dataset, Dataset) and dataset.arriving and shuffle != "block"
+        self._inferred = rank is None and world is None
         ours = _rank_and_world() if rank is None or world is None else (rank, world)
         self.rank = ours[0] if rank is None else rank
         self.world = ours[1] if world is None else world
@@ -124,7 +126,8 @@ class Schedule:
     def batches(self, cursor: Cursor, waits: Callable[[], bool] = lambda: True) -> Iterator[tuple[Indices, Cursor]]:
         """This rank's indices of each step from `cursor` on, and where the job is after the step. They end with the
         epoch; if nothing was left of it, with the next. While `waits` says no, LATER stands for the indices of a step
-        that cannot be known at once."""
+        that cannot be known at once. `Invalid` if torch.distributed, begun since, says another rank."""
+        self._check_rank()
         order = self.order(cursor.epoch, cursor.window, cursor.before)
         size = self.batch * self.world
         needed = size if self.last == "drop" else 1  # for another step
@@ -177,6 +180,18 @@ class Schedule:
             raise Invalid(
                 f"{samples} samples are not one step of {self.batch} for each of {self.world} ranks: "
                 "take a smaller batch, or last='short' or 'fill'"
+            )
+
+    def _check_rank(self) -> None:
+        """Who was made before there were ranks would read all of the data on each of them."""
+        if not (self._inferred and distributed.is_available() and distributed.is_initialized()):
+            return
+        now = distributed.get_rank(), distributed.get_world_size()
+        if now != (self.rank, self.world):
+            raise Invalid(
+                f"this was made as rank {self.rank} of {self.world}, before torch.distributed was initialised, which "
+                f"says {now[0]} of {now[1]}: make it after that (in Lightning in train_dataloader()), or pass rank= "
+                "and world="
             )
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -271,11 +286,18 @@ def _spelled(said: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in said.items() if value)
 
 
+def asked_by(*packages: str) -> str:
+    """Which of `packages` called the function that asks this; empty if none did."""
+    name = str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]
+    return name if name in packages else ""
+
+
 class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by the type checker
     """Batches of indices for a loader that keeps the state itself: `StatefulDataLoader(dataset, batch_sampler=…)`.
 
     An iteration yields the epoch, or what a state that was loaded leaves of it; after one that came to its end the next
-    is the next epoch. `state_dict()` counts what was yielded. Arguments as of `Schedule`.
+    is the next epoch. `state_dict()` counts what was yielded. Arguments as of `Schedule`. Where accelerate is to divide
+    the batches among ranks, it needs `rank=0, world=1`.
     """
 
     def __init__(self, dataset: Any, batch: int, **how: Any) -> None:
@@ -285,6 +307,23 @@ class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by t
     def __len__(self) -> int:
         """Steps of a whole epoch; `TypeError` as of `Schedule.steps`."""
         return self.schedule.steps
+
+    @property
+    def batch_size(self) -> int:
+        """Of a step, but for an epoch's last."""
+        return self.schedule.batch
+
+    @property
+    def sampler(self) -> BatchSampler:
+        """Itself: what has the `set_epoch` that accelerate and Lightning look for here. `Invalid` for accelerate if
+        ranks were dealt to: of one rank's batches it would give each rank a part, and the rest to nobody."""
+        if self.schedule.world > 1 and asked_by("accelerate"):
+            raise Invalid(
+                f"accelerate divides batches among ranks, and this sampler has those of rank {self.schedule.rank} of "
+                f"{self.schedule.world} already: make it with rank=0, world=1; or take forebay.torch.DataLoader, which "
+                "needs no prepare()"
+            )
+        return self
 
     def __iter__(self) -> Iterator[list[int]]:
         self._cursor = self._begin
