@@ -82,7 +82,7 @@ steps = 0  # of this process
 
 
 def on_lightning(job: Job) -> None:
-    import lightning.pytorch as pl
+    pl: Any = importlib.import_module("lightning.pytorch")
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:
@@ -162,7 +162,7 @@ def on_accelerate(job: Job) -> None:
 
 
 def on_transformers(job: Job) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    transformers: Any = importlib.import_module("transformers")
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def on_transformers(job: Job) -> None:
         def forward(self, numbers: Any) -> Any:
             return {"loss": self.layer(job.take(numbers)).sum() * 0}
 
-    class Watching(TrainerCallback):
+    class Watching(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             job.resumes_at(state.global_step)
 
@@ -181,7 +181,7 @@ def on_transformers(job: Job) -> None:
                 path = job.folder / f"checkpoint-{state.global_step}" / "loader.json"
                 path.write_text(json.dumps(train_dataloader.state_dict()))
 
-    class Watched(Trainer):
+    class Watched(transformers.Trainer):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named, callbacks=[Watching()])
 
@@ -195,7 +195,7 @@ def on_transformers(job: Job) -> None:
     saved = list(job.folder.glob("checkpoint-*"))
     how: dict[str, Any] = {"num_train_epochs": EPOCHS, "save_strategy": "steps", "save_steps": 1, "use_cpu": True}
     how |= {"per_device_train_batch_size": BATCH, "disable_tqdm": True, "report_to": [], "output_dir": str(job.folder)}
-    args = TrainingArguments(ignore_data_skip=job.flavour == "state", **how)
+    args = transformers.TrainingArguments(ignore_data_skip=job.flavour == "state", **how)
     names = job.names | {"Trainer": Watched, "DataLoader": Restored, "args": args, "model": Net()}
     names["collate"] = lambda samples: {"numbers": torch.tensor(samples)}
     job.run_block("(Trainer)", names | {"resuming": bool(saved)})

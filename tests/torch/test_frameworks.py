@@ -34,7 +34,9 @@ FRAMEWORKS = os.environ.get("FOREBAY_FRAMEWORKS", "")
 SHAPES = ("1x0", "1x2", "2x0", "2x2")
 JOBS = {
     "lightning": [f"ours/{shape}" for shape in SHAPES],
-    "accelerate": [f"{flavour}/{shape}" for flavour in ("ours", "skip", "prepared", "stateful") for shape in SHAPES],
+    "accelerate": [f"{flavour}/{shape}" for flavour in ("ours", "skip", "prepared") for shape in SHAPES]
+    # with 2x2, a state of an epoch's end makes it go through the next epoch's sampler in vain: the page says so
+    + [f"stateful/{shape}" for shape in SHAPES[:3]],
     "transformers": [f"{flavour}/{shape}" for flavour in ("skip", "state") for shape in SHAPES],
 }
 ORDER = [Permuted(SAMPLES, 1, epoch).at(np.arange(SAMPLES)).tolist() for epoch in range(EPOCHS)]
@@ -117,13 +119,18 @@ def numbered(numbers: MemorySource) -> ObjectDataset:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_accelerate_skips_the_first_batches_of_an_epoch(numbers: MemorySource, accelerate: Any, world: int) -> None:
-    with DataLoader(numbered(numbers), 7, seed=3, rank=world - 1, world=world) as loader:
+    def of_epoch(key: str, data: Any, epoch: int) -> int:
+        return 1000 * epoch + as_int(key, data)
+
+    dataset = ObjectDataset("bucket/numbers/", source=numbers, decode=of_epoch)
+    with DataLoader(dataset, 7, seed=3, rank=world - 1, world=world) as loader:
         loader.set_epoch(4)
         whole = [batch.tolist() for batch in loader]
         loader.set_epoch(0)
         skipped = accelerate.skip_first_batches(loader, 2)
         loader.set_epoch(4)  # Trainer does it after
         assert [batch.tolist() for batch in skipped] == whole[2:]
+        assert min(whole[2]) >= 4000
         assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
 
 

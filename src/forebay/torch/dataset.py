@@ -57,6 +57,14 @@ class Accesses(NamedTuple):
     size_bytes: int
 
 
+class OfEpoch(list[int]):
+    """Indices that tell the dataset which epoch they are for, whatever loader of torch's they go through."""
+
+    def __init__(self, indices: list[int], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+
 class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by the type checker
     """Samples at a node. `Invalid`, `NotFound` and `Unavailable` come from the constructor, which lists the bucket."""
 
@@ -141,7 +149,7 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         return self.__getitems__([index % samples])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self.fetch(indices, Facts())
+        return self.fetch(indices, Facts(epoch=getattr(indices, "epoch", None)))
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -36,7 +36,7 @@ from torch.utils import data
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.spelling import known_arguments
 from forebay.ports import chance, clock
-from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, Shuffle
+from forebay.torch.dataset import NOTHING_LEFT, WINDOW_BYTES, Dataset, OfEpoch, Shuffle
 from forebay.torch.fetching import Ahead, Collate, Fetched, Fetching, Following, Step, as_is, collate, pinned
 from forebay.torch.foretelling import Foretelling
 from forebay.torch.partition import Last
@@ -371,8 +371,10 @@ class EpochSteps:
         self.batch_size = loader.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices, _ in self._loader.schedule.batches(Cursor(self._loader.epoch, 0)):
-            yield indices.tolist()
+        epoch = self._loader.epoch
+        for indices, after in self._loader.schedule.batches(Cursor(epoch, 0)):
+            yield OfEpoch(indices.tolist(), epoch)
+            epoch = after.epoch
 
     def __len__(self) -> int:
         return len(self._loader)

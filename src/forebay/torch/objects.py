@@ -24,7 +24,7 @@ class ObjectDataset(Dataset):
     """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. One
-    with a parameter `epoch` is told the loader's (None in other loaders), to seed what it draws. Only keys that end
+    with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. Only keys that end
     in one of `suffixes` count; or those in `keys`, and no others. `on_error`: 'raise', or 'skip' what is missing or
     cannot be decoded. `patience_s`: how long to wait for a node that does not answer; after `direct_after_s` of that
     the bucket's backend is read instead, where it can be (None: never), and `direct` says how (`{"url": "s3://…",

@@ -29,7 +29,7 @@ from forebay.core.errors import Invalid
 from forebay.core.formats.listing import Listing, build
 from forebay.torch.choosing import chosen_window
 from forebay.torch.columns import Fingerprint, ListingColumns
-from forebay.torch.dataset import WINDOW_BYTES, Dataset, Shuffle
+from forebay.torch.dataset import WINDOW_BYTES, Dataset, OfEpoch, Shuffle
 from forebay.torch.order import Indices, InOrder, Order, Permuted, Windows
 from forebay.torch.partition import Last, Partition
 from forebay.torch.state import VERSION, State, from_dict
@@ -328,10 +328,10 @@ class BatchSampler(Sampler):  # type: ignore[misc]  # torch is not followed by t
     def __iter__(self) -> Iterator[list[int]]:
         self._cursor = self._begin
         for indices, after in self.schedule.batches(self._begin):
-            self._cursor = after
+            epoch, self._cursor = self._cursor.epoch, after
             if not after.samples:
                 self._begin = after
-            yield indices.tolist()
+            yield OfEpoch(indices.tolist(), epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; within it, nothing happens."""

@@ -140,8 +140,8 @@ class ShardDataset(Dataset):
     in `sample["jpg"]`. Parts are decoded by extension (`decoders.DEFAULT`); `decode` adds to that, as in `{"jpg":
     f}`, and `{}` leaves everything bytes. With `parts`, only those extensions are read, and a sample must have all of
     them. `filter(key)` says by its name whether a sample is one; another filter is another dataset. `transform` gets
-    the dictionary and makes the sample; one with a parameter `epoch` is told the loader's (None in other loaders), to
-    seed what it draws. `on_error`: 'raise', or 'skip' what is missing, damaged or cannot be decoded; a shard that is
+    the dictionary and makes the sample; one with a parameter `epoch` is told the loader's (None without our sampler),
+    to seed what it draws. `on_error`: 'raise', or 'skip' what is missing, damaged or cannot be decoded; a shard that is
     no archive or is cut short then has no samples. See `ObjectDataset` for the rest.
 
     Shards are read when an epoch comes to them: `Corrupt` and `NotFound` for one that is damaged come then. With

@@ -44,7 +44,7 @@ class TokenDataset(Dataset):
     half of the memory. For inputs and targets shifted by one, ask for windows of one more than the stride. With
     `straddle`, all files are one text in the order of their keys. `header_bytes` at the start of each file are not
     tokens. `transform(tokens)` makes the sample; if it has parameters `epoch` or `index`, it is told the loader's epoch
-    (None in other loaders) and the number of the window. `Invalid` if a file is not whole tokens, `NotFound` if no
+    (None without our sampler) and the number of the window. `Invalid` if a file is not whole tokens, `NotFound` if no
     window fits. See `ObjectDataset` for the others.
     """
 
