@@ -42,12 +42,16 @@ def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(n
     assert listed[0]["step"] == 20
     assert [each["problem"] for each in listed] == [""] * len(listed)
     assert 1 <= len(listed) <= 3
-    assert "whole" in ckpt(node, "ls", "s3://runs/manual/")
+    assert "##########" in ckpt(node, "ls", "s3://runs/manual/")
+    tested = json.loads(ckpt(node, "restore-test", "runs/manual", "--json"))
+    assert (tested["step"], tested["damaged"]) == (20, {})
+    assert "step 20: " in ckpt(node, "restore-test", "runs/manual")
     assert "all as they were saved" in ckpt(node, "verify", "runs/manual")
     assert json.loads(ckpt(node, "cp", "runs/manual", "runs/manual-copy", "--json"))["sequence"] == 1
     assert "all as they were saved" in ckpt(node, "verify", "runs/manual-copy", "--step", "20")
     assert json.loads(ckpt(node, "goodput", "runs/manual", "--json"))["saves"] >= 2
     assert "productive" in ckpt(node, "goodput", "runs/manual")
+    assert 'forebay_run_seconds{run="runs/manual",part="lost"}' in ckpt(node, "goodput", "runs/manual/", "--prometheus")
 
     with Client(node.endpoint) as client:
         body = client.get("runs", f"manual-copy/manifests/{1:012}")
@@ -57,6 +61,14 @@ def test_the_manuals_script_saves_and_goes_on_and_the_verbs_tend_what_it_saved(n
         damaged[70] ^= 1
         client.put("runs", name, bytes(damaged))
         assert "do not match their digest" in ckpt(node, "verify", "runs/manual-copy", status=EXIT_CORRUPT)
+        assert "nothing can be restored" in ckpt(node, "restore-test", "runs/manual-copy", status=EXIT_CORRUPT)
+        ckpt(node, "cp", "runs/manual", "runs/manual-copy")
+        client.put("runs", f"manual-copy/manifests/{3:012}", b"torn")
+        said = ckpt(node, "restore-test", "runs/manual-copy", status=EXIT_CORRUPT)
+        assert "a restore takes step 20" in said
+        assert "a manifest is damaged" in said
+        for sequence in (2, 3):
+            client.delete("runs", f"manual-copy/manifests/{sequence:012}")
         client.delete("runs", name)
     assert "is missing" in ckpt(node, "ls", "runs/manual-copy")
     assert "is missing" in ckpt(node, "cp", "runs/manual-copy", "runs/other", status=EXIT_CORRUPT)
@@ -66,6 +78,9 @@ def test_what_is_not_there_is_said(node: NodeProcess):
     assert "no checkpoints" in ckpt(node, "ls", "runs/nobody")
     assert "there is no checkpoint under runs/nobody" in ckpt(node, "verify", "runs/nobody", status=EXIT_NOT_FOUND)
     assert "does not name a run" in ckpt(node, "ls", "runs", status=EXIT_INVALID)
+    assert "there is no checkpoint under runs/nobody" in ckpt(
+        node, "restore-test", "runs/nobody", status=EXIT_NOT_FOUND
+    )
     assert "no run has saved" in ckpt(node, "goodput", "runs/nobody", status=EXIT_NOT_FOUND)
 
 

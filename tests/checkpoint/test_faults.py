@@ -192,6 +192,7 @@ def test_a_restore_whose_checkpoint_is_pruned_meanwhile_takes_the_newer_one(
         last[0] = 1000
         with pytest.raises(Unavailable, match="keep more of them"):
             reader.restore(found)
+        assert reader.repository.rehearse()[1] == {}, "what was pruned is not damaged"
 
 
 def test_what_a_manifest_names_must_be_there_and_be_the_same(node: NodeProcess):
@@ -218,6 +219,11 @@ def test_what_a_manifest_names_must_be_there_and_be_the_same(node: NodeProcess):
         assert found["w"].unique().tolist() == [1.0]
         with pytest.raises(Corrupt, match="no checkpoint"):
             checkpoints.restore(found, step=2)
+        told: list[tuple[int, int]] = []
+        taken, damaged = checkpoints.repository.rehearse(progress=lambda done, total: told.append((done, total)))
+        assert taken is not None
+        assert (taken.step, list(damaged)) == (1, [9, 4, 3, 2])
+        assert told[-1] == (taken.size_bytes, taken.size_bytes)
 
 
 # --- what does not fit -----------------------------------------------------------------------------------------------

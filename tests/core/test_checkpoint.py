@@ -13,7 +13,8 @@ from forebay.core import checkpoint as form
 from forebay.core.checkpoint import PIECE_BYTES, Entry, Index, Manifest, RankPart
 from forebay.core.checkpoint_interval import INTERVAL_S_MIN, MTTI_GUESS_S, Interval, daly_s, waste, young_s
 from forebay.core.errors import Corrupt, Invalid
-from forebay.core.goodput import Life, goodput
+from forebay.core.goodput import Life, as_metrics, goodput
+from forebay.core.metrics import render
 
 MANIFEST = Manifest(
     12, 3400, "ab" * 8, 1.7e9, (RankPart("d" * 32, 700, (5, 6)), RankPart("e" * 32, 800, ())), ("model",)
@@ -179,3 +180,13 @@ def test_the_time_of_a_run_is_divided_without_rest():
         assert found.run_s == 6300 - (5000 - 2200), "the pause between two runs is nobody's"
         assert found.share == pytest.approx(2890 / 3500)
     assert goodput([]).share == 0.0
+
+
+def test_a_runs_time_is_told_as_metrics():
+    lives = [Life(0, 1000, 10, 40, 4, 400), Life(1200, 2200, 30, 20, 2, 600, ended=True), Life(5000, 5000)]
+    told = as_metrics('b/run "x"', lives)
+    told.check()
+    text = render(told)
+    assert 'forebay_run_seconds{run="b/run \\"x\\"",part="lost"} 200' in text
+    assert 'forebay_run_saved_seconds{run="b/run \\"x\\""} 2200' in text
+    assert "forebay_run_saved_seconds" not in render(as_metrics("b/run", lives[2:]))

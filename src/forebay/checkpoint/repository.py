@@ -20,12 +20,13 @@ never replaces a manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from forebay.checkpoint.stream import Stream
+from forebay.checkpoint.stream import Stream, by_threads, cells
 from forebay.client.connection import CUT
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import Index, Manifest
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from forebay.core.messages.calls import CachedEntry
 
 NODE_AWAY = (CUT, "NoNode")  # codes of errors that say nothing about the bucket
+NEWER_MAX = 5  # checkpoints that one restore loses to pruning before it gives up
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -70,6 +72,12 @@ def parse_run(place: str) -> tuple[str, str]:
     return check_bucket_name(bucket), prefix + "/"
 
 
+def check_pace(tried: Collection[int]) -> None:
+    """`Unavailable` when more than NEWER_MAX of the sequences that were tried in this order came after the first."""
+    if sum(sequence > next(iter(tried)) for sequence in tried) > NEWER_MAX:
+        raise Unavailable("checkpoints go faster than they can be read: keep more of them, or save less often")
+
+
 class Repository:
     """The checkpoints below `prefix` (with its slash) of a bucket, through `client`. Errors are kinds of
     `core.errors`; see the module for what is asked when."""
@@ -87,6 +95,15 @@ class Repository:
         """Of all manifests, newest first. With `known`, of those that the node knows if the bucket is away."""
         found = (form.sequence_of(name) for name, _ in self._objects("manifests/", known=known))
         return sorted((sequence for sequence in found if sequence), reverse=True)
+
+    def newest(self, step: int | None = None, tried: Collection[int] = (), *, known: bool = False) -> int | None:
+        """The sequence of the newest checkpoint, of `step` if one is given, that is not among those `tried`; None if
+        there is none. `known` as of `sequences`."""
+        there = iter(self.sequences(known=known))
+        if step is not None:
+            found = self.candidates(step, known=known)
+            there = (manifest.sequence for manifest in found if isinstance(manifest, Manifest))
+        return next((sequence for sequence in there if sequence not in tried), None)
 
     def manifest(self, sequence: int) -> Manifest:
         """`NotFound` if there is none, `Corrupt` if it is damaged or is another one's."""
@@ -149,16 +166,55 @@ class Repository:
         missing = self.damage(manifest)
         if missing is not None:
             return missing
+        indexes: list[Index] = []
         done, total = 0, manifest.size_bytes
-        for rank in range(len(manifest.ranks)):
+        for rank, part in enumerate(manifest.ranks):
             try:
-                index = self.index(manifest, rank)
-                for read in self.stream(manifest, index).verify():
-                    done += read
-                    progress(done, total)
+                indexes.append(self.index(manifest, rank))
             except (Corrupt, NotFound) as error:
-                return Damage(f"{self.prefix}{_folder(manifest)} rank {rank}", str(error))
+                return self._damaged(manifest, rank, error)
+            done += part.index_bytes
+            progress(done, total)
+
+        def compared(cell: tuple[int, int]) -> int | Damage:
+            rank, start = cell
+            try:
+                return self.stream(manifest, indexes[rank]).verify(start)
+            except (Corrupt, NotFound) as error:
+                return self._damaged(manifest, rank, error)
+
+        with closing(by_threads(compared, [(i.rank, at) for i in indexes for at in cells(i.stream_bytes)])) as found:
+            for read in found:
+                if isinstance(read, Damage):
+                    return read
+                done += read
+                progress(done, total)
         return None
+
+    def _damaged(self, manifest: Manifest, rank: int, error: ForebayError) -> Damage:
+        return Damage(f"{self.prefix}{_folder(manifest)} rank {rank}", str(error))
+
+    def rehearse(
+        self, step: int | None = None, progress: Progress = lambda done, total: None
+    ) -> tuple[Manifest | None, dict[int, Damage]]:
+        """What a restore would take, read and compared whole, and what was wrong with newer ones, by sequence."""
+        damaged: dict[int, Damage] = {}
+        while (sequence := self.newest(step, damaged)) is not None:
+            check_pace(damaged)
+            try:
+                manifest = self.manifest(sequence)
+                damage = self.verify(manifest, progress)
+            except (NotFound, Corrupt, Invalid) as error:
+                damage = Damage(self.prefix + form.manifest_name(sequence), str(error))
+            if damage is None:
+                return manifest, self._still_there(damaged)
+            damaged[sequence] = damage
+        return None, self._still_there(damaged)
+
+    def _still_there(self, damaged: dict[int, Damage]) -> dict[int, Damage]:
+        """Without those that were pruned while they were read."""
+        there = self.sequences() if damaged else []
+        return {sequence: damage for sequence, damage in damaged.items() if sequence in there}
 
     def is_in_bucket(self, manifest: Manifest) -> bool:
         """Whether the backend has all of it, so that the loss of the tier does not take it along."""

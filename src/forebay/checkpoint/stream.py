@@ -5,6 +5,9 @@ the range covers whole is read straight into the reader's memory and digested th
 whole into a buffer, digested, and what is wanted of them is copied. So a restore of large tensors copies nothing, and
 a row of a large tensor costs two pieces at most.
 
+Several threads share a stream by *cells*: runs of READ_BYTES from a multiple of READ_BYTES on. No piece is in two, so
+none is read twice. A thread has a `Stream` of its own, whose buffer for pieces is kept from read to read.
+
 On the node's host bytes come from the object's file (`client.door`), elsewhere over HTTP. A read of several pieces is
 one request of up to READ_BYTES: a request for each 4 MiB would cost a round trip each.
 
@@ -16,8 +19,10 @@ Invariant. Memory that `read_into` filled without an error holds bytes that matc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from forebay.core import limits
 from forebay.core.checkpoint import PIECE_BYTES, Index, piece_digest
@@ -27,7 +32,11 @@ from forebay.core.types import RangeSpec
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
+READERS = 4  # threads: one digests while others wait for bytes
 READ_BYTES = 16 * limits.MIB  # of one request; a multiple of PIECE_BYTES that stays in a processor cache shared by few
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+_mine = threading.local()
 
 
 class Stream:
@@ -39,7 +48,7 @@ class Stream:
         self._names = names
         self._index = index
         self._piece = -1  # which piece `_kept` holds, -1 for none: the next tensor often begins in it
-        self._kept = bytearray()
+        self._kept = memoryview(b"")
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) with the stream from `start` on. `Corrupt` if a piece does not match."""
@@ -56,15 +65,11 @@ class Stream:
             buffer[position - start : position - start + size] = self._part(piece)[inside : inside + size]
             position += size
 
-    def verify(self) -> Iterator[int]:
-        """Read and compare everything; the size of each run of pieces. `Corrupt` at the first that does not match."""
-        memory = memoryview(bytearray(min(READ_BYTES, self._index.stream_bytes)))
-        position = 0
-        while position < self._index.stream_bytes:
-            size = self._run_bytes(position, self._index.stream_bytes)
-            self._read_whole(position, memory[:size])
-            position += size
-            yield size
+    def verify(self, start: int) -> int:
+        """Read and compare the cell that begins at `start`; its size. `Corrupt` if a piece does not match."""
+        end = min(start + READ_BYTES, self._index.stream_bytes)
+        self.read_into(start, _scratch()[: end - start])
+        return end - start
 
     def _size(self, piece: int) -> int:
         return min(PIECE_BYTES, self._index.stream_bytes - piece * PIECE_BYTES)
@@ -81,11 +86,11 @@ class Stream:
         blob_end = (position // self._index.blob_bytes + 1) * self._index.blob_bytes
         return min(end, blob_end, position + READ_BYTES) - position
 
-    def _part(self, piece: int) -> bytearray:
+    def _part(self, piece: int) -> memoryview:
         if piece != self._piece:
             self._piece = -1
-            self._kept = bytearray(self._size(piece))
-            self._read_whole(piece * PIECE_BYTES, memoryview(self._kept))
+            self._kept = self._kept or memoryview(bytearray(min(PIECE_BYTES, self._index.stream_bytes)))
+            self._read_whole(piece * PIECE_BYTES, self._kept[: self._size(piece)])
             self._piece = piece
         return self._kept
 
@@ -114,3 +119,26 @@ class Stream:
         got = self._client.get_into(self._bucket, name, buffer, range=RangeSpec(offset, offset + len(buffer) - 1))
         if got.body_bytes != len(buffer):
             raise Corrupt(f"{self._bucket}/{name} ends too early: restore an older checkpoint")
+
+
+def cells(stream_bytes: int) -> range:
+    """Where the cells of a stream begin."""
+    return range(0, stream_bytes, READ_BYTES)
+
+
+def by_threads(work: Callable[[Task], Done], tasks: Iterable[Task]) -> Generator[Done, None, None]:
+    """What `work` returns for each task, in order, from READERS threads. After an error, or when the caller stops
+    asking, no other task is begun."""
+    with ThreadPoolExecutor(READERS, "restore") as pool:
+        try:
+            yield from pool.map(work, tasks)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _scratch() -> memoryview:
+    """READ_BYTES of this thread's own, to read what is only compared."""
+    kept: memoryview | None = getattr(_mine, "scratch", None)
+    if kept is None:
+        kept = _mine.scratch = memoryview(bytearray(READ_BYTES))
+    return kept

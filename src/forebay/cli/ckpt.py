@@ -14,6 +14,7 @@ from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import as_forebay, verb
 from forebay.cli.progress import Progress
 from forebay.core.errors import Corrupt, NotFound
+from forebay.ports import clock
 
 if TYPE_CHECKING:
     from forebay.checkpoint.repository import Repository
@@ -26,6 +27,7 @@ Run = Annotated[
     str, typer.Argument(metavar="RUN", autocompletion=complete_addresses, help="Where the run saves: bucket/path.")
 ]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step. Default: the newest checkpoint.")]
+BAR = 20  # characters of the largest size
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
@@ -54,21 +56,22 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False)
     elif not rows:
         show.note(f"no checkpoints under {run}")
     else:
+        largest = max(1, *(row[3] for row in rows))
         shown = [
             (
                 str(number),
                 str(step),
                 show.moment(saved),
                 show.size(size),
+                "#" * round(BAR * size / largest),
                 str(ranks),
                 f"{stall:.2f} s",
                 problem or "whole",
             )
             for number, step, saved, size, ranks, stall, problem in rows
         ]
-        print(
-            show.columns(("NUMBER", "STEP", "SAVED", "SIZE", "RANKS", "STALL", "STATE"), shown, right=(0, 1, 3, 4, 5))
-        )
+        head = ("NUMBER", "STEP", "SAVED", "SIZE", "", "RANKS", "STALL", "STATE")
+        print(show.columns(head, shown, right=(0, 1, 3, 5, 6)))
 
 
 @app.command("verify")
@@ -89,6 +92,35 @@ def verify(
         show.document({"sequence": found.sequence, "step": found.step, "size_bytes": found.size_bytes})
     else:
         print(f"step {found.step}: {show.size(found.size_bytes)} of {len(found.ranks)} ranks, all as they were saved")
+
+
+@app.command("restore-test")
+@verb
+def restore_test(
+    run: Run, step: Step = None, quiet: Quiet = False, url: Url = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Read what a restore would take, whole and compared, and say how long that took.
+
+    Fails if a checkpoint is damaged, also where a restore would take an older one. With --json {"sequence", "step",
+    "size_bytes", "seconds", "damaged"}, `damaged` by sequence.
+    """
+    began_s = clock.monotonic_s()
+    with _repository(run, url) as repository, Progress("restore-test", quiet=quiet) as progress:
+        found, damaged = repository.rehearse(step, progress.at)
+    seconds = clock.monotonic_s() - began_s
+    said = "; ".join(f"checkpoint {sequence}: {damage}" for sequence, damage in damaged.items())
+    if found is None:
+        raise Corrupt(f"nothing can be restored: {said}") if damaged else _nothing(run, step)
+    if as_json:
+        names = {sequence: str(damage) for sequence, damage in damaged.items()}
+        of = {"sequence": found.sequence, "step": found.step, "size_bytes": found.size_bytes}
+        show.document({**of, "seconds": seconds, "damaged": names})
+    else:
+        rate = show.rate(found.size_bytes / seconds)
+        print(f"step {found.step}: {show.size(found.size_bytes)} of {len(found.ranks)} ranks can be restored, "
+              f"read in {show.duration(seconds)} ({rate})")  # fmt: skip
+    if damaged:
+        raise Corrupt(f"a restore takes step {found.step}, since newer ones are damaged: {said}")
 
 
 @app.command("cp")
@@ -177,17 +209,32 @@ def prune(
 
 @app.command("goodput")
 @verb
-def goodput(run: Run, url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def goodput(
+    run: Run,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="As metrics, for the node exporter's textfile collector.")
+    ] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Show where the time of a run went: productive, stalled by saves, restarting, lost or down.
 
     With --json the sums, in seconds.
     """
+    from forebay.core.goodput import as_metrics
     from forebay.core.goodput import goodput as sums
+    from forebay.core.metrics import render
 
     with _repository(run, url) as repository:
-        found = sums(repository.lives())
-    if not found.lives:
+        lives = repository.lives()
+        place = f"{repository.bucket}/{repository.prefix}".rstrip("/")
+    if not lives:
         raise NotFound(f"no run has saved under {run} yet: see `forebay ckpt ls`")
+    if prometheus:
+        print(render(as_metrics(place, lives)), end="")
+        return
+    found = sums(lives)
     if as_json:
         show.document(found)
         return
@@ -218,5 +265,9 @@ def _chosen(repository: Repository, run: str, step: int | None) -> Manifest:
         if isinstance(found, Manifest):
             return found
         raise found[1]
+    raise _nothing(run, step)
+
+
+def _nothing(run: str, step: int | None) -> NotFound:
     wanted = "" if step is None else f" of step {step}"
-    raise NotFound(f"there is no checkpoint{wanted} under {run}: see `forebay ckpt ls`")
+    return NotFound(f"there is no checkpoint{wanted} under {run}: see `forebay ckpt ls`")

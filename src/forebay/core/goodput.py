@@ -18,6 +18,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from forebay.core.metrics import Snapshot, series
+
 
 class Life(msgspec.Struct, frozen=True):
     """One life of a job. Times are Unix time, durations seconds. `ended`: it closed by itself."""
@@ -70,3 +72,22 @@ def goodput(lives: Sequence[Life]) -> Goodput:
             lost_s += max(0.0, after.began_s - max(life.saved_s, life.began_s))
     saves = sum(life.saves for life in ordered)
     return Goodput(productive_s, stalled_s, restarting_s, lost_s, failures, len(ordered), saves)
+
+
+def as_metrics(run: str, lives: Sequence[Life]) -> Snapshot:
+    """The same as metrics, labelled with the run's place."""
+    found = goodput(lives)
+    parts = {
+        "productive": found.productive_s,
+        "stalled": found.stalled_s,
+        "restarting": found.restarting_s,
+        "lost": found.lost_s,
+    }
+    values = {series("forebay_run_seconds", run=run, part=part): seconds for part, seconds in parts.items()}
+    values[series("forebay_run_lives", run=run)] = found.lives
+    values[series("forebay_run_failures", run=run)] = found.failures
+    values[series("forebay_run_saves", run=run)] = found.saves
+    saved = [life.saved_s for life in lives if life.saves]
+    if saved:
+        values[series("forebay_run_saved_seconds", run=run)] = max(saved)
+    return Snapshot(values)

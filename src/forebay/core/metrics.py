@@ -119,6 +119,12 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_process_open_files", "gauge", "File descriptors open.", ("process",)),
         Metric("forebay_process_restarts_total", "counter", "Times it was started again.", ("process", "reason")),
         Metric("forebay_process_start_seconds", "gauge", "When the process started, Unix time.", ("process",)),
+        # checkpoints of training runs: `forebay ckpt goodput --prometheus`
+        Metric("forebay_run_seconds", "gauge", "Time of a run, by where it went.", ("run", "part")),
+        Metric("forebay_run_lives", "gauge", "Times that a run was started.", ("run",)),
+        Metric("forebay_run_failures", "gauge", "Of those, lives that broke off.", ("run",)),
+        Metric("forebay_run_saves", "gauge", "Checkpoints that counted.", ("run",)),
+        Metric("forebay_run_saved_seconds", "gauge", "When the last of them counted, Unix time.", ("run",)),
     )
 }
 

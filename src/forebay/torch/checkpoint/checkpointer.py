@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from forebay.checkpoint.repository import Damage, Pruned, Repository, parse_run
+from forebay.checkpoint.repository import Damage, Pruned, Repository, check_pace, parse_run
 from forebay.client.sync import Client
 from forebay.core.checkpoint import Manifest
 from forebay.core.checkpoint_interval import Interval, Reason
-from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound, Unavailable
+from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.goodput import Goodput, Life, goodput
 from forebay.ports import clock
 from forebay.ports.chance import SystemChance
@@ -43,7 +43,6 @@ from forebay.torch.checkpoint.tree import Flat
 PATIENCE_S = 6 * 3600.0  # of the threads that send: an outage of hours costs one checkpoint's delay, not the run
 RESTORE_PATIENCE_S = 600.0
 OUTAGE_S = 30.0  # how long a bucket is waited for before the node's own knowledge has to do
-NEWER_MAX = 5  # checkpoints that one restore loses to pruning before it gives up
 UNSEEN = 1000  # sequences left free while the bucket is away: what it has beyond the node's knowledge is less
 OWN = ("rng",)
 T = TypeVar("T")
@@ -351,11 +350,10 @@ class Checkpointer:
     def _untried(self, step: int | None, tried: Collection[int]) -> int | None:
         """The newest checkpoint that was not tried yet, on all ranks the same; None if there is none. It is asked anew
         each time: what a running job prunes while it is read has a newer one in its place."""
-        if len(tried) > NEWER_MAX and sum(sequence > next(iter(tried)) for sequence in tried) > NEWER_MAX:
-            raise Unavailable("checkpoints go faster than they can be read: keep more of them, or save less often")
+        check_pace(tried)
         return self._agreed(  # type: ignore[no-any-return]
-            lambda: _newest(self.repository, step, tried, known=False),
-            lambda: _newest(self.repository, step, tried, known=True),
+            lambda: self.repository.newest(step, tried),
+            lambda: self.repository.newest(step, tried, known=True),
             0.0 if self._away else OUTAGE_S,
         )
 
@@ -428,16 +426,6 @@ class Checkpointer:
         if kept is None:
             raise Invalid("how many checkpoints shall stay? prune(keep=3)")
         return self.repository.prune(kept)
-
-
-def _newest(repository: Repository, step: int | None, tried: Collection[int], *, known: bool) -> int | None:
-    """The newest sequence, of `step` if one is given, that was not tried."""
-    if step is None:
-        there: Iterator[int] = iter(repository.sequences(known=known))
-    else:
-        found = repository.candidates(step, known=known)
-        there = (manifest.sequence for manifest in found if isinstance(manifest, Manifest))
-    return next((sequence for sequence in there if sequence not in tried), None)
 
 
 def _every(every: Literal["auto"] | int | Every) -> Every:

@@ -6,9 +6,9 @@ that overlap it: the rows of the overlap are read, and where other dimensions ar
 copied. So a job of any number of ranks restores what any other number saved.
 
 Nothing is read before the plan is whole: a key that is missing, a shape that differs, or a dtype that would be
-converted is refused first, with all of them named. Some threads then read, each what lies together. Reading verifies
-each piece. If one is damaged, the ranks go to the next older checkpoint together, and what was half read is
-overwritten by it.
+converted is refused first, with all of them named. Some threads then read, each a cell of the stream at a time with
+all tensors in it, so that no piece is read twice. Reading verifies each piece. If one is damaged, the ranks go to the
+next older checkpoint together, and what was half read is overwritten by it.
 
 Invariants. (1) When `restore` returns, every byte that it put into place matched its digest. (2) All ranks restore the
 same checkpoint.
@@ -19,14 +19,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from forebay.checkpoint.repository import Repository
-from forebay.checkpoint.stream import READ_BYTES, Stream
+from forebay.checkpoint.stream import READ_BYTES, Stream, by_threads
 from forebay.core.checkpoint import Entry, Index, Manifest
 from forebay.core.errors import Corrupt, Invalid
 from forebay.torch.checkpoint.ranks import Ranks, is_distributed, shard_of
@@ -35,7 +34,6 @@ from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
 
 DIFFERENCES_SHOWN = 8
 ROWS_BYTES = 4 * READ_BYTES  # of a tensor's rows that are read to be copied: at both ends a piece is read twice
-READERS = 4  # threads: one digests while others wait for bytes
 
 Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
@@ -215,17 +213,21 @@ class Read(NamedTuple):
     rows: tuple[int, ...] = ()
     box: Box | None = None
 
+    @property
+    def cell(self) -> int:
+        return self.start // READ_BYTES
+
     def cut(self) -> list[Read]:
-        """The same in pieces that several threads can share, each from one piece of the stream to another."""
+        """The same in parts that are in one cell each, so that several threads can share it."""
         if self.box is not None:
             return list(self._cut_rows(self.box))
-        if self.into.numel() * self.into.element_size() <= READ_BYTES:
+        end = self.start + self.into.numel() * self.into.element_size()
+        if end <= (self.cell + 1) * READ_BYTES:
             return [self]
         memory = bytes_of(self.into)
-        ends = range((self.start // READ_BYTES + 1) * READ_BYTES, self.start + memory.numel() + READ_BYTES, READ_BYTES)
-        begins = [self.start, *(end for end in ends if end < self.start + memory.numel())]
-        cuts = zip(begins, [*begins[1:], self.start + memory.numel()], strict=True)
-        return [Read(self.rank, begin, memory[begin - self.start : end - self.start]) for begin, end in cuts]
+        begins = [self.start, *range((self.cell + 1) * READ_BYTES, end, READ_BYTES)]
+        cuts = zip(begins, [*begins[1:], end], strict=True)
+        return [Read(self.rank, begin, memory[begin - self.start : stop - self.start]) for begin, stop in cuts]
 
     def _cut_rows(self, box: Box) -> Iterator[Read]:
         if not self.rows:
@@ -274,15 +276,13 @@ def read_all(source: Source, reads: Iterable[Read]) -> None:
     """Fill all memory, with some threads. What lies together in a stream is read by one, which fetches and digests a
     piece once for all small tensors in it. `Corrupt` if something does not verify."""
     ordered = sorted(reads, key=lambda read: (read.rank, read.start))
-    together = [list(group) for _, group in groupby(ordered, lambda read: (read.rank, read.start // READ_BYTES))]
 
     def fill(group: list[Read]) -> None:
         for read in group:
             read.fill(source.stream(read.rank))
 
-    with ThreadPoolExecutor(READERS, "restore") as pool:
-        for _ in pool.map(fill, together):
-            pass
+    for _ in by_threads(fill, [list(group) for _, group in groupby(ordered, lambda read: (read.rank, read.cell))]):
+        pass
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
