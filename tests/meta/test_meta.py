@@ -1,4 +1,5 @@
-"""What every metadata store promises (`meta/seam.py`), asked of SQLite and of a real etcd of three members."""
+"""What every metadata store promises (`meta/seam.py`), asked of SQLite, of a real etcd of three members, and of the
+store of simulated worlds."""
 
 from __future__ import annotations
 
@@ -21,17 +22,21 @@ from forebay.meta.etcd import EtcdMeta
 from forebay.meta.seam import Change, Entry, MetaStore
 from forebay.meta.sqlite import SqliteMeta
 from forebay.ports.clock import SystemClock
+from forebay.sim.agreed import Agreed, MemoryMeta
 from tests.meta.watched import Watched
 from tests.patience import until_async
 
 Open = Callable[[], MetaStore]
 
 
-@pytest.fixture(params=["sqlite", "etcd"])
+@pytest.fixture(params=["sqlite", "etcd", "memory"])
 def open_meta(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the same store each time it is called; it is empty at first."""
     if request.param == "sqlite":
         return lambda: SqliteMeta(tmp_path / "meta.sqlite")
+    if request.param == "memory":
+        agreed = Agreed()
+        return lambda: MemoryMeta(agreed)
     cluster, namespace = request.getfixturevalue("etcd"), uuid.uuid4().hex
     return lambda: EtcdMeta(cluster.addresses, namespace)
 

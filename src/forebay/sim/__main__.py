@@ -23,14 +23,45 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, help="run so many stories, one line each")
     parser.add_argument("--calls", type=int, default=CALLS_DEFAULT, help="of clients to the node (default %(default)s)")
     parser.add_argument("--plant", help="plant this known bug, to see it found")
+    parser.add_argument("--cluster", action="store_true", help="a world of many nodes that agree, instead of one node")
     parser.add_argument("--coverage", action="store_true", help="say how much of the node's code was entered")
     asked = parser.parse_args(arguments)
     asked.seed = asked.seed if asked.seed is not None else int(chance.token_hex(4), 16)
     try:
+        if asked.cluster:
+            return _tell_clusters(asked)
         scale()
         return _tell_stories(asked)
     except BrokenPipeError:
         sys.stderr.close()
+    return 0
+
+
+def _tell_clusters(asked: argparse.Namespace) -> int:
+    from forebay.sim import cluster, cluster_plants, plants
+
+    if asked.plant not in (None, *cluster_plants.PLANTS):
+        print(f"--plant: choose from {', '.join(sorted(cluster_plants.PLANTS))}", file=sys.stderr)
+        return 2
+    count = asked.seeds or 1
+    for seed in range(asked.seed, asked.seed + count):
+        world = cluster.Cluster(seed, echo=print if asked.seeds is None else None)
+        finding = ""
+        try:
+            with plants.planted(asked.plant, cluster_plants.PLANTS):
+                world.run()
+        except Exception as error:
+            finding = f"{type(error).__name__}: {error}"
+        print(
+            f"seed {seed:>10} acts {world.acknowledged:>5} {world.digest} {'FOUND' if finding else 'fine'}", flush=True
+        )
+        if finding:
+            print("\n".join(world.lines[-cluster.TAIL_LINES :]) if asked.seeds is not None else "")
+            planted = f" --plant {asked.plant}" if asked.plant else ""
+            print(f"FOUND {finding}\nreplay: python -m forebay.sim --cluster --seed {seed}{planted}")
+            return 1
+    if asked.seeds is not None:
+        print(f"{count * cluster.WORLD_S / 3600:.1f} hours of clusters")
     return 0
 
 

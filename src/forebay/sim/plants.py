@@ -26,10 +26,11 @@ from forebay.node.store import whereabouts
 from forebay.node.store.disk import journal
 from forebay.node.store.writer import puts
 
-_Patch = tuple[Any, str, Any]
+Patch = tuple[Any, str, Any]
+Plants = dict[str, Callable[[], list[Patch]]]
 
 
-def _flight() -> list[_Patch]:
+def _flight() -> list[Patch]:
     """A block that has begun to land is announced whole."""
     real = flight.Flight._readable_to
 
@@ -40,7 +41,7 @@ def _flight() -> list[_Patch]:
     return [(flight.Flight, "_readable_to", readable_to)]
 
 
-def _ranges() -> list[_Patch]:
+def _ranges() -> list[Patch]:
     """The first missing block is overlooked when it is the last one asked for."""
     real = vars(flight)["next_absent"]
 
@@ -51,18 +52,18 @@ def _ranges() -> list[_Patch]:
     return [(flight, "next_absent", next_absent)]
 
 
-def _commit() -> list[_Patch]:
+def _commit() -> list[Patch]:
     """A durable write is acknowledged without fsync of its file."""
     return [(puts, "_sync_files", lambda volume, steps: None)]
 
 
-def _write() -> list[_Patch]:
+def _write() -> list[Patch]:
     """The name of a written file is not synced before its durable record."""
     real = vars(puts)["sync_path"]
     return [(puts, "sync_path", lambda path: None if os.path.isdir(path) else real(path))]
 
 
-def _recover() -> list[_Patch]:
+def _recover() -> list[Patch]:
     """Of two files of an object the one that its durable record names is deleted."""
     real = recover.judge_file
 
@@ -75,7 +76,7 @@ def _recover() -> list[_Patch]:
     return [(recover, "judge_file", judge)]
 
 
-def _owed() -> list[_Patch]:
+def _owed() -> list[Patch]:
     """What is durable is not put into view again where nothing is in its place."""
     real = recover.judge_owed
 
@@ -87,7 +88,7 @@ def _owed() -> list[_Patch]:
     return [(recover, "judge_owed", judge)]
 
 
-def _flush() -> list[_Patch]:
+def _flush() -> list[Patch]:
     """A flush that ends clears what the key owes, whatever was written meanwhile."""
     real = flush.Queue._ended
 
@@ -97,17 +98,17 @@ def _flush() -> list[_Patch]:
     return [(flush.Queue, "_ended", ended)]
 
 
-def _sent() -> list[_Patch]:
+def _sent() -> list[Patch]:
     """Of what was sent nothing is remembered."""
     return [(sent_bodies, "left", lambda sent, digest: sent)]
 
 
-def _whose() -> list[_Patch]:
+def _whose() -> list[Patch]:
     """What the backend has is taken for a stranger's."""
     return [(delivery, "judge", lambda seen, ours, digest="": sent_bodies.Whose.STRANGER)]
 
 
-def _deleted() -> list[_Patch]:
+def _deleted() -> list[Patch]:
     """An opening forgets that a key's delete is on its way to the backend."""
     real = cold.ColdReads.__init__
 
@@ -118,12 +119,12 @@ def _deleted() -> list[_Patch]:
     return [(cold.ColdReads, "__init__", init)]
 
 
-def _listing() -> list[_Patch]:
+def _listing() -> list[Patch]:
     """A listing does not know of what is owed."""
     return [(pages.Pages, "_window", lambda self, bucket, prefix, after: [])]
 
 
-def _locks() -> list[_Patch]:
+def _locks() -> list[Patch]:
     """Two have a key's lock at once."""
 
     async def take(self: locks.KeyLocks, name: tuple[str, str]) -> None:
@@ -135,7 +136,7 @@ def _locks() -> list[_Patch]:
     return [(locks.KeyLocks, "take", take), (locks.KeyLocks, "give", give)]
 
 
-def _condition() -> list[_Patch]:
+def _condition() -> list[Patch]:
     """A write's condition always holds."""
 
     async def check(self: writes.Writes, *args: Any, **named: Any) -> None:
@@ -144,7 +145,7 @@ def _condition() -> list[_Patch]:
     return [(writes.Writes, "check", check)]
 
 
-def _journal() -> list[_Patch]:
+def _journal() -> list[Patch]:
     """The journal acknowledges a frame that is not synced."""
 
     class Unsynced:
@@ -154,7 +155,7 @@ def _journal() -> list[_Patch]:
     return [(journal, "os", Unsynced())]
 
 
-def _settled() -> list[_Patch]:
+def _settled() -> list[Patch]:
     """What a start finds owed is taken for what has arrived."""
     real = recover.judge_owed
 
@@ -166,19 +167,19 @@ def _settled() -> list[_Patch]:
     return [(recover, "judge_owed", judge)]
 
 
-def _append() -> list[_Patch]:
+def _append() -> list[Patch]:
     """The last byte of a shard is not copied to the one with a member more."""
     real = appends._copy
     return [(appends, "_copy", lambda source, target, size_bytes: real(source, target, max(0, size_bytes - 1)))]
 
 
-def _parts() -> list[_Patch]:
+def _parts() -> list[Patch]:
     """The parts of an upload are joined in the order in which they came last."""
     real = parts.join
     return [(parts, "join", lambda directory, chosen, target: real(directory, chosen[::-1], target))]
 
 
-def _conditions() -> list[_Patch]:
+def _conditions() -> list[Patch]:
     """If-Match of a copy's source is not looked at."""
     real = conditions.Conditions.judge
 
@@ -188,12 +189,12 @@ def _conditions() -> list[_Patch]:
     return [(conditions.Conditions, "judge", judge)]
 
 
-def _eviction() -> list[_Patch]:
+def _eviction() -> list[Patch]:
     """Units in use are victims like any other."""
     return [(eviction.Eviction, "_in_use", lambda self, unit: False)]
 
 
-def _retry() -> list[_Patch]:
+def _retry() -> list[Patch]:
     """Every retry is decided as if it were the first: neither attempts nor the budget are counted."""
     real = vars(retrying)["delay_before_retry"]
 
@@ -204,7 +205,7 @@ def _retry() -> list[_Patch]:
     return [(retrying, "delay_before_retry", delay)]
 
 
-def _placement() -> list[_Patch]:
+def _placement() -> list[Patch]:
     """A volume draws by its position in the list, not by its name."""
     real = placement.Members.__init__
 
@@ -215,7 +216,7 @@ def _placement() -> list[_Patch]:
     return [(placement.Members, "__init__", init)]
 
 
-def _freshness() -> list[_Patch]:
+def _freshness() -> list[Patch]:
     """Fronts take seconds for minutes."""
     real = opening.may_serve
 
@@ -225,7 +226,7 @@ def _freshness() -> list[_Patch]:
     return [(module, "may_serve", may_serve) for module in (whereabouts, fast_lane)]
 
 
-def _delete() -> list[_Patch]:
+def _delete() -> list[Patch]:
     """A delete is taken for something that need not outlive the machine."""
 
     def delete(bucket: str, key: str, note: Any = None, durable: bool = False) -> puts.Delete:
@@ -234,23 +235,23 @@ def _delete() -> list[_Patch]:
     return [(writes, "Delete", delete)]
 
 
-def _group() -> list[_Patch]:
+def _group() -> list[Patch]:
     """Of the changes that are made durable together only the first is."""
     real = puts.Puts._commit
     return [(puts.Puts, "_commit", lambda self, volume, steps: real(self, volume, steps[:1]))]
 
 
-def _opening() -> list[_Patch]:
+def _opening() -> list[Patch]:
     """An opening is content with what is here, however long ago it was confirmed."""
     return [(opening, "_suffices", lambda held, terms, now_s: True)]
 
 
-def _copy() -> list[_Patch]:
+def _copy() -> list[Patch]:
     """A piece of a copy's body is taken for shared with its source, and is not."""
     return [(copies, "_share", lambda source, target, size_bytes, offset, at: True)]
 
 
-def _upload() -> list[_Patch]:
+def _upload() -> list[Patch]:
     """An upload is completed whatever its If-None-Match says."""
     real = uploads.UploadBook._finish
 
@@ -260,7 +261,7 @@ def _upload() -> list[_Patch]:
     return [(uploads.UploadBook, "_finish", finish)]
 
 
-PLANTS: dict[str, Callable[[], list[_Patch]]] = {
+PLANTS: Plants = {
     "append": _append,
     "commit": _commit,
     "condition": _condition,
@@ -292,9 +293,9 @@ PLANTS: dict[str, Callable[[], list[_Patch]]] = {
 
 
 @contextmanager
-def planted(name: str | None) -> Iterator[None]:
+def planted(name: str | None, plants: Plants = PLANTS) -> Iterator[None]:
     """Run with this bug in place (None: as it is)."""
-    patches = PLANTS[name]() if name else []
+    patches = plants[name]() if name else []
     kept = [(where, what, vars(where)[what]) for where, what, _ in patches]
     for where, what, replacement in patches:
         setattr(where, what, replacement)

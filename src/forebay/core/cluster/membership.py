@@ -1,0 +1,315 @@
+"""A node among others: it enters, follows the map, acts only while it may, and writes the next map in its turn.
+
+Theory. Every node runs this machine on its copy of the agreed state (`records.py`, kept by a watch) and on its lease
+(`lease.py`). All it does to others is to write to the store, one transaction at a time, each under the condition that
+what it was decided from is still so. So a node that is late, paused or cut off writes nothing that is wrong: it is
+refused, and decides anew from what it is told.
+
+*Acting.* A node may act on a key (serve it as its home, acknowledge a write) while it holds its lease, its presence is
+in the store under that lease, and the map that it knows says so. `right` asks that before, `still` after, right before
+the acknowledgement: between them the lease may have ended.
+
+*A change of the map.* Somebody writes the next map as preparing. Each living node that is told acts from then on only
+on keys that do not move, lets end what is under way (`Settle`, `Settled`), and says in its presence that it acts by
+this map. When all have, the map is made active, and the new homes act. A node that does not answer holds the change up
+until its lease ends; it has stopped half a lease before. Nobody comes in unseen with an older map: a node acts once its
+copy has its presence, and the copy has the map of the same revision.
+
+*Who writes maps.* The living node with the least name. If two think so, one is refused. It takes in nodes that want to
+be active and live, once nobody has come or gone for JOIN_AFTER_S: those that start together come in together. It takes
+out those that shall not be active, at once, and those that are missing for MISSING_AFTER_S, provided that they still
+are when the map is written.
+
+*The detector is the lease*, and there is no second one. A process that gets no processor for less than half a lease is
+noticed by nobody; for less than a lease, it pauses; beyond that its keys move, and move back. Lateness of whoever looks
+cannot make another look dead, because the store counts, and is asked in the same transaction.
+
+Rejected: an elected leader (a lease more, and a second way to be wrong; conditions do what it would); acknowledging
+maps in an entry of its own (two entries could disagree; presence goes with the lease); counting heartbeats between
+nodes (a majority of opinions about a node is not the node's own knowledge that it must stop).
+
+Invariants. (1) Two nodes, or two processes of one node, never both may act on a key. (2) Epochs only grow, and a key is
+acted on by epochs that never fall. (3) A node is taken out only by the store's word that its lease ended, or by its
+operator's. (4) At most one transaction is out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from forebay.core.cluster.lease import LeaseHold
+from forebay.core.cluster.mirror import Change
+from forebay.core.cluster.records import ALIVE, MAP, NODES, Map, NodeRecord, Presence, State, Wanted, encoded
+
+T = TypeVar("T")
+LOOK_S = 0.25  # how often the shell steps with `Due`, at least
+AGAIN_S = 0.5  # after a refusal or no answer
+JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
+MISSING_AFTER_S = 1.0  # beyond the lease: a process that restarts at once is back by then
+CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The copy of the agreed state changed, and is of `revision` now."""
+
+    changes: tuple[Change, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The transaction was done, at `revision`; or refused (0); or nobody knows (-1)."""
+
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What was under way when `Settle` asked for this epoch has ended."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owes:
+    """So many bytes are on this node alone, or for another to take over."""
+
+    size_bytes: int
+
+
+Event = Told | Due | Answered | Settled | Owes
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One transaction (`MetaStore.transact`); `Answered` follows."""
+
+    changes: dict[str, bytes | None]
+    when: dict[str, int]
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Let end what is under way on keys that move under this epoch, and begin nothing; `Settled` follows."""
+
+    epoch: int
+
+
+Effect = Write | Settle
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What `right` gave: valid as long as `still` says so."""
+
+    epoch: int
+    lease: int
+
+
+class Membership:
+    """See the module's header. Of one process of one node; `hold` is its lease, which the shell keeps."""
+
+    def __init__(self, node: str, incarnation: str, record: NodeRecord, hold: LeaseHold) -> None:
+        self.node, self.incarnation, self.hold = node, incarnation, hold
+        self.map: Map | None = None
+        self.nodes: dict[str, NodeRecord] = {}
+        self.alive: dict[str, Presence] = {}
+        self._record = record
+        self._revisions: dict[str, int] = {}
+        self._revision = -1  # of the copy; -1: there is none yet
+        self._wanted_revision = 0  # the copy must be of this one before it is decided from
+        self._again_s = float("-inf")
+        self._out = False  # a transaction is
+        self._asked_epoch = self._settled_epoch = 0
+        self._owes_bytes: int | None = None  # nobody has said yet
+        self._came_or_went_s = float("-inf")
+        self._missing_s: dict[str, float] = {}  # since when
+
+    # --- what others ask ---------------------------------------------------------------------------------------------
+    def right(self, now_s: float, bucket: str, key: str) -> Right | None:
+        """Whether this node may act on the key at this moment."""
+        if not self._present(now_s) or self.map is None or self.map.actor(bucket, key) != self.node:
+            return None
+        return Right(self.map.epoch, self.hold.lease)
+
+    def still(self, now_s: float, right: Right) -> bool:
+        """Whether it has been allowed ever since: what was done may be acknowledged."""
+        return self._present(now_s) and right.lease == self.hold.lease
+
+    def state(self, node: str) -> State:
+        """What a node is doing, in one word."""
+        record = self.nodes[node]
+        owns = self.map is not None and node in (self.map.owners if self.map.active else self.map.former)
+        if record.wanted == "gone":
+            return "gone"
+        if node not in self.alive:
+            return "maintenance" if record.wanted == "maintenance" else "missing"
+        if record.wanted == "active":
+            return "active" if owns else "joining"
+        if record.wanted == "maintenance":
+            return "maintenance"
+        return "draining" if owns else "leaving"
+
+    @property
+    def doubled(self) -> bool:
+        """Whether another process lives under this node's name."""
+        present = self.alive.get(self.node)
+        return present is not None and present.incarnation != self.incarnation
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+    def step(self, now_s: float, event: Event) -> list[Effect]:
+        match event:
+            case Told(changes, revision):
+                if revision < self._revision:  # the store was taken back, and what was written may be gone
+                    self._wanted_revision = 0
+                self._revision = revision
+                self._follow(now_s, changes)
+            case Answered(revision):
+                assert self._out, "an answer to nothing"
+                self._out = False
+                if revision > 0:
+                    self._wanted_revision = revision
+                else:
+                    self._again_s = now_s + AGAIN_S
+            case Settled(epoch):
+                self._settled_epoch = max(self._settled_epoch, epoch)
+            case Owes(size_bytes):
+                self._owes_bytes = size_bytes
+            case Due():
+                pass
+        return [*self._settle(), *self._write(now_s)]
+
+    def _follow(self, now_s: float, changes: Iterable[Change]) -> None:
+        lived = set(self.alive)
+        for key, value, revision in changes:
+            self._revisions[key] = revision if value is not None else 0
+            if key == MAP:
+                self.map = None if value is None else msgspec.json.decode(value, type=Map)
+            elif key.startswith(NODES):
+                _keep(self.nodes, key.removeprefix(NODES), value, NodeRecord)
+            elif key.startswith(ALIVE):
+                _keep(self.alive, key.removeprefix(ALIVE), value, Presence)
+        if lived != set(self.alive):
+            self._came_or_went_s = now_s
+        self._missing_s = {node: self._missing_s.get(node, now_s) for node in self.nodes if node not in self.alive}
+
+    def _settle(self) -> list[Effect]:
+        if self.map is None or self.map.active or self.map.epoch <= self._asked_epoch:
+            return []
+        self._asked_epoch = self.map.epoch
+        return [Settle(self.map.epoch)]
+
+    def _write(self, now_s: float) -> list[Effect]:
+        if self._out or now_s < self._again_s or self._revision < self._wanted_revision:
+            return []
+        write = self._own_record() or (self._in_turn(now_s) if self.hold.holds(now_s) else None)
+        self._out = write is not None
+        return [write] if write is not None else []
+
+    def _own_record(self) -> Write | None:
+        own, wish = self.nodes.get(self.node), self._record
+        if own is None:
+            return self._changed({NODES + self.node: wish})
+        if own.wanted != "gone" and not self.doubled and (own.address, own.weight) != (wish.address, wish.weight):
+            return self._changed({NODES + self.node: msgspec.structs.replace(wish, wanted=own.wanted)})
+        return None
+
+    def _in_turn(self, now_s: float) -> Write | None:
+        """What is to be written under the lease."""
+        if self.nodes[self.node].wanted == "gone" or self.doubled:
+            return None  # the one is for its operator to take back, the other to end
+        if self.map is None:
+            return self._changed({MAP: Map(1, True, {}, {})})
+        present = self.alive.get(self.node)
+        if present is None:
+            return self._presence(self.map)
+        if present.lease != self.hold.lease:
+            return None  # it went with the lease that it hung on, and the copy will say so
+        if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
+            return self._presence(self.map)
+        return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
+
+    def _presence(self, map: Map) -> Write:
+        presence = Presence(self.incarnation, map.epoch, self.hold.lease)
+        return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
+
+    def _farewell(self, map: Map) -> Write | None:
+        """A node that nobody asks any more and that owes nothing may go."""
+        own = self.nodes[self.node]
+        if own.wanted != "draining" or self._owes_bytes != 0 or not map.active or self.node in map.owners:
+            return None
+        gone = msgspec.structs.replace(own, wanted="gone")
+        return self._changed({NODES + self.node: gone, ALIVE + self.node: None}, also=(MAP,))
+
+    def _next_map(self, now_s: float, map: Map) -> Write | None:
+        if not map.active:
+            if any(presence.epoch < map.epoch for presence in self.alive.values()):
+                return None
+            return self._changed({MAP: msgspec.structs.replace(map, active=True)})
+        owners, reasons = dict(map.owners), set[str]()
+        for node in sorted({*self.nodes, *owners}):
+            record, lives = self.nodes.get(node), node in self.alive
+            wanted = record is not None and record.wanted == "active" and 0 < record.weight < math.inf
+            if node in owners and not (wanted and lives):
+                if wanted and now_s < self._missing_s[node] + MISSING_AFTER_S:
+                    continue
+                del owners[node]
+            elif record is not None and wanted and lives and owners.get(node) != record.weight:
+                if node not in owners and now_s < self._came_or_went_s + JOIN_AFTER_S:
+                    continue
+                owners[node] = record.weight
+            else:
+                continue
+            reasons |= {NODES + node, ALIVE + node}
+            if len(reasons) >= 2 * CHANGES_MAX:
+                break
+        if not reasons:
+            return None
+        return self._changed({MAP: Map(map.epoch + 1, False, owners, map.owners)}, also=tuple(sorted(reasons)))
+
+    def _changed(
+        self, values: dict[str, NodeRecord | Presence | Map | None], also: tuple[str, ...] = (), lease: int = 0
+    ) -> Write:
+        """A write of these, on the condition that they, and what it was decided from, are as the copy has them."""
+        changes = {key: None if value is None else encoded(value) for key, value in values.items()}
+        return Write(changes, {key: self._revisions.get(key, 0) for key in (*values, *also)}, lease)
+
+    def _present(self, now_s: float) -> bool:
+        """Whether others wait for this process before they change who acts."""
+        present = self.alive.get(self.node)
+        return (
+            present is not None
+            and present.incarnation == self.incarnation
+            and present.lease == self.hold.lease
+            and self.hold.holds(now_s)
+        )
+
+    def check(self) -> None:
+        """What must hold between steps."""
+        assert self._settled_epoch <= self._asked_epoch
+        assert set(self._missing_s) == set(self.nodes) - set(self.alive)
+        assert self.map is None or self.map.epoch >= 1
+
+
+def wanted(record: bytes, wanted: Wanted) -> bytes:
+    """The entry of a node as it stands in the store, of which its operator now wants this."""
+    return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
+
+
+def _keep(known: dict[str, T], node: str, value: bytes | None, kind: type[T]) -> None:
+    if value is None:
+        known.pop(node, None)
+    else:
+        known[node] = msgspec.json.decode(value, type=kind)

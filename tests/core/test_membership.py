@@ -1,0 +1,242 @@
+"""What memberships agree on is what anybody would say who sees everything, and no more moves than must."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.cluster.lease import LeaseHold
+from forebay.core.cluster.membership import (
+    Answered,
+    Due,
+    Event,
+    Membership,
+    Owes,
+    Settle,
+    Settled,
+    Told,
+    Write,
+    wanted,
+)
+from forebay.core.cluster.mirror import Mirror
+from forebay.core.cluster.records import ALIVE, MAP, NODES, PREFIX, Map, NodeRecord, Wanted, encoded
+from forebay.core.errors import ForebayError
+from forebay.sim.agreed import Agreed
+
+TTL_S = 10.0
+KEYS = [f"key-{number}" for number in range(600)]
+
+
+class Node:
+    """A membership and the copy that it decides from."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership, self.mirror = membership, Mirror()
+
+
+class Town:
+    """Nodes whose every question is answered at once, so that each change comes to its end before the next."""
+
+    def __init__(self) -> None:
+        self.agreed = Agreed()
+        self.now_s = 0.0
+        self.nodes: dict[str, Node] = {}
+        self.maps: list[Map] = []
+        self.owing: set[str] = set()
+        self.agreed.told.append(lambda changes: self.maps.extend(self._maps(changes)))
+
+    @staticmethod
+    def _maps(changes: list) -> list[Map]:
+        return [msgspec.json.decode(value, type=Map) for key, value, _ in changes if key == MAP]
+
+    def start(self, name: str, weight: float = 1.0, incarnation: str = "") -> Membership:
+        membership = Membership(name, incarnation or f"{name}.{self.now_s}", NodeRecord(name, weight), LeaseHold(TTL_S))
+        self.nodes[incarnation or name] = Node(membership)
+        return membership
+
+    def stop(self, name: str) -> None:
+        """Its process ends; its lease, when its time has come."""
+        self.agreed.end(self.nodes.pop(name).membership.hold.lease)
+
+    def want(self, name: str, word: Wanted) -> None:
+        entry = self.agreed.entries[NODES + name]
+        self.agreed.transact({entry.key: wanted(entry.value, word)}, {entry.key: entry.revision})
+
+    def quiet(self, seconds: float = 5.0) -> None:
+        """Let time pass, and everybody look often."""
+        for _ in range(int(seconds / 0.25)):
+            self.now_s += 0.25
+            for name, node in list(self.nodes.items()):
+                self._look(name, node)
+
+    def _look(self, name: str, node: Node) -> None:
+        hold = node.membership.hold
+        if hold.due_s <= self.now_s:
+            hold.ask(self.now_s)
+            if hold.lease:
+                hold.renewed(self.now_s)
+            else:
+                hold.taken(self.now_s, self.agreed.grant(), TTL_S)
+        changes = node.mirror.listed(self.agreed.under(PREFIX), self.agreed.revision)
+        self._step(node, Told(tuple(changes), self.agreed.revision))
+        self._step(node, Owes(1 if name in self.owing else 0))
+        self._step(node, Due())
+
+    def _step(self, node: Node, event: Event) -> None:
+        for effect in node.membership.step(self.now_s, event):
+            if isinstance(effect, Settle):
+                self._step(node, Settled(effect.epoch))
+            else:
+                self._step(node, Answered(self._write(effect)))
+        node.membership.check()
+
+    def _write(self, write: Write) -> int:
+        try:
+            return self.agreed.transact(write.changes, write.when, write.lease)
+        except ForebayError:
+            return 0
+
+    @property
+    def map(self) -> Map:
+        return self.maps[-1]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_the_map_is_what_is_wanted_and_lives_and_no_more_moves_than_must(seed: int) -> None:
+    chance, town = random.Random(seed), Town()
+    weights: dict[str, float] = {}
+    words: dict[str, Wanted] = {}
+    for _ in range(8):
+        name = chance.choice("abcdef")
+        if name in town.nodes and chance.random() < 0.4:
+            town.stop(name)
+        elif name in words and chance.random() < 0.6:
+            words[name] = chance.choice(["active", "draining", "maintenance"])
+            town.want(name, words[name])
+        elif name not in town.nodes and words.get(name) != "draining":
+            weights[name] = chance.choice([1.0, 2.0])
+            words.setdefault(name, "active")
+            town.start(name, weights[name])
+        town.quiet()
+        words = {one: "gone" if word == "draining" and one in town.nodes else word for one, word in words.items()}
+        if not town.nodes:
+            continue
+        living = {one for one in town.nodes if ALIVE + one in town.agreed.entries}
+        if living:
+            assert town.map.active
+            assert town.map.owners == {one: weights[one] for one in sorted(living) if words[one] == "active"}
+    settled = [one for one in town.maps if one.active and one.owners]
+    for before, after in pairwise(settled):
+        assert after.epoch > before.epoch
+        for key in KEYS:
+            was, is_ = before.home("b", key), after.home("b", key)
+            if was != is_:
+                lost = after.owners.get(was or "", 0.0) < before.owners.get(was or "", 0.0)
+                won = after.owners.get(is_ or "", 0.0) > before.owners.get(is_ or "", 0.0)
+                assert lost or won, f"{key} moved from {was} to {is_}, which neither lost nor won"
+
+
+def test_nodes_own_by_their_size() -> None:
+    town = Town()
+    for name, weight in (("small", 1.0), ("middle", 2.0), ("large", 5.0)):
+        town.start(name, weight)
+    town.quiet()
+    homes = Counter(town.map.home("b", f"key-{number}") for number in range(8000))
+    for name, share in (("small", 1000), ("middle", 2000), ("large", 5000)):
+        assert homes[name] == pytest.approx(share, rel=0.1)
+
+
+def test_what_a_change_looks_like_to_those_who_act() -> None:
+    """A joins alone; B comes, and what moves to it is nobody's until both act by the map."""
+    town = Town()
+    first = town.start("a")
+    town.quiet()
+    assert first.state("a") == "active"
+    assert all(first.right(town.now_s, "b", key) for key in KEYS)
+    second = town.start("b")
+    while not (second.map and "b" in second.map.owners and not second.map.active):
+        assert all(not second.right(town.now_s, "b", key) for key in KEYS)
+        town.quiet(0.25)
+    town.quiet()
+    assert [(one.epoch, one.active, sorted(one.owners)) for one in town.maps] == [
+        (1, True, []), (2, False, ["a"]), (2, True, ["a"]), (3, False, ["a", "b"]), (3, True, ["a", "b"]),
+    ]  # fmt: skip
+    preparing = town.maps[-2]
+    acting = {preparing.actor("b", key) for key in KEYS}
+    assert acting == {"a", None}, "what stays with A goes on, what moves waits"
+    for key in KEYS:
+        one, other = first.right(town.now_s, "b", key), second.right(town.now_s, "b", key)
+        assert (one is None) != (other is None)
+        if other is not None:
+            assert town.map.former_home("b", key) == "a", "whom it asks before the backend"
+
+
+def test_a_node_drains_when_it_owes_nothing_and_not_before() -> None:
+    town = Town()
+    node = town.start("a")
+    town.start("b")
+    town.quiet()
+    town.owing.add("a")
+    town.want("a", "draining")
+    town.quiet()
+    assert node.state("a") == "leaving"
+    assert town.map.owners == {"b": 1.0}
+    assert all(not node.right(town.now_s, "b", key) for key in KEYS)
+    town.owing.clear()
+    town.quiet()
+    assert node.state("a") == "gone"
+    town.quiet()
+    assert ALIVE + "a" not in town.agreed.entries, "it does not come back by itself"
+    town.want("a", "active")
+    town.quiet()
+    assert sorted(town.map.owners) == ["a", "b"]
+
+
+def test_a_node_whose_record_is_gone_or_says_nonsense_owns_nothing() -> None:
+    town = Town()
+    for name in "abc":
+        town.start(name)
+    town.quiet()
+    assert sorted(town.map.owners) == ["a", "b", "c"]
+    town.stop("b")
+    town.agreed.transact({NODES + "b": None, NODES + "c": encoded(NodeRecord("c", 0.0))}, {})
+    town.nodes["c"].membership._record = NodeRecord("c", 0.0)
+    town.quiet()
+    assert sorted(town.map.owners) == ["a"]
+
+
+def test_of_two_processes_of_one_name_the_second_waits_for_the_first_to_end() -> None:
+    town = Town()
+    first = town.start("a", incarnation="one")
+    town.quiet()
+    second = town.start("a", incarnation="two")
+    town.quiet()
+    assert second.doubled
+    assert not first.doubled
+    assert all(second.right(town.now_s, "b", key) is None for key in KEYS)
+    town.stop("one")
+    town.quiet()
+    assert not second.doubled
+    assert all(second.right(town.now_s, "b", key) for key in KEYS)
+
+
+def test_who_lost_its_lease_may_not_acknowledge_what_it_began() -> None:
+    town = Town()
+    node = town.start("a")
+    town.quiet()
+    right = node.right(town.now_s, "b", "key")
+    assert right is not None
+    assert node.still(town.now_s, right)
+    assert not node.still(town.now_s + TTL_S / 2, right), "by its own clock"
+    town.agreed.end(node.hold.lease)
+    node.hold.ask(node.hold.due_s)
+    node.hold.gone(town.now_s)
+    town.quiet()
+    assert node.right(town.now_s, "b", "key") is not None, "it came in again"
+    assert not node.still(town.now_s, right), "others may have acted meanwhile"
