@@ -1,6 +1,6 @@
 """`forebay bench`: run rows of the speed table, print them with their peers and verdicts, keep them as JSON.
 
-    forebay bench warm|cold|epoch|scale|write|client|loader|resume|all [--row NAME]… [--quick] [--out FILE] [--list]
+    forebay bench warm|cold|epoch|…|all [--row NAME]… [--quick] [--out FILE] [--list]
 
 Exit status: 0 when every row ran (reached or missed: a miss is a finding, not a failure), 1 when a row could not be
 measured, 2 for wrong arguments. `--quick` shrinks sizes, seconds and rounds until a row takes seconds: it shows that

@@ -54,10 +54,10 @@ def compared(
     return Measure(name, unit, goal, tuple(ours), tuple(theirs), ratios, peer)
 
 
-def faster(name: str, unit: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float]) -> Measure:
+def faster(name: str, unit: str, goal: Goal, ours: Sequence[float], theirs: Sequence[float], peer: str = "") -> Measure:
     """Judge theirs/ours, for times: above 1 means that we took less."""
     turned = compared(name, unit, goal, theirs, ours)
-    return Measure(name, unit, goal, tuple(ours), tuple(theirs), turned.ratios)
+    return Measure(name, unit, goal, tuple(ours), tuple(theirs), turned.ratios, peer)
 
 
 def bounded(name: str, unit: str, goal: Goal, ours: Sequence[float]) -> Measure:

@@ -89,7 +89,7 @@ class Row:
     """One line of the table: `name` selects it on the command line, `what` is printed, `goals` by measure."""
 
     name: str
-    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "offload"]
+    group: Literal["warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "checkpoint", "offload"]
     what: str
     run: str  # module:function that carries it out
     objects: tuple[Objects, ...] = ()
@@ -136,6 +136,9 @@ WRITTEN = Objects("written", 10 * MIB, 16)
 
 SAMPLES_100K = Objects("samples-100k", 100_000, 2_000)  # stand for 10,000 and 200,000: the rates are per sample
 SAMPLES_10K = Objects("samples-10k", 10_000, 10_000)
+
+STATE = Objects("state", 1_000 * MB, 1)  # of a model and its optimizer
+STATE_QUICK = Objects("state", 80 * MB, 1)
 
 MANY = Objects("many", 100, 1_000_000)
 MANY_QUICK = Objects("many-few", 100, 20_000)
@@ -549,6 +552,42 @@ ROWS: tuple[Row, ...] = (
         peer="best peer",
     ),
     Row(
+        "checkpoint-save",
+        "checkpoint",
+        "a state of 1 GB is saved: stall, when it counts, memory",
+        "bench.rows.checkpoint:save",
+        (STATE,),
+        (STATE_QUICK,),
+        goals={
+            "stall / copy": at_most(1.1),
+            "stall / peer": at_most(0.5),
+            "durable / write": at_most(1.2),
+            "memory / cap": at_most(1.0),
+        },
+        peer="best peer",
+    ),
+    Row(
+        "checkpoint-drain",
+        "checkpoint",
+        "five steps of training in one thread while a save of 1 GB drains",
+        "bench.rows.checkpoint:drain",
+        (STATE,),
+        (STATE_QUICK,),
+        Link(200 * MB, 0.0),
+        goals={"steps / before": at_most(1.05)},
+        peer="direct",
+    ),
+    Row(
+        "checkpoint-restore",
+        "checkpoint",
+        "a state of 1 GB is restored from a node that has it",
+        "bench.rows.checkpoint:restore",
+        (STATE,),
+        (STATE_QUICK,),
+        goals={"reads / restore": at_least(0.8), "dcp.load / restore": REPORTED},
+        peer="direct",
+    ),
+    Row(
         "offload-plan",
         "offload",
         "plan a step of 60,000 operators and 20,000 tensors, on one core",
@@ -609,4 +648,4 @@ ROWS: tuple[Row, ...] = (
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "offload")
+GROUPS = ("warm", "cold", "epoch", "scale", "write", "client", "loader", "resume", "checkpoint", "offload")

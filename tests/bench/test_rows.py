@@ -120,6 +120,7 @@ def test_a_lab_leaves_nothing_behind():
         "start-2m",
         "evict-1m",
         "fill-delete-fill",
+        "checkpoint-restore",
     ],
 )
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

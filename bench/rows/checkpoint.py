@@ -1,0 +1,314 @@
+"""Checkpoint rows: what a save costs training, when it counts, how it drains, and how fast it is restored.
+
+Theory. A save may stall training for one copy of its state, so its stall stands beside that copy, made in the same run
+by the same function of torch, and beside what scripts do today: `torch.save` through fsspec to the same node,
+`dcp.save`, and `dcp.async_save` with its thread, both to this machine's disk, which is the kindest place for them. It
+counts when the node has it on its disk, so that stands beside a program that writes and syncs the same bytes. A
+restore stands beside reads of a file of the same bytes into memory that was touched before, and both find their bytes
+in the page cache.
+
+A round measures all sides, one after the other; what the node flushes is waited for before the next side begins. Peers
+are judged by the one whose median stall is least, round by round.
+
+The steps beside which a save drains are multiplications of matrices in one thread, the same before and after it. They
+are compared with the steps just before the save, since other steps ran at another time on a shared machine. What the
+save has not sent when the fifth step ends is in the notes: a drain that is over early slows nothing.
+
+Memory is what the process has more (RssAnon), at the most, while it saves in waves of a cap, than before it made its
+first wave.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import load
+from bench.parts import Lab, Node
+from bench.report import Result, quantity
+from bench.stats import Measure, compared, faster
+from bench.workloads import MIB, Row
+
+TENSORS = 20
+STEPS = 5
+STEP_S = 0.1  # about; a step is so many multiplications
+CAP_SHARE = 4  # the cap of the waves is this part of the state
+LOOK_S = 0.002  # between looks at the memory
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise load.LoadFailed(f"{name} is not here ({error}): pip install 'forebay[torch]'") from None
+
+
+def _state(size_bytes: int) -> dict[str, Any]:
+    torch = _module("torch")
+    return {"model": {f"w{number}": torch.randn(size_bytes // TENSORS // 4) for number in range(TENSORS)}}
+
+
+def _size(lab: Lab, row: Row) -> int:
+    (objects,) = row.quick if lab.quick else row.objects
+    return objects.bytes_total
+
+
+def _rounds(lab: Lab, row: Row) -> int:
+    return 2 if lab.quick else row.rounds
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what dcp warns of: that there is one rank, and that it writes over its last checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@contextmanager
+def _saver(node: Node, place: str, **more: Any) -> Iterator[Any]:
+    with _module("forebay.torch").Checkpointer(place, url=node.endpoint, keep=1, **more) as checkpoints:
+        yield checkpoints
+
+
+# --- sides -----------------------------------------------------------------------------------------------------------
+class Copy:
+    """One copy of a state to memory that was touched before."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        torch = _module("torch")
+        self._sources = [tensor.view(torch.uint8) for tensor in state["model"].values()]
+        self.bytes = torch.zeros(sum(source.numel() for source in self._sources), dtype=torch.uint8)
+
+    def __call__(self) -> float:
+        began_s, at = time.perf_counter(), 0
+        for source in self._sources:
+            self.bytes[at : at + source.numel()].copy_(source)
+            at += source.numel()
+        return time.perf_counter() - began_s
+
+
+def written(path: Path, data: memoryview) -> float:
+    """Seconds to write and sync it, as a program that does nothing else."""
+    began_s = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for at in range(0, len(data), MIB):
+            file.write(data[at : at + MIB])
+        os.fsync(file.fileno())
+    took_s = time.perf_counter() - began_s
+    path.unlink()
+    return took_s
+
+
+def _fsspec(node: Node, lab: Lab, state: dict[str, Any]) -> float:
+    files = _module("forebay.fsspec.filesystem").ForebayFileSystem(endpoint_url=node.endpoint, skip_instance_cache=True)
+    began_s = time.perf_counter()
+    with files.open("runs/peer.pt", "wb") as file:
+        _module("torch").save(state, file)
+    return time.perf_counter() - began_s
+
+
+def _dcp(node: Node, lab: Lab, state: dict[str, Any]) -> float:
+    dcp = _module("torch.distributed.checkpoint")
+    began_s = time.perf_counter()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(lab.dir / "dcp"), no_dist=True)
+    return time.perf_counter() - began_s
+
+
+def _dcp_async(node: Node, lab: Lab, state: dict[str, Any]) -> float:
+    dcp = _module("torch.distributed.checkpoint")
+    began_s = time.perf_counter()
+    saved = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(lab.dir / "dcp-async"), no_dist=True)
+    took_s = time.perf_counter() - began_s
+    saved.result()
+    return took_s
+
+
+PEERS = {"torch.save, fsspec": _fsspec, "dcp.save": _dcp, "dcp.async_save": _dcp_async}
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+def save(lab: Lab, row: Row) -> Result:
+    """The stall of a save, when it counts, and the memory that it takes."""
+    size_bytes = _size(lab, row)
+    state = _state(size_bytes)
+    took: dict[str, list[float]] = {name: [] for name in ("copy", "stall", "durable", "write", *PEERS)}
+    with _quiet(), lab.node(core=None) as node:
+        node.add_bucket("runs", lab, write="back")
+        memory = _memory(row, node, state, size_bytes // CAP_SHARE)
+        copy = Copy(state)
+        with _saver(node, "runs/bench") as checkpoints:
+            checkpoints.save(0, state, wait=True)  # makes the memory of the copy, once for a job
+            for turn in range(_rounds(lab, row)):
+                took["copy"].append(copy())
+                node.flush("runs")
+                lab.prime_memory(size_bytes)
+                began_s = time.perf_counter()
+                handle = checkpoints.save(turn + 1, state)
+                took["stall"].append(time.perf_counter() - began_s)
+                handle.durable()
+                took["durable"].append(time.perf_counter() - began_s)
+                node.flush("runs")
+                lab.prime_memory(size_bytes)
+                took["write"].append(written(lab.dir / "written", memoryview(copy.bytes.numpy())))
+                for name, peer in PEERS.items():
+                    lab.prime_memory(size_bytes)
+                    took[name].append(peer(node, lab, state))
+                    node.flush("runs")
+    measures = (*_save_measures(row, took), memory)
+    notes = tuple(f"stall of {name}: {_said(took[name])}" for name in PEERS)
+    return Result(row, measures, notes=notes, extra={"seconds": took})
+
+
+def _said(seconds: list[float]) -> str:
+    low, middle, high = (quantity(value, "s") for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{middle} ({low} to {high})"
+
+
+def _save_measures(row: Row, took: dict[str, list[float]]) -> tuple[Measure, ...]:
+    best = min(PEERS, key=lambda name: statistics.median(took[name]))
+    return (
+        compared("stall / copy", "s", row.goals["stall / copy"], took["stall"], took["copy"], "one copy"),
+        compared("stall / peer", "s", row.goals["stall / peer"], took["stall"], took[best], best),
+        compared("durable / write", "s", row.goals["durable / write"], took["durable"], took["write"], "write+fsync"),
+    )
+
+
+def _memory(row: Row, node: Node, state: dict[str, Any], cap_bytes: int) -> Measure:
+    with _saver(node, "runs/waves", staging_bytes=cap_bytes) as checkpoints:
+        checkpoints.save(0, {"nothing": 0}, wait=True)  # connections, threads
+        before = _anonymous_bytes()
+        done, most = threading.Event(), [0]
+
+        def look() -> None:
+            while not done.wait(LOOK_S):
+                most[0] = max(most[0], _anonymous_bytes())
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        try:
+            for step in (1, 2):
+                checkpoints.save(step, state, wait=True)
+        finally:
+            done.set()
+            looker.join()
+    return compared(
+        "memory / cap", "MiB", row.goals["memory / cap"], [(most[0] - before) / MIB], [cap_bytes / MIB], "the cap"
+    )
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise load.LoadFailed("this kernel does not say RssAnon")
+
+
+def drain(lab: Lab, row: Row) -> Result:
+    """Five steps of training while a save drains, beside the five before it."""
+    torch = _module("torch")
+    size_bytes = _size(lab, row)
+    state = _state(size_bytes)
+    before: list[float] = []
+    during: list[float] = []
+    left: list[int] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with lab.remote(row.link) as remote, lab.node(core=None) as node, _saver(node, "runs/bench") as checkpoints:
+            node.add_bucket("runs", lab, remote.endpoint, write="back")
+            checkpoints.save(0, state, wait=True)
+            step = Step(torch)
+            for turn in range(_rounds(lab, row)):
+                node.flush("runs")
+                lab.prime_memory(size_bytes)
+                before.append(sum(step() for _ in range(STEPS)))
+                handle = checkpoints.save(turn + 1, state)
+                during.append(sum(step() for _ in range(STEPS)))
+                left.append(size_bytes - handle.sent_bytes)
+                handle.durable()
+    finally:
+        torch.set_num_threads(threads)
+    shares = ", ".join(f"{max(0, bytes_left) / size_bytes:.0%}" for bytes_left in left)
+    notes = (f"not yet sent when the fifth step ended, by round: {shares}",)
+    measure = compared("steps / before", "s", row.goals["steps / before"], during, before, "before the save")
+    return Result(row, (measure,), notes=notes)
+
+
+class Step:
+    """So many multiplications that a call takes about STEP_S. Returns its seconds."""
+
+    def __init__(self, torch: Any) -> None:
+        self._matrix, self._torch, self._count = torch.randn(384, 384), torch, 8
+        took_s = min(self() for _ in range(5))
+        self._count = max(1, round(self._count * STEP_S / took_s))
+
+    def __call__(self) -> float:
+        began_s = time.perf_counter()
+        for _ in range(self._count):
+            self._torch.mm(self._matrix, self._matrix)
+        return time.perf_counter() - began_s
+
+
+def restore(lab: Lab, row: Row) -> Result:
+    """A restore from a node that has everything, beside reads of a file, and dcp.load from this machine's disk."""
+    size_bytes = _size(lab, row)
+    state = _state(size_bytes)
+    found = {"model": {name: tensor.clone().zero_() for name, tensor in state["model"].items()}}
+    file, memory = lab.dir / "bare", Copy(state)
+    memory()
+    file.write_bytes(memoryview(memory.bytes.numpy()))
+    dcp = _module("torch.distributed.checkpoint")
+    with _quiet():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(lab.dir / "dcp"), no_dist=True)
+    ours: list[float] = []
+    bare: list[float] = []
+    peer: list[float] = []
+    with _quiet(), lab.node(core=None) as node, _saver(node, "runs/bench") as checkpoints:
+        node.add_bucket("runs", lab, write="back")
+        checkpoints.save(1, state, wait=True)
+        node.flush("runs")
+        for turn in range(_rounds(lab, row) + 1):
+            times = (_read(file, memory), _restored(checkpoints, found), _loaded(dcp, lab.dir / "dcp", state))
+            if turn:  # the first finds nothing warm
+                for kept, took_s in zip((bare, ours, peer), times, strict=True):
+                    kept.append(took_s)
+    torch = _module("torch")
+    if not all(torch.equal(found["model"][name], tensor) for name, tensor in state["model"].items()):
+        raise load.LoadFailed("what was restored is not what was saved")
+    return Result(
+        row,
+        (
+            faster("reads / restore", "s", row.goals["reads / restore"], ours, bare, "reads"),
+            faster("dcp.load / restore", "s", row.goals["dcp.load / restore"], ours, peer, "dcp.load"),
+        ),
+    )
+
+
+def _read(file: Path, memory: Copy) -> float:
+    began_s = time.perf_counter()
+    with file.open("rb", buffering=0) as opened:
+        view = memoryview(memory.bytes.numpy())
+        while view:
+            view = view[opened.readinto(view) or len(view) :]
+    return time.perf_counter() - began_s
+
+
+def _restored(checkpoints: Any, found: dict[str, Any]) -> float:
+    began_s = time.perf_counter()
+    checkpoints.restore(found)
+    return time.perf_counter() - began_s
+
+
+def _loaded(dcp: Any, folder: Path, state: dict[str, Any]) -> float:
+    began_s = time.perf_counter()
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return time.perf_counter() - began_s
