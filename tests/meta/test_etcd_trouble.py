@@ -274,7 +274,14 @@ def test_a_write_without_an_answer_is_sent_once_and_said_to_be_in_doubt(cluster:
 
 
 @pytest.mark.parametrize(
-    "says", [None, b"", b"SSH-2.0-nothing\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"]
+    "says",
+    [
+        None,
+        b"",
+        b"SSH-2.0-nothing\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+    ],
 )
 def test_what_is_no_etcd_is_an_error_that_says_so(says: bytes | None) -> None:
     """None: it listens and says nothing."""

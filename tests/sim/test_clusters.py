@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.sim.cluster import Cluster
+from forebay.sim.cluster import TTL_S, Cluster
 from forebay.sim.cluster_plants import PLANTS
 from forebay.sim.plants import planted
 from tests.sim.test_stories import told
@@ -50,3 +50,10 @@ def test_a_node_that_waits_for_its_processor_keeps_its_keys(starving_s: float) -
         starved.run()
         assert starved.epochs == fed.epochs, "a map more would say that its keys went and came back"
         assert starved.acknowledged > 0.8 * fed.acknowledged
+
+
+def test_a_crashed_nodes_keys_have_a_home_within_a_lease_and_two_seconds() -> None:
+    for seed in range(20):
+        world = Cluster(seed, starving_s=0.001)
+        world.begin()
+        assert world.rehomed_s() <= TTL_S + 2.0, f"seed {seed}"

@@ -233,6 +233,8 @@ class Members:
             raise KINDS.get(code if NO_ROOM not in said else 0, Unavailable)(f"etcd at {named(address)}: {said}")
         answer = dict(answer.get("result", answer))
         cluster = str(answer.get("header", {}).get("cluster_id", ""))
+        if not cluster:
+            raise Corrupt("the answer names no cluster: check what listens there")
         self._cluster = self._cluster or cluster
         if cluster != self._cluster:
             raise Unavailable(f"it is of cluster {cluster}, others are of {self._cluster}: correct the endpoints")

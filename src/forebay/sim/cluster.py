@@ -101,8 +101,7 @@ class Cluster:
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:12]
 
     def run(self) -> None:
-        for name in self._names:
-            self._at(self.chance.uniform(0.0, 3.0), partial(self._start, name))
+        self.begin()
         self._at(5.0, self._trouble)
         self._at(0.5, self._somebody_acts)
         self._until(20.0)
@@ -111,6 +110,23 @@ class Cluster:
         self._calm()
         self._until(WORLD_S)
         self._check_quiet()
+
+    def begin(self) -> None:
+        """Start every node, within seconds of each other."""
+        for name in self._names:
+            self._at(self.chance.uniform(0.0, 3.0), partial(self._start, name))
+
+    def rehomed_s(self) -> float:
+        """Let a node crash for good; how long it takes until every key has a home again that may act."""
+        self._until(20.0)
+        self._living[self.chance.choice(self._names)].dead = True
+        began_s = self.now_s
+        while any(len(self._acting(key)) != 1 for key in KEYS):
+            self._until(self.now_s + 0.05)
+        return self.now_s - began_s
+
+    def _acting(self, key: str) -> list[str]:
+        return [process.node for process in self._living.values() if process.may(self.now_s, key)]
 
     # --- time --------------------------------------------------------------------------------------------------------
     def _at(self, after_s: float, what: Callable[[], object]) -> None:
@@ -408,6 +424,5 @@ class Cluster:
         for process in self._living.values():
             assert {process.membership.state(node) for node in self._names} == {"active"}
         for key in KEYS:
-            acting = [process.node for process in self._living.values() if process.may(self.now_s, key)]
-            assert len(acting) == 1, f"{acting} may act on {key}"
+            assert len(self._acting(key)) == 1, f"{self._acting(key)} may act on {key}"
         assert self.acknowledged > 100, "hardly anybody could act"

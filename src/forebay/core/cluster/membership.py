@@ -50,7 +50,7 @@ T = TypeVar("T")
 LOOK_S = 0.25  # how often the shell steps with `Due`, at least
 AGAIN_S = 0.5  # after a refusal or no answer
 JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
-MISSING_AFTER_S = 1.0  # beyond the lease: a process that restarts at once is back by then
+MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
 CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
 
 
