@@ -3,11 +3,13 @@ with keys, Azurite, fake-gcs-server and nginx."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 
 from forebay.backends.http.cloud import SEEN_KEPT_S
+from forebay.backends.seam import Body
 from forebay.backends.wrap.faulty import FaultPlan
 from forebay.core.errors import (
     ForebayError,
@@ -21,7 +23,7 @@ from forebay.core.errors import (
 from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import RangeSpec
 from forebay.ports import clock as system_clock
-from tests.backends.backend_places import BUCKETED, KINDS, LISTED, Place, list_all, read, run
+from tests.backends.backend_places import BUCKETED, KINDS, LISTED, Place, list_all, read, run, whole
 
 on_every_backend = pytest.mark.parametrize("place", KINDS, indirect=True)
 on_every_listing_backend = pytest.mark.parametrize("place", LISTED, indirect=True)
@@ -436,6 +438,38 @@ def test_closing_a_body_early_frees_it_and_harms_nothing(place: Place) -> None:
     before = len(os.listdir("/proc/self/fd"))
     run(story())
     assert len(os.listdir("/proc/self/fd")) <= before + 25, "connections may stay pooled, but not one per body"
+
+
+@on_every_backend
+def test_who_still_holds_a_backend_that_was_closed_goes_on_with_it(place: Place) -> None:
+    """A bucket's settings may change while a job lists it, a client writes to it, and a body is under way."""
+    place.put("data", DATA)
+
+    async def story() -> None:
+        backend = place.open()
+        opened, by_wire = await backend.fetch("data"), await backend.fetch("data")
+        first = bytes(await by_wire.__aiter__().__anext__())
+        arrived = asyncio.Event()
+
+        async def ready(_: int) -> None:
+            await arrived.wait()
+
+        writing = asyncio.create_task(backend.put("new", Body(4, b"some", ready=ready)))
+        await asyncio.sleep(0)
+        await backend.aclose()
+        arrived.set()
+        if not backend.read_only:
+            assert (await writing).size_bytes == 4
+        else:
+            with pytest.raises(NotSupported):
+                await writing
+        assert await whole(opened) == DATA
+        assert first + b"".join([bytes(chunk) async for chunk in by_wire]) == DATA
+        assert (await backend.head("data")).size_bytes == len(DATA)
+        if place.kind in LISTED:
+            assert (await backend.list_page("da", "", "", 10)).entries[0].key == "data"
+
+    run(story())
 
 
 @on_every_backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,35 @@ def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(
     assert "--force" in real("bucket", "rm", "owing", code=6).stderr
     assert real("bucket", "rm", "owing", "--force").stderr == "given up: owing/second (9 B)\n"
     assert "owing" not in real("bucket", "ls").stdout
+
+
+def test_what_is_under_way_in_a_bucket_outlives_a_change_of_its_settings(
+    real: Program, tmp_path: Path, seaweed_keys: SeaweedFS
+) -> None:
+    seaweed_keys.create_bucket("settings")
+    up(real, "--no-auto-buckets")
+    options = [word for pair in seaweed_keys.options().items() for word in ("--option", "=".join(pair))]
+    real("bucket", "add", "changed", "s3://settings", *options)
+    (tmp_path / "file").write_bytes(b"x" * 20_000)
+    for key in ("train/a", "train/b"):
+        real("put", str(tmp_path / "file"), f"changed/{key}")
+    (pinned,) = json.loads(real("pin", "changed/train/", "--json").stdout)  # it is a setting of the bucket
+    assert (pinned["state"], pinned["units_failed"], pinned["errors"]) == ("done", 0, [])
+    assert json.loads(real("bucket", "show", "changed", "--json").stdout)["pinned"] == ["train/"]
+    assert (
+        "no pin on s3://changed/tran/; pins of this bucket: s3://changed/train/"
+        in real("unpin", "changed/tran/").stderr
+    )
+    assert real("unpin", "changed/train/").stderr == ""
+    sending = real.process("put", "-", "changed/sent", stdin=subprocess.PIPE)
+    assert sending.stdin is not None
+    sending.stdin.write(b"y" * (20 << 20))  # in parts from 16 MiB on: some are at the backend
+    sending.stdin.flush()
+    real("bucket", "set", "changed", "--quota", "1GiB")
+    sending.stdin.write(b"z")
+    out, error = sending.communicate(timeout=120)
+    assert sending.returncode == 0, (out, error)
+    assert json.loads(real("stat", "changed/sent", "--json").stdout)["size_bytes"] == (20 << 20) + 1
 
 
 def test_the_trainer_of_the_manual_reads_its_checkpoints(real: Program, tmp_path: Path) -> None:

@@ -164,4 +164,4 @@ class Backend(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Release connections."""
+        """Keep no connection from now on. What is under way goes on, and so does whoever still holds this."""

@@ -103,6 +103,11 @@ def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[
     key, prefix = address.selection(at)
     one: tuple[str, str, tuple[str, ...]] = (at.bucket, "", (key,))
     folder: tuple[str, str, tuple[str, ...]] = (at.bucket, prefix, ())
+    if verb == "unpin":
+        pins = client.bucket(at.bucket).pinned
+        if not {key or prefix, prefix} & set(pins):
+            there = ", ".join(f"s3://{at.bucket}/{one_line(pin)}" for pin in pins) or "none"
+            show.note(f"forebay: there is no pin on {one_line(str(at))}; pins of this bucket: {there}")
     if not key and verb == "prefetch" and not client.list_page(at.bucket, prefix, limit=1).entries:
         raise address.nothing_there(at)  # a pin may come before what it pins
     if not key:
@@ -208,7 +213,8 @@ def sentence(state: JobState, *, dry_run: bool = False) -> str:
 def _complain(state: JobState) -> None:
     if not state.units_failed and state.state != "failed":
         return
-    show.note(f"forebay: {state.units_failed} of {state.units_total or '?'} objects failed:")
+    failed = f"{state.units_failed} of {state.units_total or '?'} objects" if state.units_failed else "the job"
+    show.note(f"forebay: {failed} failed:")
     for text in state.errors:
         show.note(f"  {one_line(text)}")
     show.note("  run the same command again: what is done is not repeated")

@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import Closed, Corrupt
+from forebay.core.errors import Corrupt
 
 PIECE_BYTES = limits.MIB  # one thread hand-over (about 60 us) for each: 1 % at 200 MB/s
 
@@ -50,11 +50,7 @@ class Exchange:
     async def step(self, call: Callable[[], ResultT]) -> ResultT:
         """`call` in a thread. If this is cancelled, the socket is shut down and closed once `call` has ended."""
         self._busy = True
-        try:
-            future = self._threads.submit(call)
-        except RuntimeError:
-            self._busy = False
-            raise Closed("the bucket's backend is being closed: try again on a node that runs") from None
+        future = self._threads.submit(call)
         future.add_done_callback(self._stepped)  # before the loop hears of it
         return await asyncio.wrap_future(future)
 

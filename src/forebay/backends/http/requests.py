@@ -406,13 +406,12 @@ class Wire:
         return Unavailable(f"{self.url}: the answer is cut or not HTTP ({error!r}): check the endpoint")
 
     def close(self) -> None:
-        """Close idle connections and let the threads end."""
+        """Keep no connection from now on. Whoever still holds this can go on: a bucket's settings may change while it
+        is read and written. The threads end when nobody holds this any more (so do those of any executor)."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for connection in idle:
             connection.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._senders.shutdown(wait=False, cancel_futures=True)
 
 
 class WireFetch:

@@ -195,6 +195,7 @@ class Buckets:
         self._unknown: dict[str, tuple[float, ForebayError]] = {}
         self._probing: dict[str, asyncio.Task[Served]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.settings = asyncio.Lock()  # held by whoever reads a bucket's settings and puts them back changed
 
     async def load(self) -> None:
         """Read the buckets from the metadata store."""

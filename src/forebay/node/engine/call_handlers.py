@@ -9,7 +9,6 @@ Invariant. Every verb of `core.messages.calls.VERBS` is served.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -107,7 +106,6 @@ class Verbs:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._settings = asyncio.Lock()  # held by changes that start from the bucket's current settings
         self._table: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "buckets": self._buckets,
             "bucket_put": self._bucket_put,
@@ -229,7 +227,7 @@ class Verbs:
     async def _keep(self, bucket: Bucket, old: Bucket | None) -> Bucket:
         """Make `bucket` what it is to be, if it still is what it was: who had it tried out may have let it wait for
         long, and it may be another's by now."""
-        async with self._settings:
+        async with self._engine.buckets.settings:
             now = self._kept(bucket.name)
             if now is not old:
                 raise (
@@ -245,7 +243,7 @@ class Verbs:
         return await self._bucket_put(calls.BucketPutCall(bucket, free=True, maker=bucket.owner))
 
     async def _bucket_rules(self, call: calls.BucketRulesCall) -> Bucket:
-        async with self._settings:
+        async with self._engine.buckets.settings:
             bucket = (await self._engine.buckets.get(call.name)).bucket
             _check_owner(bucket, call.maker)
             if call.acl is not None:

@@ -181,7 +181,8 @@ class Jobs:
         except Exception as error:
             log.exception("job %s broke", job.state.job)
             ended = "failed"
-            self._note(job, f"Bug: {error!r}; the node's log has more")
+            first = _flat(error)[0] if isinstance(error, BaseExceptionGroup) else error
+            self._note(job, f"Bug: {first!r}; the node's log has more")
         job.change(state=ended, ended_s=self._clock.wall_s())
         if not dry_run:
             await self._meta.delete(PREFIX + job.state.job)

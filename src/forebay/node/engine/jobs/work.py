@@ -22,12 +22,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import msgspec
 
-from forebay.backends.seam import Backend
 from forebay.core import limits
 from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
 from forebay.core.messages.calls import JobCall, JobVerb
 from forebay.core.record import Record, State, cached_bytes, present_blocks
-from forebay.core.types import Bucket, check_key
+from forebay.core.types import check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.derived import names_in
@@ -113,22 +112,22 @@ class JobWork:
 
     async def make(self, verb: JobVerb, call: JobCall) -> Work:
         """The work of a call. `NotFound` for an unknown bucket, `Invalid` for an invalid key."""
-        served = await self._buckets.get(call.bucket)
+        await self._buckets.get(call.bucket)
         for key in call.keys:
             check_key(key)
         if verb == "prefetch":
             return Work(
-                lambda: _listed(served.backend, call),
+                lambda: self._listed(call),
                 lambda unit, moved: prefetched(self._cold, Ask(call.bucket, unit.key), moved),
             )
         if verb == "flush":
             return self._flush_owed(call)
         if verb in ("pin", "unpin") and not call.dry_run:
-            await self._pin_prefixes(served.bucket, call, verb == "pin")
+            await self._pin_prefixes(call, verb == "pin")
 
         def plan() -> AsyncIterator[JobUnit]:
             if verb == "pin":
-                return self._pinning(served.backend, call)
+                return self._pinning(call)
             return self._evicting(call) if verb == "evict" else self._cached(call)
 
         actions: dict[str, Callable[[JobUnit, Moved], Awaitable[int]]] = {
@@ -164,11 +163,26 @@ class JobWork:
             after = found[-1][0]
             await asyncio.sleep(0)
 
-    async def _pinning(self, backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
+    async def _listed(self, call: JobCall) -> AsyncIterator[JobUnit]:
+        """What the backend has; each page is asked with the settings that the bucket has then (a newer key, say)."""
+        after = ""
+        for key in call.keys:
+            backend = (await self._buckets.get(call.bucket)).backend
+            yield JobUnit(key, (await backend.head(key)).size_bytes if call.dry_run else 0)
+        while not call.keys:
+            backend = (await self._buckets.get(call.bucket)).backend
+            page = await backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
+            for entry in page.entries:
+                yield JobUnit(entry.key, entry.size_bytes)
+            after = page.next_after
+            if not after:
+                return
+
+    async def _pinning(self, call: JobCall) -> AsyncIterator[JobUnit]:
         """Objects that are here, then listed objects that are missing or incomplete."""
         async for unit in self._cached(call):
             yield unit
-        async for unit in _listed(backend, call):
+        async for unit in self._listed(call):
             record = self._cold.store.lookup(call.bucket, unit.key)
             if record is None or not record.complete:
                 yield unit
@@ -257,24 +271,11 @@ class JobWork:
         await asyncio.sleep(0)
         return unit.size_bytes
 
-    async def _pin_prefixes(self, bucket: Bucket, call: JobCall, pinned: bool) -> None:
+    async def _pin_prefixes(self, call: JobCall, pinned: bool) -> None:
         names: Iterable[str] = call.keys or [call.prefix]
-        before = set(bucket.pinned)
-        after = before | set(names) if pinned else before - set(names)
-        if after != before:
-            await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
-
-
-async def _listed(backend: Backend, call: JobCall) -> AsyncIterator[JobUnit]:
-    if call.keys:
-        for key in call.keys:
-            yield JobUnit(key, (await backend.head(key)).size_bytes if call.dry_run else 0)
-        return
-    after = ""
-    while True:
-        page = await backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
-        for entry in page.entries:
-            yield JobUnit(entry.key, entry.size_bytes)
-        after = page.next_after
-        if not after:
-            return
+        async with self._buckets.settings:
+            bucket = (await self._buckets.get(call.bucket)).bucket
+            before = set(bucket.pinned)
+            after = before | set(names) if pinned else before - set(names)
+            if after != before:
+                await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
