@@ -28,7 +28,9 @@ class Program:
             "FOREBAY_DIR": str(folder),
             "FOREBAY_TOKEN": "",
             "FOREBAY_DEBUG": "",
-            "AWS_ENDPOINT_URL": url,  # where `doctor` compares the clock for s3:// buckets: no test leaves this machine
+            # Where `doctor` compares the clock for s3:// buckets: no test leaves this machine. (The bare URL of the node
+            # does not count.)
+            "AWS_ENDPOINT_URL": f"{url}/clock",
         }
 
     def __call__(self, *args: str, code: int = 0) -> Result:

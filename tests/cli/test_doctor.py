@@ -358,3 +358,17 @@ def test_a_real_etcd_is_looked_at(program: Program, node: FakeNode, etcd: server
     assert sum("leads" in one["what"] for one in said.values()) == 1
     assert "agrees within" in said["majority"]["what"]
     assert "is no etcd URL" in program("doctor", "--cluster", "http://elsewhere", code=2).stderr
+
+
+def test_a_shell_whose_s3_is_the_node_is_not_asked_for_the_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    buckets = [Bucket("a", "s3://a")]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9400/")
+    assert facts.endpoints(buckets, "http://127.0.0.1:9400") == ["https://s3.us-east-1.amazonaws.com"]
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text("[default]\nendpoint_url = http://minio:9000\n")
+    assert facts.endpoints(buckets, "http://127.0.0.1:9400") == ["http://minio:9000"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://other:9000")
+    assert facts.endpoints(buckets, "http://127.0.0.1:9400") == ["http://other:9000"]

@@ -115,7 +115,7 @@ ON_A_NODE = [
     ("ls",),
     ("ls", "corpus"),
     ("stat", "corpus/a"),
-    ("get", "corpus/a", "/nonexistent/x"),
+    ("get", "corpus/a", "nothing-here"),
     ("get", "-r", "corpus/a", "."),
     ("prefetch", "corpus"),
     ("pin", "corpus"),

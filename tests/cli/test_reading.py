@@ -313,8 +313,8 @@ def test_ctrl_c_leaves_what_can_be_resumed_and_says_so(
 
 def test_get_of_wrong_things(program: Program, node: FakeNode, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    assert "No such file or directory" in program("get", "corpus/readme", "/nonexistent/dir/x", code=10).stderr
-    assert "Not a directory" in program("get", "corpus/readme", str(tmp_path / "file" / "x"), code=10).stderr
+    assert "there is no directory" in program("get", "corpus/readme", "/nonexistent/dir/x", code=10).stderr
+    assert "there is no directory" in program("get", "corpus/readme", str(tmp_path / "file" / "x"), code=10).stderr
     assert "is not a directory" in program("get", "-r", "corpus/", str(tmp_path / "file"), code=2).stderr
     assert "No space left" in program("get", "corpus/readme", "/dev/full", code=10).stderr
     assert "names a bucket and no object" in program("get", "corpus", str(tmp_path), code=2).stderr
@@ -360,3 +360,17 @@ def test_get_r_gives_up_at_once_when_the_node_is_gone(program: Program, node: Fa
     _, err = get.communicate(timeout=60)
     assert get.returncode == 6, err
     assert b"no node answers" in err
+
+
+def test_what_is_no_object_or_no_place_is_said_as_it_is(program: Program, tmp_path: Path) -> None:
+    for verb in (("get", "corpus/train"), ("rm", "corpus/train"), ("get", "corpus/train/")):
+        assert (
+            "is a folder: add -r" in program(*verb, *([str(tmp_path / "x")] if verb[0] == "get" else []), code=3).stderr
+        )
+    absent = str(tmp_path / "absent" / "file")
+    error = program("get", "corpus/readme", absent, code=10).stderr
+    assert f"there is no directory {tmp_path / 'absent'}: make it" in error
+    error = program("put", absent, "corpus/x", code=10).stderr
+    assert error == f"forebay: {absent}: No such file or directory: check the path\n"
+    (tmp_path / "file").write_bytes(b"x")
+    assert "is no directory" in program("up", "--dir", str(tmp_path / "file"), code=2).stderr

@@ -170,6 +170,8 @@ def test_plain_http_is_told_to_use_tls(node: Node) -> None:
         answer = plain.ask("/b/x")
         assert answer.status == 400
         assert b"https://" in answer.body
+    with connect(f"http://127.0.0.1:{node.port}") as client, pytest.raises(Invalid, match="use https:// in the URL"):
+        client.buckets()
 
 
 def test_noise_and_silence_end_soon(tmp_path: Path, pair: Pair) -> None:

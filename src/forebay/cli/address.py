@@ -8,10 +8,13 @@ has them.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from forebay.core.errors import Invalid, NotFound
+from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.types import check_bucket_name, check_key
+
+if TYPE_CHECKING:
+    from forebay.client.sync import Client
 
 
 class Address(NamedTuple):
@@ -75,6 +78,18 @@ def parse_object(text: str) -> Address:
     if not address.key:
         raise Invalid(f"{text!r} names a bucket and no object: write {address.bucket}/KEY")
     return address
+
+
+def no_object(client: Client, at: Address, error: NotFound) -> NotFound:
+    """What to raise where `at` should have been one object and `error` says that it is not: it may be a folder."""
+    folder = at.key.rstrip("/") + "/"
+    try:
+        is_folder = error.code != "NoSuchBucket" and bool(client.list_page(at.bucket, folder, limit=1).entries)
+    except ForebayError:  # who may read the key need not be allowed to list
+        is_folder = False
+    if not is_folder:
+        return error
+    return NotFound(f"{at.bucket}/{at.key} is a folder: add -r for all objects in it", code=error.code)
 
 
 def nothing_there(at: Address) -> NotFound:

@@ -23,11 +23,11 @@ from forebay.cli.cat import Member, stdout_fd
 from forebay.cli.jobs import Quiet
 from forebay.cli.many import Crew, Done
 from forebay.cli.options import Address, AsJson, Debug, Threads, Url, open_client
-from forebay.cli.outcome import Interrupted, as_forebay, one_line, verb
+from forebay.cli.outcome import Interrupted, Local, as_forebay, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.client import flows
 from forebay.client.sinks import IntoFd
-from forebay.core.errors import ForebayError, Invalid
+from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.types import ListEntry
 
 if TYPE_CHECKING:
@@ -77,11 +77,13 @@ def get(
 # --- one object ------------------------------------------------------------------------------------------------------
 def get_one(client: Client, at: address.Address, target: str, *, quiet: bool) -> Done:
     """One object to the file `target`, or into it if it is a directory."""
-    path = file_for(at.key, target)
+    path = place_for(at.key, target)
     done = Done(path, "fetched_bytes")
     with Progress(one_line(at.key.rsplit("/", 1)[-1]), quiet=quiet) as progress:
         try:
             got = client.download(at.bucket, at.key, path, progress=progress.at)
+        except NotFound as error:
+            raise address.no_object(client, at, error) from error
         except (ForebayError, OSError, KeyboardInterrupt) as error:
             raise with_hint(error, path) from error
     done.add(got.size_bytes, got.size_bytes - got.resumed_bytes)
@@ -94,7 +96,7 @@ def get_member(client: Client, at: address.Address, member: str, target: str) ->
         sys.stdout.flush()
         client.run(flows.get(at.bucket, at.key, sink=IntoFd(stdout_fd()), member=member))
         raise typer.Exit
-    path = file_for(member, target)
+    path = place_for(member, target)
     done = Done(path, "fetched_bytes")
     part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.forebay-{os.getpid()}.part")
     try:
@@ -118,6 +120,15 @@ def file_for(key: str, target: str) -> str:
     if name in ("", ".", "..") or "\0" in name:
         raise Invalid(f"the key {key!r} does not end in a file name: name the target file, as in `forebay get … FILE`")
     return os.path.join(target, name)
+
+
+def place_for(key: str, target: str) -> str:
+    """As `file_for`; `Local` if its directory is not there."""
+    path = file_for(key, target)
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise Local(f"there is no directory {folder}: make it, or choose another target")
+    return path
 
 
 def with_hint(error: BaseException, path: str) -> ForebayError:

@@ -119,7 +119,7 @@ def make_trace(
     try:
         from forebay.offload.tracing.shapes import trace_of
     except ImportError as error:
-        raise NotSupported(f"torch is not here ({error}): pip install 'forebay[torch]'") from None
+        raise NotSupported(f"torch is not here ({error}): pip install '.[torch]' in a checkout of forebay") from None
     made = trace_of(shape, batch=batch, sequence=sequence, layers=layers)
     made.save(out)
     print(f"{out}: {made.operator_count:,} operators, {made.tensor_count:,} tensors (times are from a table)")
@@ -128,7 +128,9 @@ def make_trace(
 def _check_installed(picture: Path | None) -> None:
     for package in ("numpy", "matplotlib") if picture is not None else ("numpy",):
         if importlib.util.find_spec(package) is None:
-            raise NotSupported(f"planning needs {package}, which is not here: pip install 'forebay[plan]'")
+            raise NotSupported(
+                f"planning needs {package}, which is not here: pip install '.[plan]' in a checkout of forebay"
+            )
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------

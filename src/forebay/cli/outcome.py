@@ -10,6 +10,7 @@ exit code, and docs/cli.md lists them (a test compares).
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -93,6 +94,18 @@ def verb(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+_WHAT_TO_DO = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "name a file",
+    errno.EACCES: "change its rights, or choose another path",
+    errno.EPERM: "change its rights, or choose another path",
+    errno.EROFS: "choose a path that can be written",
+    errno.ENOSPC: "free some space, or choose another path",
+    errno.EDQUOT: "free some space, or choose another path",
+}
+
+
 def as_forebay(error: BaseException) -> ForebayError:
     """The error as one of ours."""
     if isinstance(error, ForebayError):
@@ -102,7 +115,7 @@ def as_forebay(error: BaseException) -> ForebayError:
     assert isinstance(error, OSError)
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     why = error.strerror or str(error) or type(error).__name__
-    return Local(f"{where}{why}: choose another path, or change its rights or free some space")
+    return Local(f"{where}{why}: {_WHAT_TO_DO.get(error.errno or 0, 'choose another path, or mend it')}")
 
 
 def unexpected(error: Exception) -> ForebayError:

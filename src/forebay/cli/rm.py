@@ -22,7 +22,7 @@ from forebay.cli.many import Crew, Done
 from forebay.cli.options import Address, AsJson, Debug, Threads, Url, open_client
 from forebay.cli.outcome import Interrupted, Partial, one_line, verb
 from forebay.cli.progress import Progress
-from forebay.core.errors import Invalid
+from forebay.core.errors import Invalid, NotFound
 from forebay.core.types import ListEntry
 
 if TYPE_CHECKING:
@@ -75,7 +75,10 @@ def rm(
             if not found:
                 raise address.nothing_there(at)
         else:
-            got = client.head(at.bucket, at.key)
+            try:
+                got = client.head(at.bucket, at.key)
+            except NotFound as error:
+                raise address.no_object(client, at, error) from error
             crew.run([ListEntry(at.key, got.size_bytes, got.etag, 0.0)], lambda: "look whether it is there")
     if as_json:
         seconds = round(done.ended_s - done.started_s, 6)

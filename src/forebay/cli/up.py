@@ -77,6 +77,8 @@ def up(
         return
     wanted = settings.load(config, **given)
     at = Path(wanted.dir)
+    if at.exists() and not at.is_dir():
+        raise Invalid(f"{at} is no directory: name one with --dir, which the node may fill")
     there = _wait(at, None, wanted.endpoint, timeout_s) if local_node.running(at) else None
     started = there is None
     if there is None:
@@ -140,8 +142,9 @@ def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bo
 
 
 def _is_named_by_environment(endpoint: str) -> bool:
-    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    return named.replace("//localhost:", "//127.0.0.1:").rstrip("/") == endpoint
+    from forebay.health.facts import same_url
+
+    return same_url(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "", endpoint)
 
 
 def _dir_flag(dir: str | None) -> str:

@@ -87,10 +87,10 @@ def raised(response: Response, what: str) -> ForebayError:
         body = msgspec.json.decode(response.body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):
         kind = _BY_STATUS.get(response.status, Bug)
-        return kind(
-            f"{what}: the node answered status {response.status} without saying why: see its log",
-            retry_after_s=retry_after_s,
-        )
+        why = "without saying why: see its log"
+        if response.headers.get("content-type", "").startswith("text/plain"):  # a node's TLS port, or a proxy
+            why = f"and said: {response.body[:200].decode(errors='replace').strip()}"
+        return kind(f"{what}: the node answered status {response.status} {why}", retry_after_s=retry_after_s)
     error = body.error
     return KINDS.get(error.kind, Bug)(error.message, code=error.code, retry_after_s=error.retry_after_s)
 

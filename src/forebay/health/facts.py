@@ -21,6 +21,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import forebay
+from forebay.backends.s3.credentials import find_endpoint
 from forebay.client import local_node
 from forebay.client.connection import Connection, parse_url
 from forebay.client.sync import Client, connect
@@ -65,7 +66,7 @@ def collect(
     return Facts(
         disks=[look_at_disk(path, measure=measure) for path in paths or [str(at / "volumes" / "v0")]],
         limits=look_at_limits(),
-        clocks=[compare_clock(endpoint) for endpoint in endpoints(buckets)],
+        clocks=[compare_clock(endpoint) for endpoint in endpoints(buckets, node=client.url)],
         node=node,
         buckets=probed,
         versions=look_at_versions(node.state.version if node.state else ""),
@@ -277,25 +278,32 @@ def _available() -> int | None:
     return None
 
 
-def endpoints(buckets: Iterable[Bucket]) -> list[str]:
-    """The URLs whose clocks count for these buckets, each once."""
+def endpoints(buckets: Iterable[Bucket], node: str = "") -> list[str]:
+    """The URLs whose clocks count for these buckets, each once. S3 clients of this shell may be told that S3 is `node`:
+    that says nothing about where the node's own S3 is."""
     found: dict[str, None] = {}
+    environment = {name: text for name, text in os.environ.items() if not node or not same_url(text, node)}
     for bucket in buckets:
         options = {
             name.lower().removeprefix("aws_").removesuffix("_url"): text for name, text in bucket.options.items()
         }
         scheme = bucket.url.partition("://")[0]
         parts = urlsplit(bucket.url)
-        if options.get("endpoint"):
-            found[options["endpoint"]] = None
-        elif scheme == "s3":
+        if scheme == "s3":
             region = options.get("region") or "us-east-1"
-            found[os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{region}.amazonaws.com"] = None
+            found[find_endpoint(options, environment) or f"https://s3.{region}.amazonaws.com"] = None
+        elif options.get("endpoint"):
+            found[options["endpoint"]] = None
         elif scheme == "gs":
             found["https://storage.googleapis.com"] = None
         elif scheme in ("http", "https"):
             found[f"{scheme}://{parts.netloc}"] = None
     return list(found)
+
+
+def same_url(text: str, node: str) -> bool:
+    """Whether `text` is the node's URL, written in one of the usual ways."""
+    return text.replace("//localhost:", "//127.0.0.1:").rstrip("/") == node
 
 
 def compare_clock(url: str) -> ClockFacts:
@@ -313,7 +321,8 @@ def compare_clock(url: str) -> ClockFacts:
             connection.close()
         said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except ForebayError as error:
-        return ClockFacts(url, error=error.message)
+        why = getattr(error.__cause__, "strerror", None) or error.message  # its message is about a node
+        return ClockFacts(url, error=why)
     except (KeyError, ValueError, TypeError):
         return ClockFacts(url, error="the answer has no Date header")
     return ClockFacts(url, now_s - said - 0.5)  # the header is cut to whole seconds
