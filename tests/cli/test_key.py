@@ -14,6 +14,7 @@ import pytest
 from forebay.core.access import Identities, Identity, decode_identities
 from forebay.core.errors import Exists, Invalid
 from forebay.core.keyfile import identities_of, parse
+from forebay.core.machines.allowance import Limits
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.sealed_secrets import Opener, make_key, read_key, seal
 from forebay.ports import clock
@@ -42,7 +43,7 @@ def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> 
     assert "export AWS_ACCESS_KEY_ID=FB" in shown
     assert f"--identities {path}" in shown
     assert alone("key", "ls").stdout.splitlines()[0].split() == [
-        *("NAME", "ACCESS", "KEY", "ID", "TOKEN", "STATE", "ALLOWS")
+        *("NAME", "ACCESS", "KEY", "ID", "TOKEN", "STATE", "LIMITS", "ALLOWS")
     ]
     assert "secret" not in alone("key", "ls", "--json").stdout
     assert [row["name"] for row in json.loads(alone("key", "ls", "--json").stdout)] == ["trainer", "admin"]
@@ -50,6 +51,33 @@ def test_a_key_is_made_listed_and_taken_away(alone: Program, tmp_path: Path) -> 
     assert alone("key", "rm", "trainer").stdout == "the key of trainer is gone\n"
     assert json.loads(alone("key", "rm", "admin", "--json").stdout) == {"name": "admin", "removed": True}
     assert identities_in(path) == []
+
+
+def test_limits_are_set_changed_and_kept_by_every_other_change(alone: Program, tmp_path: Path) -> None:
+    path = tmp_path / "node" / "identities.json"
+
+    def limits() -> Limits | None:
+        return identities_in(path)[0].limits
+
+    alone("key", "create", "trainer", "--allow", "read:*", "--requests-per-s", "500", "--bytes-per-s", "200MiB/s")
+    assert limits() == Limits(500, 200 << 20, 0)
+    assert (
+        "trainer may do 500 requests/s, 200.0 MiB/s, 8 connections."
+        in alone("key", "limit", "trainer", "--connections", "8").stdout
+    )
+    for change in ("rotate", "disable", "enable"):  # a new key is no way out of the limits of the old one
+        alone("key", change, "trainer")
+        assert limits() == Limits(500, 200 << 20, 8), change
+    alone("key", "grant", "trainer", "write:x")
+    assert "500 requests/s, 200.0 MiB/s, 8 connections" in alone("key", "ls").stdout
+    (shown,) = json.loads(alone("key", "ls", "--json").stdout)
+    assert shown["limits"] == {"requests_per_s": 500, "bytes_per_s": "200MiB/s", "connections": 8}
+    for wrong in (("--connections", "-1"), ("--bytes-per-s", "fast"), ("--requests-per-s", "nan"), ()):
+        alone("key", "limit", "trainer", *wrong, code=2)
+    assert limits() == Limits(500, 200 << 20, 8)
+    said = alone("key", "limit", "trainer", "--requests-per-s", "0", "--bytes-per-s", "0", "--connections", "0").stdout
+    assert "as much as there is" in said
+    assert limits() is None
 
 
 def test_wrong_keys_are_refused(alone: Program, tmp_path: Path) -> None:

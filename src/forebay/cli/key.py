@@ -29,7 +29,7 @@ from forebay.cli.outcome import verb
 from forebay.client import local_node
 from forebay.core.access import Grant, format_grants, parse_grants
 from forebay.core.errors import Exists, Invalid, NotFound
-from forebay.core.keyfile import Entry, KeyFile, Proof, Replaced, parse, render
+from forebay.core.keyfile import Entry, KeyFile, Limited, Proof, Replaced, parse, render
 from forebay.ports import chance, clock
 
 app = typer.Typer(
@@ -41,6 +41,16 @@ File = Annotated[
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is for.")]
 Grants = Annotated[str, typer.Argument(metavar="GRANTS", help=SUCH_AS)]
+RequestsPerS = Annotated[
+    float | None, typer.Option("--requests-per-s", metavar="N", help="At most so many requests a second; 0: no limit.")
+]
+BytesPerS = Annotated[
+    str | None,
+    typer.Option("--bytes-per-s", metavar="RATE", help="At most so many bytes, such as 200MiB/s; 0: no limit."),
+]
+Connections = Annotated[
+    int | None, typer.Option("--connections", metavar="N", help="At most so many connections; 0: no limit.")
+]
 P = TypeVar("P", bound=Proof)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)").fullmatch
 _NOTICED = "A node notices within seconds."
@@ -51,6 +61,9 @@ _NOTICED = "A node notices within seconds."
 def create(
     name: Name,
     allow: Annotated[str, typer.Option("--allow", metavar="GRANTS", help=SUCH_AS)],
+    requests_per_s: RequestsPerS = None,
+    bytes_per_s: BytesPerS = None,
+    connections: Connections = None,
     file: File = None,
     dir: Dir = None,
     as_json: AsJson = False,
@@ -58,6 +71,7 @@ def create(
 ) -> None:
     """Make a key pair and a token, and allow them something."""
     grants = format_grants(parse_grants(allow))
+    limits = _limited(None, requests_per_s, bytes_per_s, connections)
     path = _path(file, dir)
     with _locked(path):
         known = _read(path)
@@ -67,7 +81,8 @@ def create(
                 f"`forebay key rm {name}` first"
             )
         made = Made(known.sealed_for)
-        _write(path, _with(known, *known.identities, made.entry(name, grants)))
+        new = msgspec.structs.replace(made.entry(name, grants), limits=limits)
+        _write(path, _with(known, *known.identities, new))
     made.tell(name, grants, path, as_json=as_json)
 
 
@@ -93,7 +108,9 @@ def rotate(
         fields = {field: getattr(old, field) for field in Proof.__struct_fields__}
         retiring = (*old.retiring, Replaced(**fields, until_s=until_s)) if _seconds(grace) else ()
         retiring = tuple(msgspec.structs.replace(one, until_s=min(one.until_s, until_s)) for one in retiring)
-        new = msgspec.structs.replace(made.entry(name, old.allow), disabled=old.disabled, retiring=retiring)
+        drawn = made.entry(name, old.allow)
+        proof = {field: getattr(drawn, field) for field in Proof.__struct_fields__}
+        new = msgspec.structs.replace(old, **proof, retiring=retiring)  # its rights and limits stay
         _write(path, _with(known, *(new if entry.name == name else entry for entry in known.identities)))
     made.tell(name, old.allow, path, as_json=as_json, until_s=until_s if retiring else 0.0)
 
@@ -110,10 +127,10 @@ def ls(file: File = None, dir: Dir = None, as_json: AsJson = False, debug: Debug
         show.note(f"no keys in {path}: make one with `forebay key create NAME --allow read:BUCKET`")
     else:
         rows = [
-            (e.name, e.access_key_id or "-", "yes" if e.token_hash else "no", _state(e), e.allow or "-")
+            (e.name, e.access_key_id or "-", "yes" if e.token_hash else "no", _state(e), _bounds(e), e.allow or "-")
             for e in known.identities
         ]
-        print(show.columns(("NAME", "ACCESS KEY ID", "TOKEN", "STATE", "ALLOWS"), rows))
+        print(show.columns(("NAME", "ACCESS KEY ID", "TOKEN", "STATE", "LIMITS", "ALLOWS"), rows))
 
 
 @app.command("rm")
@@ -161,6 +178,33 @@ def revoke(
 ) -> None:
     """Allow a key less: grants it has, as `forebay key ls` shows them. A node notices within seconds."""
     _change(name, file, dir, as_json, take=parse_grants(grants))
+
+
+@app.command("limit")
+@verb
+def limit(
+    name: Name,
+    requests_per_s: RequestsPerS = None,
+    bytes_per_s: BytesPerS = None,
+    connections: Connections = None,
+    file: File = None,
+    dir: Dir = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Bound what a key may do in a second; what is not given stays as it is. A node notices within seconds."""
+    if requests_per_s is None and bytes_per_s is None and connections is None:
+        raise Invalid("name what to bound: --requests-per-s, --bytes-per-s or --connections; 0 takes a limit away")
+    path = _path(file, dir)
+    with _locked(path):
+        known = _read(path)
+        old = _find(known, name, path)
+        new = msgspec.structs.replace(old, limits=_limited(old.limits, requests_per_s, bytes_per_s, connections))
+        _write(path, _with(known, *(new if entry is old else entry for entry in known.identities)))
+    if as_json:
+        show.document(_shown(new, known))
+    else:
+        print(f"{name} may do {_bounds(new) if new.limits else 'as much as there is'}. {_NOTICED}")
 
 
 @app.command("seal")
@@ -290,9 +334,35 @@ def _shown(entry: Entry, known: KeyFile) -> dict[str, object]:
         "access_key_id": entry.access_key_id,
         "allow": entry.allow,
         "disabled": entry.disabled,
+        "limits": entry.limits,
         "sealed": bool(entry.secret_sealed),
         "retiring": retiring,
     }
+
+
+def _limited(
+    old: Limited | None, requests_per_s: float | None, bytes_per_s: str | None, connections: int | None
+) -> Limited | None:
+    """The limits with those that are given; None for none. `Invalid` for what can be no limit."""
+    given = {"requests_per_s": requests_per_s, "bytes_per_s": bytes_per_s, "connections": connections}
+    if given["bytes_per_s"] == "0":
+        given["bytes_per_s"] = 0.0
+    limited = msgspec.structs.replace(old or Limited(), **{name: n for name, n in given.items() if n is not None})
+    limited.read()
+    return limited if limited != Limited() else None
+
+
+def _bounds(entry: Entry) -> str:
+    """An entry's limits in words."""
+    if entry.limits is None:
+        return "-"
+    limits = entry.limits.read()
+    words = {
+        f"{limits.requests_per_s:g} requests/s": limits.requests_per_s,
+        show.rate(limits.bytes_per_s): limits.bytes_per_s,
+        f"{limits.connections} connections": limits.connections,
+    }
+    return ", ".join(word for word, bound in words.items() if bound)
 
 
 def _state(entry: Entry) -> str:
