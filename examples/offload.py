@@ -1,5 +1,7 @@
 """Train a transformer in less memory than it needs: python examples/offload.py DIRECTORY
 
+    pip install '.[torch,plan]'  # in a checkout; `plan` draws the pictures
+
 The budget is emulated: on a CPU nobody stops a program that takes more. What moves is real, and so is what is measured.
 """
 

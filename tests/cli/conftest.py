@@ -28,8 +28,8 @@ class Program:
             "FOREBAY_DIR": str(folder),
             "FOREBAY_TOKEN": "",
             "FOREBAY_DEBUG": "",
-            # Where `doctor` compares the clock for s3:// buckets: no test leaves this machine. (The bare URL of the node
-            # does not count.)
+            # Where `doctor` compares the clock for s3:// buckets: no test leaves this machine. (The node's own URL does
+            # not count.)
             "AWS_ENDPOINT_URL": f"{url}/clock",
         }
 
