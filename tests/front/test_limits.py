@@ -6,13 +6,17 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
+from forebay.core import limits as bounds
 from forebay.core.access import Identity, encode_identities, parse_grants
-from forebay.core.errors import Busy
-from forebay.core.machines.allowance import Limits
+from forebay.core.errors import Busy, Invalid
+from forebay.core.machines.allowance import Limited, Limits, loosest
+from forebay.core.oidc import Rule, check_issuers, encode_trusted
 from forebay.node.front.http.accounts import Account, Accounts, make_shared
 from tests.front.fake_engine import Answer, Client, Node
+from tests.front.web_tokens import issuer, token, trusted
 
 Eventually = Callable[[Callable[[], bool]], None]
 AT = "/-/v1/objects/b/k"
@@ -131,6 +135,62 @@ def accounts(fronts: list[Accounts], who: Identity) -> list[Account]:
     for front in fronts:
         front.follow([who])
     return [front.of(who) for front in fronts]
+
+
+def test_each_person_of_an_issuer_has_the_limits_of_their_rules(node: Node) -> None:
+    node.put("k", b"x" * 5000)
+    rules = (
+        Rule(claim="groups", value="team", allow="read:b", limits=Limited(requests_per_s=0.001)),
+        Rule(claim="groups", value="ops", allow="observe:*", limits=Limited(requests_per_s=0.001, connections=2)),
+        Rule(claim="groups", value="free", allow="read:b"),
+    )
+
+    def told(*given: Rule) -> None:
+        said = encode_trusted(trusted(issuer(rules=given)))
+        node.call(lambda: node.front._auth.update(encode_identities([identity("other", None)]), said))
+
+    told(*rules)
+    people = {name: token(sub=name, groups=["team"]).decode() for name in ("ann", "bob")}
+    free = token(sub="eve", groups=["free"]).decode()
+    with node.connect() as client:
+        for name, who in people.items():  # one waits, and the next does not wait for them
+            assert ask(client, who).status == 200
+            refused = ask(client, who)
+            assert (refused.status, f"oidc:corp:{name} may have".encode() in refused.body) == (429, True)
+            assert ask(client, token(sub=name, groups=["team", "free"]).decode()).status == 429, "another token"
+        assert [ask(client, who).status for who in (free, free, "other")] == [200] * 3
+    assert value(node, 'forebay_limited_requests_total{identity="oidc:corp:ann"}') == 1
+    told(*(msgspec.structs.replace(rule, limits=None) for rule in rules))
+    with node.connect() as client:
+        assert [ask(client, people["ann"]).status for _ in range(3)] == [200] * 3
+
+
+def test_of_several_rules_the_loosest_limits_hold() -> None:
+    assert loosest([]) is None
+    assert loosest([Limits(1, 20, 3), Limits(10, 2, 3)]) == Limits(10, 20, 3)
+    assert loosest([Limits(1, 20, 3), Limits(0, 2, 0)]) == Limits(0, 20, 0)
+    with pytest.raises(Invalid, match="a limit is a number"):
+        check_issuers([issuer(rules=(Rule(claim="a", value="b", allow="read:x", limits=Limited(connections=-1)),))])
+
+
+def test_people_who_come_and_go_are_forgotten_but_not_what_they_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "ACCOUNTS_MAX", 8)
+    accounts = Accounts(0, lambda: 100.0)
+    limits = Limits(requests_per_s=0.001)
+    person = [Identity(f"oidc:corp:{number}", limits=limits, until_s=1.0) for number in range(8)]
+    team = Identity("team", limits=limits)
+    accounts.follow([team])
+    held = accounts.of(person[0])
+    held.admit(is_held=False)
+    held.hold(1)
+    accounts.of(person[1]).admit(is_held=False)
+    for one in person[2:]:
+        accounts.of(one)
+    assert len(accounts.values()) == 8 * 6
+    assert accounts.of(person[0]) is held, "it has a connection"
+    with pytest.raises(Busy):
+        accounts.of(person[1]).admit(is_held=False)
+    assert accounts.of(team) is accounts.of(team)
 
 
 def test_fronts_count_together(fronts: list[Accounts], hand: Hand) -> None:

@@ -257,7 +257,8 @@ def test_a_node_that_trusts_no_issuer_takes_no_tokens() -> None:
 # --- the table -------------------------------------------------------------------------------------------------------
 def test_the_table_stands_in_the_identities_file_and_is_read_back() -> None:
     text = b"""{"identities": [], "oidc": [{"name": "corp", "issuer": "https://login.example", "audience": "forebay",
-      "rules": [{"claim": "groups", "value": "team-a", "allow": "read:team-a"}], "session_s_max": 7200}]}"""
+      "rules": [{"claim": "groups", "value": "team-a", "allow": "read:team-a",
+                 "limits": {"bytes_per_s": "20MiB/s"}}], "session_s_max": 7200}]}"""
     file = parse(text)
     assert file.oidc[0].session_s_max == 7200
     assert parse(render(file)) == file

@@ -29,7 +29,8 @@ from forebay.cli.outcome import verb
 from forebay.client import local_node
 from forebay.core.access import Grant, format_grants, parse_grants
 from forebay.core.errors import Exists, Invalid, NotFound
-from forebay.core.keyfile import Entry, KeyFile, Limited, Proof, Replaced, parse, render
+from forebay.core.keyfile import Entry, KeyFile, Proof, Replaced, parse, render
+from forebay.core.machines.allowance import Limited
 from forebay.ports import chance, clock
 
 app = typer.Typer(

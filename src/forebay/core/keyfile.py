@@ -28,9 +28,8 @@ import msgspec
 
 from forebay.core.access import Identities, Identity, Retiring, parse_grants
 from forebay.core.errors import Invalid
-from forebay.core.machines.allowance import Limits, check_limits
+from forebay.core.machines.allowance import Limited
 from forebay.core.oidc import Issuer, check_issuers
-from forebay.core.quantity import parse_rate
 
 Unseal = Callable[[str, str], str]  # (what is sealed, access key id) -> the secret; raises `Invalid`
 
@@ -57,21 +56,6 @@ class Replaced(Proof, frozen=True):
     """A proof that ends at `until_s`, Unix time."""
 
     until_s: float
-
-
-class Limited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An identity's limits as people write them: bytes a second as a number or as `100MiB/s`."""
-
-    requests_per_s: float = 0.0
-    bytes_per_s: float | str = 0.0
-    connections: int = 0
-
-    def read(self) -> Limits:
-        """`Invalid` for what can be no limit."""
-        per_s = parse_rate(self.bytes_per_s) if isinstance(self.bytes_per_s, str) else self.bytes_per_s
-        limits = Limits(self.requests_per_s, per_s, self.connections)
-        check_limits(limits)
-        return limits
 
 
 class Entry(Proof, frozen=True):

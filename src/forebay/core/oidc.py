@@ -35,6 +35,7 @@ import msgspec
 from forebay.core import limits
 from forebay.core.access import OIDC_NAMES, Grant, Identity, parse_grants
 from forebay.core.errors import Denied, Invalid, Unavailable
+from forebay.core.machines.allowance import Limited, loosest
 
 ALGORITHMS: Final = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
@@ -54,12 +55,14 @@ _NUMBER_CHARACTERS_MAX: Final = {"n": _RSA_CHARACTERS.stop - 1, "e": 6, "crv": 1
 Jwk = dict[str, str]
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Tokens whose `claim` has `value` may what `allow` says (as `parse_grants` reads it)."""
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Tokens whose `claim` has `value` may what `allow` says (as `parse_grants` reads it), each person within
+    `limits`."""
 
     claim: str
     value: str
     allow: str
+    limits: Limited | None = None
 
     @property
     def mark(self) -> bytes:
@@ -103,16 +106,18 @@ class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """Who `subject` is until then: what the rules with these marks allow now. `Denied` if there are none."""
         wanted = set(marks)
         grants: dict[Grant, None] = {}
-        for rule in self.rules:
-            if rule.mark in wanted:
-                grants |= dict.fromkeys(parse_grants(rule.allow))
+        rules = [rule for rule in self.rules if rule.mark in wanted]
+        for rule in rules:
+            grants |= dict.fromkeys(parse_grants(rule.allow))
         if not grants:
             raise Denied(
                 f"the issuer {self.name} vouches for {subject!r}, but no rule lets them do anything here: have a rule "
                 "for one of its claims put into the identities file, or ask the issuer for that claim",
                 code="AccessDenied",
             )
-        return Identity(f"{OIDC_NAMES}{self.name}:{subject}", grants=tuple(grants), until_s=until_s)
+        bounds = loosest(rule.limits.read() for rule in rules if rule.limits is not None)
+        name = f"{OIDC_NAMES}{self.name}:{subject}"
+        return Identity(name, grants=tuple(grants), limits=bounds, until_s=until_s)
 
 
 class IssuerKeys(msgspec.Struct, array_like=True, frozen=True):
@@ -165,6 +170,8 @@ def check_issuers(issuers: Iterable[Issuer]) -> None:
             if not rule.claim or not rule.value:
                 raise Invalid(f'a rule of {what} needs a claim and a value ("*" for any): name both')
             parse_grants(rule.allow)
+            if rule.limits is not None:
+                rule.limits.read()
 
 
 def _is_url(url: str, issuer: str) -> bool:

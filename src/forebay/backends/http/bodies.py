@@ -38,10 +38,33 @@ PIECE_BYTES = limits.MIB  # one thread hand-over (about 60 us) for each: 1 % at 
 ResultT = TypeVar("ResultT")
 
 
+class Threads:
+    """Up to `most` threads that end when they are let go, and come again for whoever still has something to do."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
+        """Have `call` made in one of them."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
+            return self._pool.submit(call)
+
+    def let_go(self) -> None:
+        """What was submitted is still done."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+
 class Exchange:
     """One request and its answer. Steps run one after another, each in a thread of `threads`."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: Threads) -> None:
         self.connection: http.client.HTTPConnection | None = None
         self._threads = threads
         self._lock = threading.Lock()

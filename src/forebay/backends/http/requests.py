@@ -27,7 +27,6 @@ import ssl
 import threading
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
@@ -137,12 +136,12 @@ class Wire:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="forebay-wire")
-        self._senders = ThreadPoolExecutor(SENDERS_MAX, thread_name_prefix="forebay-send")
+        self._threads = bodies.Threads(THREADS_MAX, "forebay-wire")
+        self._senders = bodies.Threads(SENDERS_MAX, "forebay-send")
 
     async def run(self, call: Callable[[], ResultT]) -> ResultT:
         """`call` in one of this object's threads, so that listings never use up the loop's own."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await asyncio.wrap_future(self._threads.submit(call))
 
     def ask(self, query: Sequence[tuple[str, str]], *, method: str = "GET", key: str = "") -> Answer:
         """A whole small answer, whatever its status; `Unavailable` if there is none."""
@@ -406,12 +405,14 @@ class Wire:
         return Unavailable(f"{self.url}: the answer is cut or not HTTP ({error!r}): check the endpoint")
 
     def close(self) -> None:
-        """Keep no connection from now on. Whoever still holds this can go on: a bucket's settings may change while it
-        is read and written. The threads end when nobody holds this any more (so do those of any executor)."""
+        """Keep no connection and no idle thread from now on. Whoever still holds this goes on: a bucket's settings may
+        change while it is read and written."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for connection in idle:
             connection.close()
+        self._threads.let_go()
+        self._senders.let_go()
 
 
 class WireFetch:

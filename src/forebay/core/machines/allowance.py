@@ -17,11 +17,13 @@ Invariants. (1) `paid_s` never falls. (2) Nothing waits longer than it takes to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from forebay.core.errors import Invalid
+from forebay.core.quantity import parse_rate
 
 BURST_S: Final = 1.0  # what may be taken at once, in seconds of the rate
 
@@ -39,6 +41,30 @@ def check_limits(limits: Limits) -> None:
     """`Invalid` for what can be no limit."""
     if not (0 <= limits.requests_per_s < 1e12 and 0 <= limits.bytes_per_s < 1e15 and 0 <= limits.connections < 1e6):
         raise Invalid("a limit is a number from 0, which means none: requests_per_s, bytes_per_s, connections")
+
+
+class Limited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Limits as people write them: bytes a second as a number or as `100MiB/s`."""
+
+    requests_per_s: float = 0.0
+    bytes_per_s: float | str = 0.0
+    connections: int = 0
+
+    def read(self) -> Limits:
+        """`Invalid` for what can be no limit."""
+        per_s = parse_rate(self.bytes_per_s) if isinstance(self.bytes_per_s, str) else self.bytes_per_s
+        limits = Limits(self.requests_per_s, per_s, self.connections)
+        check_limits(limits)
+        return limits
+
+
+def loosest(given: Iterable[Limits]) -> Limits | None:
+    """Of each number the largest, where 0 is as much as there is; None if none are given."""
+    found = list(given)
+    if not found:
+        return None
+    each = zip(*(msgspec.structs.astuple(one) for one in found), strict=True)
+    return Limits(*(0 if 0 in numbers else max(numbers) for numbers in each))
 
 
 def wait_s(paid_s: float, now_s: float) -> float:

@@ -25,7 +25,7 @@ from typing import Final
 import xxhash
 
 from forebay.core import limits
-from forebay.core.access import Identity
+from forebay.core.access import OIDC_NAMES, Identity
 from forebay.core.errors import Busy
 from forebay.core.machines import allowance
 from forebay.core.machines.allowance import Limits
@@ -124,8 +124,19 @@ class Accounts:
                 account.limits = identity.limits or Limits()
 
     def of(self, identity: Identity) -> Account:
-        """The account of an identity that has limits and was told of."""
-        return self._known[identity.name]
+        """The account of an identity that has limits."""
+        account = self._known.get(identity.name)
+        if account is None:  # somebody for whom an issuer vouches: nobody told of them before
+            self._forget_people()
+            account = self._known[identity.name] = self._open(identity.name)
+        account.limits = identity.limits or Limits()
+        return account
+
+    def _forget_people(self) -> None:
+        """Keep few accounts of people who come and go. What somebody used stays in the row, for when they come back."""
+        if len(self._known) >= limits.ACCOUNTS_MAX:
+            idle = (name for name, one in self._known.items() if name.startswith(OIDC_NAMES) and not one.held)
+            self._known.pop(next(idle, ""), None)
 
     def _open(self, name: str) -> Account:
         digest = xxhash.xxh3_64_intdigest(name.encode()) or 1
