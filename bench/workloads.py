@@ -588,6 +588,19 @@ ROWS: tuple[Row, ...] = (
         peer="direct",
     ),
     Row(
+        "dcp",
+        "checkpoint",
+        "torch.distributed.checkpoint, 1 GiB in 20 tensors, synced",
+        "bench.rows.dcp:dcp",
+        goals={
+            "save / torch": at_least(0.9),
+            "load / torch": at_least(0.9),
+            "save / s3torchconnector": at_least(1.0),
+            "load / s3torchconnector": at_least(1.0),
+        },
+        peer="best peer",
+    ),
+    Row(
         "offload-plan",
         "offload",
         "plan a step of 60,000 operators and 20,000 tensors, on one core",

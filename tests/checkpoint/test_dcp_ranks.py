@@ -111,12 +111,17 @@ def test_cuts_in_any_dimension_meet(node: NodeProcess, tmp_path: Path):
         reader = StorageReader("runs/dcp-cuts", url=node.endpoint)
         for saved in placements:
             state = {"t": distribute_tensor(whole, mesh, saved), "rank": rank, "copy": torch.ones(5)}
+            state["row"] = distribute_tensor(
+                torch.arange(4.0).reshape(1, 4), mesh, [Shard(0)]
+            )  # of which rank 1 has none
             dcp.save(state, storage_writer=writer)
             for wanted in placements:
                 target = {"t": distribute_tensor(torch.zeros_like(whole), mesh, wanted), "copy": torch.zeros(5)}
+                target["row"] = distribute_tensor(torch.zeros(1, 4), mesh, [Shard(1)])
                 dcp.load(target, storage_reader=reader)
                 assert torch.equal(target["t"].full_tensor(), whole), (saved, wanted)
                 assert torch.equal(target["copy"], torch.ones(5))
+                assert torch.equal(target["row"].full_tensor(), torch.arange(4.0).reshape(1, 4))
             plain = {"t": torch.zeros_like(whole), "rank": -1}
             dcp.load(plain, storage_reader=reader)
             assert torch.equal(plain["t"], whole)

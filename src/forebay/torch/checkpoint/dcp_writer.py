@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from forebay.ports.chance import SystemChance
 from forebay.torch.checkpoint.checkpointer import OUTAGE_S, UNSEEN
 from forebay.torch.checkpoint.dcp import PATIENCE_S, Named, named, plain_of, trees_of
 from forebay.torch.checkpoint.ranks import Share
-from forebay.torch.checkpoint.saving import SaveHandle, Sending, Terms, asked
+from forebay.torch.checkpoint.saving import NICENESS, SaveHandle, Sending, Terms, asked
 from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
 from forebay.torch.checkpoint.tree import dense, key_text
 
@@ -162,7 +163,10 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             _take(item, planner.resolve_data(item), shares, nodes)
         layout = lay_out(shares, self._staging_bytes)
         repository = self._repository(self._named)
-        sending = Sending(SaveHandle(terms, repository), terms, repository, rank, self._arena, self._patience_s)
+        waited_for = threading.current_thread() is threading.main_thread()  # training trains, or stands and waits
+        niceness = 0 if waited_for else NICENESS
+        handle = SaveHandle(terms, repository)
+        sending = Sending(handle, terms, repository, rank, self._arena, self._patience_s, niceness)
         try:
             self._send(sending, layout, pinned=any(share.local.is_cuda for share in shares))
             part = None if self._is_coordinator else sending.put_index(layout, {})

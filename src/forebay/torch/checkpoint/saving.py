@@ -135,7 +135,14 @@ class Sending:
     """Sends one rank's blobs while they are filled, and its index. What goes wrong stops it and is in `failed`."""
 
     def __init__(
-        self, handle: SaveHandle, terms: Terms, repository: Repository, rank: int, arena: Arena, patience_s: float
+        self,
+        handle: SaveHandle,
+        terms: Terms,
+        repository: Repository,
+        rank: int,
+        arena: Arena,
+        patience_s: float,
+        niceness: int = NICENESS,
     ) -> None:
         self.handle = handle
         self.failed: ForebayError | None = None
@@ -144,6 +151,7 @@ class Sending:
         self._rank = rank
         self._arena = arena
         self._patience_s = patience_s
+        self._niceness = niceness
         self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
         self._senders: list[threading.Thread] = []
         self._digests: list[str] = []
@@ -184,7 +192,7 @@ class Sending:
 
     # --- in threads of its own ---------------------------------------------------------------------------------------
     def _sender(self, layout: Layout) -> None:
-        _yield_to_training()
+        _be_nice(self._niceness)
         while (filled := self._filled.get()) is not None:
             try:
                 if self.failed is None:
@@ -350,8 +358,9 @@ def asked(ask: Callable[[], T], ask_node: Callable[[], T], outage_s: float, pati
         return patiently(ask_node, patience_s), True
 
 
-def _yield_to_training() -> None:
+def _be_nice(niceness: int) -> None:
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of the thread alone, on Linux
+        priority = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread that asks, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(priority, niceness))
     except (OSError, AttributeError):
         pass
