@@ -131,6 +131,27 @@ def test_keys_choose_objects_and_leave_new_ones_out(numbers: MemorySource):
         ObjectDataset("b-1/numbers", source=numbers, keys="numbers/00003")
 
 
+def test_a_listing_chooses_objects_and_says_if_they_are_not_what_they_were(numbers: MemorySource):
+    numbers.objects |= {"numbers/": b"", "numbers/a.txt": b"no number"}
+    before = ObjectDataset("b-1/numbers", decode=to_int, source=numbers, suffixes=["5"])
+    listing = numbers.listing("b-1", "numbers")
+    numbers.objects["numbers/000-5"] = b"1000"
+    for said in (listing, bytes(listing.data)):
+        after = ObjectDataset("b-1/numbers", decode=to_int, source=numbers, suffixes=["5"], listing=said)
+        assert [after[n] for n in range(10)] == [before[n] for n in range(10)] == list(range(5, 100, 10))
+        assert after.fingerprint.id == before.fingerprint.id
+    numbers.objects["numbers/00005"] = b"five"
+    with pytest.raises(Precondition, match=r"is not what listing= says .*'numbers/00005'"):
+        ObjectDataset("b-1/numbers", source=numbers, suffixes=["5"], listing=listing)
+    del numbers.objects["numbers/00005"]
+    with pytest.raises(NotFound, match="'numbers/00005'"):
+        ObjectDataset("b-1/numbers", source=numbers, listing=listing)
+    with pytest.raises(Corrupt, match="not a whole listing"):
+        ObjectDataset("b-1/numbers", source=numbers, listing=b"{}")
+    with pytest.raises(Invalid, match="one of them"):
+        ObjectDataset("b-1/numbers", source=numbers, listing=listing, keys=["numbers/00003"])
+
+
 def test_an_unknown_policy_is_refused(numbers: MemorySource):
     with pytest.raises(Invalid, match="'raise' or 'skip'"):
         ObjectDataset("b-1/numbers", source=numbers, on_error="ignore")  # type: ignore[arg-type]

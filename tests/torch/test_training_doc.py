@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import forebay
 from forebay.torch import DataLoader, ShardDataset
 from tests.node.conftest import NodeProcess
 from tests.torch.memory_source import numbered_shard
@@ -43,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 8, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
+    assert len(BLOCKS) == 9, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
@@ -78,6 +79,26 @@ def test_a_run_goes_on_with_what_it_began_with(folder: Path):
     exec(text, names)
     assert len(names["dataset"]) == 130, "a new run takes what there is"
     names["loader"].close()
+
+
+def test_a_file_says_what_a_run_began_with_and_the_next_epoch_may_take_more(folder: Path, tmp_path: Path):
+    names: dict[str, Any] = {"folder": tmp_path, "Path": Path, "forebay": forebay, "ShardDataset": ShardDataset}
+    exec(block("listing="), names)
+    with DataLoader(names["dataset"], 8, seed=1, collate=list) as loader:
+        assert len([sample for batch in loader for sample in batch]) == 120
+    (folder / "00.tar").write_bytes(numbered_shard(500, 10))
+    exec(block("listing="), names)
+    with DataLoader(names["dataset"], 8, seed=1, collate=list) as again:
+        again.load_state_dict(loader.state_dict())
+        next(iter(again))
+        state = again.state_dict()
+        assert state["epoch"] == 1
+        assert len(names["dataset"]) == 120
+    (tmp_path / "listing").unlink()
+    exec(block("listing="), names)
+    with DataLoader(names["dataset"], 8, seed=1, collate=list) as more:
+        more.set_epoch(state["epoch"] + 1)
+        assert len({sample["cls"] for batch in more for sample in batch}) == 130
 
 
 def test_datasets_are_mixed_and_augmented_the_same_again(folder: Path):

@@ -80,15 +80,19 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         direct: Mapping[str, str] | None,
         source: Source | None,
         keys: Sequence[str] | None = None,
+        listing: Listing | bytes | None = None,
     ) -> None:
         if isinstance(keys, str):
             raise Invalid(f"keys={keys!r} is not a list of keys: write keys=[{keys!r}]")
+        if keys is not None and listing is not None:
+            raise Invalid("keys= and listing= both name the objects: pass one of them")
         if on_error not in get_args(OnError):
             raise Invalid(f"on_error={on_error!r} is not known: use 'raise' or 'skip'")
         self.place = place
         self.on_error: OnError = on_error
         self._suffixes = tuple(suffixes)
-        self._names = None if keys is None else tuple(keys)
+        began = None if listing is None else _columns_of(listing, suffixes)
+        self._names = tuple(began.names) if began else None if keys is None else tuple(keys)
         bucket = parse_place(place)[0]
         source = source or NodeOrBackend(NodeSource(url), bucket, direct_after_s, direct)
         self._source = Patient(source, patience_s)
@@ -97,6 +101,10 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         if not self._columns.objects:
             which = f" that end in {', '.join(suffixes)}" if suffixes else ""
             raise NotFound(f"there are no objects under {place!r}{which}: see what is with `forebay ls {place}`")
+        if began and (changed := self._columns.difference(began.fingerprint("", 0), self._columns.fingerprint("", 0))):
+            raise Precondition(
+                f"{place} is not what listing= says ({changed}): restore the data, or begin an epoch with a new listing"
+            )
 
     def room_bytes(self) -> int | None:
         """How many bytes of this the node can hold; None if it does not say."""
@@ -231,6 +239,11 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
                 f"none of the {len(made)} samples of a batch could be had, {name(0)} being the first", code=NOTHING_LEFT
             )
         return kept
+
+
+def _columns_of(listing: Listing | bytes, suffixes: Sequence[str]) -> ListingColumns:
+    """`Corrupt` for bytes that are not those of a listing."""
+    return ListingColumns.of(listing if isinstance(listing, Listing) else Listing(listing), suffixes)
 
 
 def parameters(function: Callable[..., Any] | None, names: Sequence[str] = ("epoch",)) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from forebay.core.formats.listing import Listing
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
@@ -24,11 +25,12 @@ class ObjectDataset(Dataset):
     """The objects under `place` ('bucket/prefix', 'forebay://bucket/prefix' or 's3://bucket/prefix').
 
     A sample is what `decode(key, data)` returns, with `data` bytes or a memoryview of them; without it, `bytes`. One
-    with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. Only keys that end
-    in one of `suffixes` count; or those in `keys`, and no others. `on_error`: 'raise', or 'skip' what is missing or
-    cannot be decoded. `patience_s`: how long to wait for a node that does not answer; after `direct_after_s` of that
-    the bucket's backend is read instead, where it can be (None: never), and `direct` says how (`{"url": "s3://…",
-    …options…}`) where what the node says of the bucket does not do. `url` as of `forebay.connect`.
+    with a parameter `epoch` is told the loader's (None without our sampler), to seed what it draws. Only keys that
+    end in one of `suffixes` count; or those in `keys`, or in `listing` if nothing of it has changed, and no others.
+    `on_error`: 'raise', or 'skip' what is missing or cannot be decoded. `patience_s`: how long to wait for a node
+    that does not answer; after `direct_after_s` of that the bucket's backend is read instead, where it can be (None:
+    never), and `direct` says how (`{"url": "s3://…", …options…}`) where what the node says of the bucket does not do.
+    `url` as of `forebay.connect`.
     """
 
     shape = "objects"
@@ -47,6 +49,7 @@ class ObjectDataset(Dataset):
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
         keys: Sequence[str] | None = None,
+        listing: Listing | bytes | None = None,
     ) -> None:
         super().__init__(
             place,
@@ -58,6 +61,7 @@ class ObjectDataset(Dataset):
             direct=direct,
             source=source,
             keys=keys,
+            listing=listing,
         )
         self.decode, self._with_epoch = decode, bool(parameters(decode))
         self.samples = self.listing.objects

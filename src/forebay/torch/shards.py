@@ -33,6 +33,7 @@ import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import Form, MemberIndex, build, form_of
 from forebay.core.formats.samples import split
 from forebay.core.messages.batch import Item
@@ -172,6 +173,7 @@ class ShardDataset(Dataset):
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
         keys: Sequence[str] | None = None,
+        listing: Listing | bytes | None = None,
     ) -> None:
         if isinstance(parts, str):
             raise Invalid(f"parts={parts!r} is not a list of extensions: write parts=[{parts!r}]")
@@ -197,6 +199,7 @@ class ShardDataset(Dataset):
             direct=direct,
             source=source,
             keys=keys,
+            listing=listing,
         )
         self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)

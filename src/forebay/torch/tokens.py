@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
@@ -68,6 +69,7 @@ class TokenDataset(Dataset):
         direct: Mapping[str, str] | None = None,
         source: Source | None = None,
         keys: Sequence[str] | None = None,
+        listing: Listing | bytes | None = None,
     ) -> None:
         if dtype not in get_args(TokenType):
             raise Invalid(f"dtype={dtype!r} is not known: use one of {', '.join(get_args(TokenType))}")
@@ -84,6 +86,7 @@ class TokenDataset(Dataset):
             direct=direct,
             source=source,
             keys=keys,
+            listing=listing,
         )
         self.raw, self.straddle, self.header_bytes = raw, straddle, header_bytes
         self.transform, self._told = transform, parameters(transform, ("epoch", "index"))
