@@ -113,7 +113,8 @@ def shapes(lab: Lab, row: Row) -> Result:
         for share in BUDGETS:
             shares = []
             for bytes_s in RATES_BYTES_S:
-                budget = max(int(need * share), int(trace.active_bytes().max() * 1.02))
+                least = _offload("planning.stretches").stretches_of(trace, 1).required_bytes.max()
+                budget = max(int(need * share), int(least * 1.02))
                 machine = hardware.Hardware(
                     budget, disk_bytes=1 << 50, disk_write_bytes_s=bytes_s, disk_read_bytes_s=bytes_s
                 )
@@ -131,10 +132,10 @@ def shapes(lab: Lab, row: Row) -> Result:
     measures = []
     for rank, peer in (("ratio", "the paper's rank"), ("area", "G10's rank"), ("whole_layer", "whole layers")):
         ratios = compared(f"step / {peer}, mean", "s", row.goals["mean"], steps["chosen"], steps[rank], peer)
-        worst = [max(ratios.ratios)]
-        measures.append(bounded(f"step / {peer}, worst", "of it", row.goals["worst"], worst))
         measures.append(bounded(f"step / {peer}, mean", "of it", row.goals["mean"], [statistics.fmean(ratios.ratios)]))
-    return Result(row, tuple(measures), notes=("simulated", *notes))
+    return Result(
+        row, tuple(measures), notes=("simulated; the chosen plan is the best of several, which these are among", *notes)
+    )
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

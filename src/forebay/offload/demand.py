@@ -177,8 +177,7 @@ class Demand(Company):
     def _use(self, movable: Movable) -> None:
         key = id(movable)
         self._recent.pop(key, None)
-        if movable.size_bytes >= self._size_bytes_min:
-            self._recent[key] = weakref.ref(movable)
+        self._recent[key] = weakref.ref(movable)
 
     # --- operators ---------------------------------------------------------------------------------------------------
     def before(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,9 +263,15 @@ class Demand(Company):
                 self._kept.clear()
 
     def _evict(self) -> bool:
-        """Send away what was used longest ago; False if nothing is left that could go."""
+        """Send away what was used longest ago, what is below `size_bytes_min` after all else; False if nothing is left
+        that could go."""
+        return self._evict_from(self._size_bytes_min) or (self._size_bytes_min > 1 and self._evict_from(1))
+
+    def _evict_from(self, size_bytes_min: int) -> bool:
         for key, ref in list(self._recent.items()):
             movable = ref()
+            if movable is not None and movable.size_bytes < size_bytes_min:
+                continue
             if movable is None or (isinstance(movable, Lasting) and movable.is_dropped()):
                 del self._recent[key]
             elif movable not in self._kept and not movable.is_held_elsewhere() and self._send(movable):

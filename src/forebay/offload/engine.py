@@ -125,6 +125,7 @@ class Offload:
         self._behind: list[Lasting] = []  # away, and known by no name
         self._unlike = self._watched = 0
         self._followed = self._review = self._since = 0
+        self._refused = ""  # why there is no plan any more
         self._inside = self._closed = self._evaluates = False
         self._here_bytes: dict[str, int] = {}
         self._input_bytes = 0  # of a forward pass in the profiled step, the largest
@@ -140,7 +141,6 @@ class Offload:
             SavedNumbers(model, optimizer),
             self._books,
             self._guard,
-            size_bytes_min=size_bytes_min,
             larger=self._is_larger,
             seen=self._demand.saw,
             asked=self._demand.asked,
@@ -211,7 +211,7 @@ class Offload:
     def report(self) -> Report:
         """What the steps came to, and what was predicted; print it."""
         steps = self.steps[self._since :]
-        return report_of(self.trace, self.choice, steps, self.budget_bytes, self._books.failures)
+        return report_of(self.trace, self.choice, steps, self.budget_bytes, self._books.failures, self._refused)
 
     def explain(self, what: str) -> str:
         """Why a tensor ("parameter layers.0.weight") or a kind ("optimizer state") moves, or stays."""
@@ -328,9 +328,10 @@ class Offload:
 
     def _unknown_bytes(self, operator: int) -> int:
         """What lives before an operator, by the trace, that cannot be found by a name."""
-        trace = self.trace
+        trace, choice = self.trace, self.choice
         assert trace is not None, "a plan without a trace"
-        small = (trace.kinds == KINDS.index("activation")) & (trace.sizes_bytes < self._size_bytes_min)
+        assert choice is not None, "a plan that was not chosen"
+        small = (trace.kinds == KINDS.index("activation")) & (trace.sizes_bytes < choice.plan.size_bytes_min)
         nameless = small | (trace.kinds == KINDS.index("temporary"))
         alive = (trace.births < operator) & (trace.deaths >= operator)
         return int(trace.sizes_bytes[nameless & alive].sum())
@@ -545,14 +546,24 @@ class Offload:
 
     def _follow(self, trace: Trace) -> None:
         """Plan for a trace, and follow the plan from the next step on."""
-        self.trace = trace
-        self.choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min)
+        improve = self._runner is not None  # a first plan is followed for TIMED_STEPS only: that is not worth the time
+        try:
+            choice, _ = choose(trace, self.hardware, size_bytes_min=self._size_bytes_min, improve=improve)
+        except Invalid as refused:
+            if self.trace is None:
+                raise  # at the beginning, when whoever gave the budget is still there
+            self._since, self._followed = len(self.steps), 0
+            if self._runner is None:
+                self._refused = refused.message
+                self._watched = PLAIN_STEPS - REVIEW_STEPS  # so many steps without a plan; then one is profiled again
+            return  # with the plan that there is, if there is one
+        self.trace, self.choice, self._refused = trace, choice, ""
         self._since, self._followed = len(self.steps), 0
         self._moved = (
             sum(tier.bytes_written for tier in self._books.tiers),
             sum(tier.bytes_read for tier in self._books.tiers),
         )
-        if not self.choice.plan.moves:
+        if self.choice.plan.is_idle:
             self._come_back()
             self._let_go()
             self._guard.take_off()
@@ -560,7 +571,8 @@ class Offload:
         self._review = TIMED_STEPS if self._runner is None else max(2 * self._review, REVIEW_STEPS)
         self._timer = SegmentTimer()
         kinds = zip(trace.tensors, trace.kinds.tolist(), trace.sizes_bytes.tolist(), strict=True)
-        self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation"}
+        least = self.choice.plan.size_bytes_min
+        self._moving = {name: size for name, kind, size in kinds if KINDS[kind] == "activation" and size >= least}
         self._points.attach()
         self._guard.put()
         tiers: dict[int, Storage] = {Tier.DISK: self._disks[0]} if self._disks else {}

@@ -243,6 +243,8 @@ class Movable(ABC):
             except BaseException:
                 self._go()
                 raise
+        elif urgent and self.residency is Residency.LOADING and self._ticket is not None:
+            self._ticket.urge()
 
     def ensure(self) -> None:
         """Here, whatever it takes. Raises what a load raised."""
@@ -261,13 +263,10 @@ class Movable(ABC):
             self._books.waited_s += perf_counter() - began_s
 
     def _keep(self) -> None:
-        """It is wanted while it is being stored: it stays. A store that has begun goes on, and its copy may serve."""
+        """It is wanted while it is being stored: it stays. What was not written yet never is."""
         assert self._ticket is not None, "a store without a ticket"
-        if self._ticket.cancel():
-            self._ticket = None
-            self.residency = Residency.HERE
-            return
-        self._ticket.ended.wait()  # nobody may write it before the disk has read it
+        self._ticket.drop()
+        self._ticket.ended.wait()  # nobody may write it before the disk has read what is under way
         failed, self._ticket = self._ticket.error, None
         self.residency = Residency.HERE
         if failed is None and self.version() == self._going_version:

@@ -45,8 +45,13 @@ class Report:
     unplanned: int
     written_a_year_bytes: float
     failures: tuple[str, ...]
+    refused: str = ""  # why steps go on without a plan, though there was one
 
     def __str__(self) -> str:
+        if self.refused:
+            return (
+                f"steps go on without a plan, slowly, and are within the budget as far as operators are: {self.refused}"
+            )
         if not self.steps:
             return f"no step has followed a plan yet; {self.unlike} were unlike the one that was profiled"
         over = f", {_mib(self.over_bytes)} over" if self.over_bytes else ""
@@ -64,7 +69,12 @@ class Report:
 
 
 def report_of(
-    trace: Trace | None, choice: Choice | None, steps: Sequence[StepFacts], budget_bytes: int, failures: Sequence[Any]
+    trace: Trace | None,
+    choice: Choice | None,
+    steps: Sequence[StepFacts],
+    budget_bytes: int,
+    failures: Sequence[Any],
+    refused: str = "",
 ) -> Report:
     """The report of an engine."""
     like = [step for step in steps[1:] if not step.lost]
@@ -88,6 +98,7 @@ def report_of(
         unplanned=int(_median([step.unplanned for step in like])),
         written_a_year_bytes=written / step_s * YEAR_S if step_s else 0.0,
         failures=tuple(str(failure) for failure in failures),
+        refused=refused,
     )
 
 
@@ -118,8 +129,10 @@ def explain(trace: Trace, choice: Choice, what: str) -> str:
 def _why_it_stays(trace: Trace, choice: Choice, tensor: int) -> str:
     if KINDS[int(trace.kinds[tensor])] == "temporary":
         return "nobody can move it, it belongs to whoever made it"
-    if not choice.plan.moves:
+    if choice.plan.is_idle:
         return "the step fits as it is"
+    if trace.sizes_bytes[tensor] < choice.plan.size_bytes_min:
+        return f"it is smaller than {choice.plan.size_bytes_min:,} bytes, and the step fits without its leaving"
     over = trace.need_bytes() > choice.plan.hardware.target_bytes
     if not over[trace.births[tensor] : trace.deaths[tensor] + 1].any():
         return "it does not live where memory is short"

@@ -1,9 +1,10 @@
 """Follows an itinerary through one step after the other.
 
-Theory. At each point the runner does this. It notes what finished. It begins the stores that the plan asks for. It
-makes sure of what is used until the next point, and waits if it must. If memory until the next point does not suffice,
-it waits for stores under way, and then evicts what is needed last, unplanned. It begins the loads that the plan asks
-for, now if there is memory, otherwise at a later point.
+Theory. At each point the runner does this, and the replay does the same (`planning.replay`, tests hold them against
+each other). It notes what finished. It begins the stores that the plan asks for. If memory until the next point does
+not suffice, it waits for stores under way, and then evicts what is needed last, unplanned. It brings what is used until
+the next point as soon as that has memory, and waits for it. It begins the loads that the plan asks for, now if there is
+memory, otherwise at a later point.
 
 A point with another name than expected means that the step differs from the profiled one (an evaluation in between, one
 more accumulation). So does a saved tensor that is larger than it was (`is_larger`): another batch. Then the runner is
@@ -65,6 +66,7 @@ class Runner:
         self._at = 0
         self._lap = 0
         self._going: list[Movable] = []  # asked to leave, in order
+        self._coming: list[Movable] = []  # asked to come
         self._later: list[tuple[str, float]] = []  # planned fetches without memory
         self._updating = False
         self.is_larger = False
@@ -80,7 +82,6 @@ class Runner:
         """The first point is next."""
         self._at = 0
         self._lap += 1
-        self._later.clear()
         self._updating = self.is_larger = False
         self._books.failed.clear()  # whoever failed in the last step may try again
         self.facts = StepFacts()
@@ -111,15 +112,17 @@ class Runner:
         for leaving in stop.leaving:
             self._send(self._find(leaving.name), self._tiers[leaving.tier], due + leaving.in_operators)
         used = [found for name in stop.used if (found := self._find(name)) is not None]
-        self._fit(stop, used)
+        self._fit(stop, used, due)
+        self._bring(used, due, math.inf)
         for movable in used:
             movable.ensure()
         self._fetch(stop, due)
 
     # --- the parts of a point ----------------------------------------------------------------------------------------
     def _settle(self) -> None:
-        for movable in self._going:
+        for movable in (*self._going, *self._coming):
             movable.settle()
+        self._coming = [movable for movable in self._coming if movable.residency is Residency.LOADING]
         self._going = [movable for movable in self._going if movable.residency is Residency.STORING]
 
     def _send(self, movable: Movable | None, tier: Storage, due: float) -> bool:
@@ -135,27 +138,51 @@ class Runner:
 
     def _living(self, stop: Stop, used: list[Movable]) -> int:
         """What lives until the next point at the most, once all that is used is here."""
-        coming = sum(movable.size_bytes for movable in used if movable.residency is Residency.AWAY)
+        dying = [found for name in stop.dying if (found := self._find(name)) is not None]
+        coming = sum(movable.size_bytes for movable in (*used, *dying) if movable.residency is Residency.AWAY)
         return stop.need_bytes - self._books.away_bytes + coming
 
-    def _fit(self, stop: Stop, used: list[Movable]) -> None:
-        """See to it that the stretch fits into the budget."""
+    def _fit(self, stop: Stop, used: list[Movable], due: float) -> None:
+        """See to it that the stretch fits into the budget. Loads begin as soon as they have memory."""
+        for movable in used:
+            if movable.residency is Residency.STORING:
+                movable.ensure()  # before its store is complete, and it is away
         if not stop.need_bytes:
             return
         living = self._living(stop, used)
         if living > self._budget:
             began_s = perf_counter()
-            wanted = {id(movable) for movable in used}
-            while living > self._budget and (self._wait_one(wanted) or self._evict(stop, wanted)):
+            wanted = {id(movable) for movable in used} | {id(self._find(name)) for name in stop.dying}
+            while living > self._budget:
+                self._bring(used, due, self._budget - max(stop.begin_bytes, stop.here_bytes))
+                if not (self._wait_one(wanted) or self._evict(stop, wanted) or self._wait_coming(wanted)):
+                    break
                 living = self._living(stop, used)
             self.facts.memory_s += perf_counter() - began_s
             self.facts.over_bytes = max(self.facts.over_bytes, living - self._budget)
         self.facts.most_bytes = max(self.facts.most_bytes, living)
 
+    def _bring(self, used: list[Movable], due: float, room_bytes: float) -> None:
+        """Begin to load what is used, as far as there is room beside what is not away."""
+        for movable in used:
+            if movable.residency is Residency.LOADING or (
+                movable.residency is Residency.AWAY and movable.size_bytes - self._books.away_bytes <= room_bytes
+            ):
+                movable.come(due, urgent=True)
+
     def _wait_one(self, wanted: set[int]) -> bool:
         """Wait for a store under way; False if there is none."""
         for movable in self._going:
             if movable.residency is Residency.STORING and id(movable) not in wanted:
+                movable.wait()
+                self._settle()
+                return True
+        return False
+
+    def _wait_coming(self, wanted: set[int]) -> bool:
+        """Wait for a load that began too early, so that it can leave again; False if there is none."""
+        for movable in self._coming:
+            if movable.residency is Residency.LOADING and id(movable) not in wanted:
                 movable.wait()
                 self._settle()
                 return True
@@ -189,15 +216,20 @@ class Runner:
     def _fetch(self, stop: Stop, due: float) -> None:
         """Begin to load what the plan fetches here, and what had no memory earlier."""
         wanted = [*self._later, *((coming.name, due + coming.in_operators) for coming in stop.coming)]
+        if not stop.need_bytes:  # no operator follows, so nobody knows what there is room for
+            self._later = wanted
+            return
         self._later = []
         for name, needed in wanted:
             movable = self._find(name)
             if movable is None or movable.residency is not Residency.AWAY:
                 continue
-            if max(stop.need_bytes, stop.here_bytes) - self._books.away_bytes + movable.size_bytes > self._budget:
+            living = max(self._living(stop, []), stop.here_bytes - self._books.away_bytes)
+            if living + movable.size_bytes > self._budget:
                 self._later.append((name, needed))
             else:
                 movable.come(needed)
+                self._coming.append(movable)
 
     def _lose(self) -> None:
         self.facts.lost = True

@@ -4,8 +4,7 @@ Theory. `pack` receives every tensor that autograd saves. A parameter's tensor i
 its bytes. Any other is known by the number of its storage (`saved`). If that may move, autograd gets a ticket: how the
 tensor looked, and the `Saved` storage, which may be anywhere when the tensor is asked for.
 
-A plan names the storages that may move. Without a plan (`moving` is None) every storage of at least `size_bytes_min`
-may.
+A plan names the storages that may move. Without a plan (`moving` is None) every storage may.
 
 Invariant. A tensor that is asked for has the bytes that were saved, or an error is raised, as torch does.
 """
@@ -36,14 +35,12 @@ class Tickets:
         books: Books,
         guard: Guard,
         *,
-        size_bytes_min: int,
         larger: Callable[[], None],
         seen: Callable[[Saved], None],
         asked: Callable[[Saved], None],
     ) -> None:
         self.moving: Mapping[str, int] | None = None
         self._numbers, self._books, self._guard = numbers, books, guard
-        self._size_bytes_min = size_bytes_min
         self._larger, self._seen, self._asked = larger, seen, asked
         self._saved: dict[str, weakref.ref[Saved]] = {}
 
@@ -92,7 +89,7 @@ class Tickets:
         if self.moving is not None and size_bytes > self.moving.get(name, size_bytes):
             self._larger()
         if self.moving is None:
-            return bool(size_bytes >= self._size_bytes_min)
+            return bool(size_bytes)
         return name in self.moving
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from forebay.offload import DiskTier, Offload, engine
+from forebay.offload.planning import improve
 from forebay.offload.planning.trace import KINDS
 from forebay.offload.tiers.disk_tier import Measured
 from forebay.offload.tracing.profile import Profiler
@@ -133,11 +134,13 @@ def budget_of(make: Make, take: Take, share: float) -> int:
 
 @contextmanager
 def times_of_a_table() -> Iterator[None]:
-    """Plans are made from CORE and DISK, and stay."""
+    """Plans are made from CORE and DISK, and stay. They are improved by a few replays only: what is tested here is that
+    a plan is followed, whichever it is, and how good plans are is tested in test_improve."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(engine, "Profiler", partial(Profiler, seconds_of=CORE.seconds)))
         patches.enter_context(mock.patch.object(engine, "scaled", lambda trace, _: trace))
         patches.enter_context(mock.patch.object(engine, "DRIFT_SHARE", math.inf))
+        patches.enter_context(mock.patch.object(improve, "EVALUATIONS", 40))
         patches.enter_context(mock.patch.object(DiskTier, "check_speed", return_value=DISK))
         yield
 

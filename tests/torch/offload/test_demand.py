@@ -73,7 +73,7 @@ def test_a_trace_is_the_same_whether_tensors_moved_meanwhile_or_not(disk: DiskTi
         assert off.trace.operators == expected.operators
         assert off.trace.point_names == expected.point_names
         held = [name for name in off.trace.tensors if name.endswith(", held")]
-        assert len(held) == 1, "the batch, which the caller has until the step ends"
+        assert len(held) == 2, "the batch and its labels, which the caller has until the step ends"
         names = [name.removesuffix(", held") for name in off.trace.tensors]
         assert sorted(names) == sorted(expected.tensors)
         assert np.array_equal(off.trace.need_bytes(), expected.need_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from forebay.core.errors import Closed, ForebayError, Invalid, Unavailable
+from forebay.offload import engine
 from forebay.offload.engine import PATIENCE, PLAIN_STEPS, TIMED_STEPS, Offload
 from forebay.offload.tiers.disk_tier import DiskTier
 from forebay.offload.tiers.host_tier import HostTier
@@ -107,21 +109,21 @@ def test_numbers_are_the_same_in_less_memory(disk: DiskTier, share: float) -> No
 
 def test_tensors_that_are_all_small_move_where_the_budget_asks_for_it(disk: DiskTier) -> None:
     """None has the size from which on tensors move by default: without moves the budget would be broken in silence."""
-    steps = WATCHED + 3
-    expected, model_alone = alone(steps)
+    expected, model_alone = alone(WATCHED + 2)
     model, optimizer = made()
-    budget = int(need_bytes() * 0.75)
+    budget = int(need_bytes() * 0.7)
     found, peaks = [], []
     with Offload(model, optimizer, budget=budget, tiers=[disk], chunk_bytes=MIB) as off:
-        for step in range(steps):
+        for step in range(WATCHED + 2):
             with PeakMemory(model, optimizer) as memory, off.step():
                 found.append(take(model, optimizer, step))
             peaks.append(memory.peak_bytes)
         assert off.choice is not None
         assert off.choice.plan.moves
+        assert off.report().over_bytes == 0
     assert found == expected
     assert same(model, model_alone)
-    assert max(peaks[WATCHED:]) <= budget, "from the plan on"
+    assert max(peaks) <= budget, "from the first step on"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
@@ -404,6 +406,31 @@ def test_a_step_of_another_shape_is_lost_and_after_some_the_plan_is_made_anew(of
             twice(step)
     assert off.choice is not before
     assert not off.steps[-1].lost
+
+
+def test_a_program_that_comes_to_need_more_than_any_plan_can_keep_goes_on_without_one(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is too small is refused when the first plan is made. Later that would end a long training."""
+
+    monkeypatch.setattr(engine, "REVIEW_STEPS", 3)
+    rows = [ROWS if step < WATCHED else 6 * ROWS for step in range(WATCHED + PATIENCE + 2)]
+    model_alone, optimizer_alone = made()
+    model, optimizer = made()
+    with Offload(model, optimizer, budget=int(need_bytes() * 0.6), tiers=[disk], **SMALL) as off:
+        for step, many in enumerate(rows):
+            with off.step():
+                found = take(model, optimizer, step, many)
+            assert found == take(model_alone, optimizer_alone, step, many)
+        assert off.choice is None
+        assert re.search(r"without a plan.* give at least [\d,]+", str(off.report()))
+        for _ in range(3):  # it is tried again, and then there is a plan
+            with off.step():
+                found = take(model, optimizer, 0)
+            assert found == take(model_alone, optimizer_alone, 0)
+        assert off.choice is not None
+        assert off.choice.plan.moves
+    assert same(model, model_alone)
 
 
 def failing(model: Any) -> None:

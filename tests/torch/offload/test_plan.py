@@ -11,26 +11,28 @@ from forebay.offload.planning.choose import best, choose, compare
 from forebay.offload.planning.hardware import CHANNELS_IN, CHANNELS_OUT, Channel, Hardware, Tier
 from forebay.offload.planning.periods import inactive
 from forebay.offload.planning.plan import RANKS, Move, Plan, Planner, Rank, hoisted, plan
+from forebay.offload.planning.stretches import stretches_of
 from forebay.offload.planning.trace import TensorSaid, Trace, build
-from tests.torch.offload.traces import MIB, layered, randomly
+from tests.torch.offload.traces import MIB, budget_of, layered, randomly
 
 SMALL = 1  # moves of any size: random traces are small
 
 
 def hardware(trace: Trace, share: float, bytes_s: float = 2e9, **more: Any) -> Hardware:
-    budget = max(int(trace.need_bytes().max() * share), int(trace.active_bytes().max() / 0.98) + 1)
+    budget = budget_of(trace, share)
     tiers: dict[str, Any] = {"disk_bytes": 1 << 40, "disk_write_bytes_s": bytes_s, "disk_read_bytes_s": bytes_s} | more
     return Hardware(budget, **tiers)
 
 
 def recount(trace: Trace, found: Plan) -> list[int]:
-    """The memory curve under a plan, counted operator by operator."""
+    """The memory curve under a plan, counted operator by operator, and the most of each stretch."""
     count = trace.operator_count
     curve = trace.need_bytes().tolist()
     for move in found.moves:
         for at in range(move.gone, move.load):
             curve[at % count] -= int(trace.sizes_bytes[move.tensor])
-    return curve
+    begins = sorted({point for point in trace.points.tolist() if point < count})
+    return [max(curve[begin:end]) for begin, end in itertools.pairwise([*begins, count])]
 
 
 CASES = [(seed, rank) for seed in range(25) for rank in RANKS]
@@ -166,7 +168,7 @@ def excess(trace: Trace, machine: Hardware, rows: tuple[int, ...]) -> float:
 
 def excess_of(trace: Trace, found: Plan) -> float:
     over = np.maximum(found.left_bytes - found.hardware.target_bytes, 0)
-    return float(over @ trace.times_s)
+    return float(over @ stretches_of(trace, SMALL).times_s)
 
 
 # --- what it does for a network --------------------------------------------------------------------------------------
@@ -264,12 +266,12 @@ def test_on_a_slow_disk_a_plan_beyond_its_bandwidth_waits_less(share: float) -> 
     """The disk cannot do it: what greedy by free slots leaves over is moved too late, and costs more."""
     trace = layered(layers=24)
     machine = hardware(trace, share, 2e9)
-    chosen, choices = choose(trace, machine)
+    chosen, choices = choose(trace, machine, improve=False)
     alone = min(choice.replayed.step_s for choice in choices if "overbooked" not in choice.plan.rank)
     printed = next(choice for choice in choices if choice.plan.rank == "ratio")
     assert "overbooked" in chosen.plan.rank
     assert chosen.replayed.step_s < 0.85 * alone
-    assert chosen.replayed.step_s < 0.75 * printed.replayed.step_s
+    assert chosen.replayed.step_s < 0.8 * printed.replayed.step_s
     assert chosen.plan.hardware is machine
 
 

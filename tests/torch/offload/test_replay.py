@@ -1,8 +1,5 @@
 """Replayed steps: what they wait for, and that their books are right."""
 
-import random
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -10,11 +7,9 @@ from forebay.core.errors import Invalid
 from forebay.offload.planning.choose import whole_layer
 from forebay.offload.planning.hardware import Hardware, Tier
 from forebay.offload.planning.plan import RANKS, Move, Plan, Rank, hoisted, plan
-from forebay.offload.planning.replay import Machine, Replayed, replay
+from forebay.offload.planning.replay import Replayed, replay
 from forebay.offload.planning.trace import TensorSaid, Trace, build
-from tests.torch.offload.traces import MIB, layered, randomly
-
-ALTERNATING = (1266, 1279)  # seeds
+from tests.torch.offload.traces import MIB, budget_of, layered, randomly
 
 
 def machine(budget_bytes: int, bytes_s: float = 1e9, latency_s: float = 0.0) -> Hardware:
@@ -124,28 +119,6 @@ def test_a_tensor_that_is_away_over_the_end_of_the_step_is_away_at_its_start() -
     assert (ran.written_bytes, ran.read_bytes) == (100_000_000, 100_000_000)
 
 
-def test_steps_that_are_quick_and_slow_by_turns_are_told_by_their_mean() -> None:
-    alternating = 0
-    for seed in ALTERNATING:
-        trace, found = at_random(seed)
-        laps = Machine(trace, found)
-        taken = [laps.run_lap(lap).step_s for lap in range(24)][-8:]
-        alternating += max(taken) > 1.01 * min(taken)
-        ran = replay(trace, found)
-        assert ran.step_s == pytest.approx(sum(taken) / len(taken), rel=1e-6)
-        assert ran.step_s == pytest.approx(ran.compute_s + ran.missing_s + ran.memory_s)
-    assert alternating == len(ALTERNATING)
-
-
-def at_random(seed: int) -> tuple[Trace, Plan]:
-    """Half of all moves that could be made, on a disk that is too slow for them."""
-    chance = random.Random(seed)
-    trace = randomly(seed, chance.choice((8, 12, 24)), chance.choice((4, 8, 12, 20)))
-    budget = max(int(trace.need_bytes().max() * 0.6), int(trace.active_bytes().max() / 0.98) + 1)
-    everything = whole_layer(trace, machine(budget, chance.choice((1e8, 3e8, 1e9, 2e9))), 1)
-    return trace, replace(everything, moves=tuple(move for move in everything.moves if chance.random() < 0.5))
-
-
 def test_a_plan_of_another_trace_is_refused() -> None:
     with pytest.raises(Invalid, match="plan this trace anew"):
         run(three(), machine(1), (Move(7, Tier.DISK, 0, 1, 1, 2, 2, True),))
@@ -155,7 +128,7 @@ def test_a_plan_of_another_trace_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_books_of_any_replay_are_right(seed: int) -> None:
     trace = randomly(seed)
-    budget = max(int(trace.need_bytes().max() * 0.6), int(trace.active_bytes().max() / 0.98) + 1)
+    budget = budget_of(trace, 0.6)
     for rank in RANKS[seed % 2 :: 2]:
         found = plan(trace, machine(budget, 2e9), rank, 1)
         for each in (found, hoisted(trace, found), whole_layer(trace, machine(budget, 2e9), 1)):
@@ -173,7 +146,7 @@ def check_books(trace: Trace, ran: Replayed) -> None:
 @pytest.mark.parametrize("rank", ["ratio", "area"])
 def test_memory_stays_within_a_budget_that_operators_leave_room_in(seed: int, rank: Rank) -> None:
     trace = randomly(seed)
-    budget = max(int(trace.need_bytes().max() * 0.7), int(trace.active_bytes().max() / 0.98) + 1)
+    budget = budget_of(trace, 0.7)
     ran = replay(trace, plan(trace, machine(budget, 2e9), rank, 1))
     assert ran.memory_bytes.max() <= budget
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.core.errors import Invalid
 from forebay.offload import DiskTier, HostTier, Offload
 from forebay.offload.movables import Books, Lasting, Movable, Residency
 from forebay.offload.planning.hardware import Tier
@@ -68,13 +69,12 @@ def test_what_fits_goes_in_place_of_what_is_needed_later_and_does_not() -> None:
         assert [large_tensor.untyped_storage().nbytes(), small_tensor.untyped_storage().nbytes()] == [128 * KIB, 0]
 
 
-@pytest.mark.parametrize("has_disk", [False, True], ids=["alone", "beside a disk"])
-def test_training_beside_a_tier_that_is_too_small_is_the_same(*, has_disk: bool, tmp_path: Path) -> None:
+def test_training_beside_a_tier_that_is_too_small_is_the_same(tmp_path: Path) -> None:
     expected, expected_left = run(made, plain, None, STEPS)
     budget = budget_of(made, plain, 0.75)
     torch.manual_seed(11)
     model, optimizer = made()
-    tiers = [HostTier("256KiB"), *([DiskTier([tmp_path], "4MiB")] if has_disk else [])]
+    tiers = [HostTier("256KiB"), DiskTier([tmp_path], "64MiB")]
     found = []
     with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=tiers, **SMALL) as off:
         for step in range(STEPS):
@@ -82,5 +82,17 @@ def test_training_beside_a_tier_that_is_too_small_is_the_same(*, has_disk: bool,
                 found.append(told(plain(model, optimizer, step)))
             found.append([])
         assert off.report().moves
+        assert off.report().over_bytes == 0
     assert found == expected
     assert dict(left(model, optimizer)) == expected_left
+
+
+def test_a_tier_that_is_too_small_for_the_budget_is_refused_when_that_is_known() -> None:
+    """Once a step was profiled: what has to leave does not fit in there, so that no plan keeps the budget."""
+    budget = budget_of(made, plain, 0.75)
+    model, optimizer = made()
+    with times_of_a_table(), Offload(model, optimizer, budget=budget, tiers=[HostTier("256KiB")], **SMALL) as off:
+        with off.step():
+            plain(model, optimizer, 0)
+        with pytest.raises(Invalid, match="there is room for 262,144: give larger tiers"), off.step():
+            plain(model, optimizer, 1)

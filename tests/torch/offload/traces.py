@@ -2,9 +2,17 @@
 
 import random
 
+from forebay.offload.planning.hardware import RESERVE_SHARE
+from forebay.offload.planning.stretches import stretches_of
 from forebay.offload.planning.trace import TensorSaid, Trace, build
 
 MIB = 1 << 20
+
+
+def budget_of(trace: Trace, share: float) -> int:
+    """That share of what the step needs, or the least that a plan can do with, if that is more."""
+    least = int(stretches_of(trace, 1).required_bytes.max() / (1 - RESERVE_SHARE)) + 2
+    return max(int(trace.need_bytes().max() * share), least)
 
 
 def layered(

@@ -18,12 +18,12 @@ every use and comes back one point ahead, whether or not memory is short.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from forebay.core.errors import Invalid
-from forebay.offload.planning.hardware import RESERVE_SHARE, Hardware, Tier
+from forebay.offload.planning.hardware import Hardware, Tier
+from forebay.offload.planning.improve import improved
 from forebay.offload.planning.periods import inactive, last_point
 from forebay.offload.planning.plan import (
     RANKS,
@@ -31,16 +31,16 @@ from forebay.offload.planning.plan import (
     Move,
     Plan,
     Rank,
-    check_feasible,
     hoisted,
     left_bytes,
+    movable_from,
     plan,
 )
 from forebay.offload.planning.replay import Replayed, replay
+from forebay.offload.planning.stretches import stretches_of
 from forebay.offload.planning.trace import Trace
 
 TIE_SHARE = 0.002
-LOWERED = 4  # the least size that moves is divided by this, where nothing of that size can
 PORTFOLIO: tuple[Rank, ...] = ("ratio", "area", "area_then_ratio")
 OVERBOOKING: tuple[Rank, ...] = ("ratio", "area")
 OVERBOOKED = (4.0, 32.0)
@@ -55,6 +55,11 @@ class Choice:
     replayed: Replayed
 
     @property
+    def fits(self) -> bool:
+        """Whether the step stays within the budget."""
+        return self.replayed.peak_bytes <= self.plan.hardware.budget_bytes
+
+    @property
     def moved_bytes(self) -> int:
         return self.replayed.written_bytes + self.replayed.read_bytes
 
@@ -65,22 +70,23 @@ def choose(
     ranks: tuple[Rank, ...] = PORTFOLIO,
     *,
     size_bytes_min: int = SIZE_BYTES_MIN,
+    improve: bool = True,
 ) -> tuple[Choice, list[Choice]]:
-    """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless nothing would move and
-    the step does not fit so: then that is lowered. `Invalid`, with the bytes that would do, if none can make it fit."""
-    check_feasible(trace, hardware)
-    while True:
-        choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
-        chosen = best([choice for choice in choices if choice.plan.moves] or choices)
-        if chosen.plan.moves or int(trace.need_bytes().max()) <= hardware.budget_bytes:
-            return chosen, choices
-        if size_bytes_min <= 1:
-            would_do = math.ceil(int(trace.need_bytes().max()) / (1 - RESERVE_SHARE)) + 1
-            raise Invalid(
-                f"no tensor of this step can leave for long enough, so it does not fit into {hardware.budget_bytes:,} "
-                f"bytes: give at least {would_do:,}, faster tiers, or a smaller batch"
-            )
-        size_bytes_min //= LOWERED
+    """The best plan, and all that were tried. Nothing below `size_bytes_min` moves, unless it does not fit without.
+    `Invalid`, with the bytes that would do, if no plan keeps the step within the budget."""
+    size_bytes_min = movable_from(trace, hardware, size_bytes_min)
+    choices = [Choice(plan_, replay(trace, plan_)) for plan_ in _plans(trace, hardware, ranks, size_bytes_min)]
+    chosen = best(choices)
+    if improve:
+        better = Choice(*improved(trace, chosen.plan, chosen.replayed))
+        choices += [better] if better.plan is not chosen.plan else []
+        chosen = best(choices)
+    if not chosen.fits:
+        raise Invalid(
+            f"no plan that was tried keeps this step within {hardware.budget_bytes:,} bytes, since the tiers have no "
+            f"room for what leaves: give larger tiers, or a budget of {chosen.replayed.peak_bytes:,}"
+        )
+    return chosen, choices
 
 
 def compare(trace: Trace, hardware: Hardware) -> tuple[Choice, list[Choice]]:
@@ -96,7 +102,7 @@ def compare(trace: Trace, hardware: Hardware) -> tuple[Choice, list[Choice]]:
 
 def _plans(trace: Trace, hardware: Hardware, ranks: tuple[Rank, ...], size_bytes_min: int) -> Iterator[Plan]:
     if int(trace.need_bytes().max()) <= hardware.target_bytes:
-        yield Plan("nothing moves", (), trace.need_bytes(), hardware)
+        yield Plan("nothing moves", (), stretches_of(trace, size_bytes_min).need_bytes, hardware, size_bytes_min)
         return
     for rank in ranks:
         found = plan(trace, hardware, rank, size_bytes_min)
@@ -118,7 +124,8 @@ def _with_hoisted(trace: Trace, found: Plan) -> Iterator[Plan]:
 
 
 def best(choices: list[Choice]) -> Choice:
-    """The quickest; of those as quick, the one that moves least."""
+    """The quickest of those that fit, or of all; of those as quick, the one that moves least."""
+    choices = [choice for choice in choices if choice.fits] or choices
     quickest = min(choice.replayed.step_s for choice in choices)
     tied = [choice for choice in choices if choice.replayed.step_s <= quickest * (1 + TIE_SHARE)]
     return min(tied, key=lambda choice: (choice.moved_bytes, len(choice.plan.moves)))
@@ -126,7 +133,7 @@ def best(choices: list[Choice]) -> Choice:
 
 def whole_layer(trace: Trace, hardware: Hardware, size_bytes_min: int = SIZE_BYTES_MIN) -> Plan:
     """All that persists leaves after each use and comes back one point before the next, to the first tier with room."""
-    check_feasible(trace, hardware)
+    size_bytes_min = movable_from(trace, hardware, size_bytes_min)
     periods = inactive(trace, size_bytes_min)
     room = {tier: hardware.room_bytes(tier) for tier in hardware.tiers}
     homes: dict[int, Tier] = {}
@@ -153,4 +160,5 @@ def whole_layer(trace: Trace, hardware: Hardware, size_bytes_min: int = SIZE_BYT
             homes[tensor] = tier
         moves.append(Move(tensor, homes[tensor], last_use, leave, leave, load, need, written))
     moves.sort(key=lambda move: (move.leave, move.tensor))
-    return Plan("whole_layer", tuple(moves), left_bytes(trace, moves), hardware)
+    left = left_bytes(stretches_of(trace, size_bytes_min), moves)
+    return Plan("whole_layer", tuple(moves), left, hardware, size_bytes_min)

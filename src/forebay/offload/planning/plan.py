@@ -11,9 +11,9 @@ that was not written since its last store leaves without a store. There are seve
 on all traces: the paper's printed benefit over cost does not depend on the size; `area` is G10's. Between tiers, disk
 is taken if it relieves as much, otherwise host memory while it has room.
 
-Moves begin and end only at points, so the circle consists of *stretches* from point to point. A stretch takes the time
-of its operators and needs the peak of their memory. There are thousands of stretches for tens of thousands of
-operators. A store counts as complete, and a tensor as needed, at the edge on the safe side.
+Moves begin and end only at points, so the circle consists of *stretches* from point to point (`stretches`). There are
+thousands of them for tens of thousands of operators. A store counts as complete, and a tensor as needed, at the edge on
+the safe side.
 
 Ranking everything anew after each choice would take too long. A period's worth never rises while slots fill and
 pressure falls, so its earlier worth is a bound. The planner keeps a *front*, the FRONT periods with the highest bounds,
@@ -31,15 +31,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from forebay.core.errors import Invalid
 from forebay.offload.planning.booking import Slots, Usage
-from forebay.offload.planning.hardware import CHANNELS_IN, CHANNELS_OUT, Channel, Hardware, Tier
+from forebay.offload.planning.hardware import CHANNELS_IN, CHANNELS_OUT, RESERVE_SHARE, Channel, Hardware, Tier
 from forebay.offload.planning.periods import Periods, inactive
+from forebay.offload.planning.stretches import Stretches, stretches_of
 from forebay.offload.planning.trace import Flags, Floats, Ints, Trace
 
 Rank = Literal["ratio", "area", "area_then_ratio", "largest", "next_use"]
@@ -66,18 +67,24 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Moves by the operator at which they leave. `left_bytes`: the memory curve under them, as planned."""
+    """Moves by the operator at which they leave. `left_bytes`: the memory of each stretch under them, as planned.
+    Tensors below `size_bytes_min` stay."""
 
     rank: str
     moves: tuple[Move, ...]
     left_bytes: Ints
     hardware: Hardware
-    about: dict[str, float] = field(default_factory=dict)
+    size_bytes_min: int = 1
 
     @property
     def excess_bytes(self) -> int:
         """How much is above the target where it is worst; 0 if all fits."""
         return max(0, int(self.left_bytes.max()) - self.hardware.target_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step fits as it is, and nothing has to be done."""
+        return not self.moves and not self.excess_bytes
 
     def written_bytes(self, trace: Trace, tier: Tier | None = None) -> int:
         """Bytes stored in a step, to one tier or all."""
@@ -88,17 +95,45 @@ class Plan:
         return int(sum(trace.sizes_bytes[m.tensor] for m in self.moves))
 
 
-def check_feasible(trace: Trace, hardware: Hardware) -> None:
-    """`Invalid`, with the operator and the bytes that are missing, if no plan at all can make the step fit."""
+def check_feasible(trace: Trace, hardware: Hardware, size_bytes_min: int = 1) -> None:
+    """`Invalid`, with the bytes that would do, if no plan that leaves tensors below `size_bytes_min` where they are can
+    make the step fit: for what one operator or the stretch to the next point uses at once, or for the tiers' room."""
+    stretches, budget = stretches_of(trace, size_bytes_min), hardware.budget_bytes
     active = trace.active_bytes()
     worst = int(active.argmax())
-    if active[worst] > hardware.target_bytes:
-        missing = int(active[worst]) - hardware.target_bytes
+    would_do = math.ceil(int(stretches.required_bytes.max()) / (1 - RESERVE_SHARE)) + 1
+    if active[worst] > budget:
         raise Invalid(
             f"operator {worst} ({trace.operators[worst]}) uses {int(active[worst]):,} bytes at once, "
-            f"{missing:,} more than the budget of {hardware.budget_bytes:,} less its reserve: give a larger budget, "
-            "a smaller batch, or shard that layer"
+            f"{int(active[worst]) - budget:,} more than the budget of {budget:,}: "
+            f"give at least {would_do:,}, a smaller batch, or shard that layer"
         )
+    tightest = int(stretches.required_bytes.argmax())
+    if (required := int(stretches.required_bytes[tightest])) > budget:
+        at = int(np.searchsorted(trace.points, stretches.points[tightest], "right")) - 1
+        raise Invalid(
+            f"from {trace.point_names[at]!r} to the next point {required:,} bytes have to be here at once, "
+            f"{required - budget:,} more than the budget of {budget:,}: "
+            f"give at least {would_do:,}, a smaller batch, or a smaller chunk_bytes"
+        )
+    room, least = sum(map(hardware.room_bytes, hardware.tiers)), int(stretches.need_bytes.max()) - budget
+    if hardware.tiers and room < least:
+        raise Invalid(f"{least:,} bytes have to be elsewhere, and there is room for {room:,}: give larger tiers")
+
+
+def movable_from(trace: Trace, hardware: Hardware, size_bytes_min: int) -> int:
+    """The size from which on tensors have to move for the step to fit: `size_bytes_min`, or as much less as it takes to
+    keep the reserve too, or at least the budget. `Invalid` if it cannot fit though all may move."""
+    sizes = [max(1, size_bytes_min)]
+    while sizes[-1] > 1:
+        sizes.append(max(1, sizes[-1] // 4))
+    for most in (hardware.target_bytes, hardware.budget_bytes):
+        for size_bytes in sizes:
+            if int(stretches_of(trace, size_bytes).required_bytes.max()) <= most:
+                check_feasible(trace, hardware, size_bytes)
+                return size_bytes
+    check_feasible(trace, hardware)
+    raise AssertionError("a step that does not fit was not refused")
 
 
 class Ranked(NamedTuple):
@@ -119,28 +154,6 @@ class _Taken(NamedTuple):
     gone: int
     load: int
     stores: bool
-
-
-class Circle:
-    """The stretches of a trace, from point to point, counted on over laps as operators are."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._operators = trace.operator_count
-        self._points: Ints = np.unique(trace.points[trace.points < trace.operator_count])
-        self.count = len(self._points)
-        self.times_s: Floats = np.add.reduceat(trace.times_s, self._points)
-        self.need_bytes: Ints = np.maximum.reduceat(trace.need_bytes(), self._points)
-
-    def stretches(self, operators: Ints) -> Ints:
-        """The stretch that each operator is in."""
-        laps, inner = np.divmod(operators, self._operators)
-        found: Ints = np.searchsorted(self._points, inner, "right") - 1 + laps * self.count
-        return found
-
-    def operators(self, stretch: int) -> int:
-        """The first operator of a stretch."""
-        laps, inner = divmod(stretch, self.count)
-        return int(self._points[inner]) + laps * self._operators
 
 
 class _Pressure:
@@ -205,15 +218,15 @@ class Planner:
     def __init__(self, trace: Trace, hardware: Hardware, rank: Rank, size_bytes_min: int = SIZE_BYTES_MIN) -> None:
         if rank not in RANKS:
             raise Invalid(f"rank {rank!r} is not known: use one of {', '.join(RANKS)}")
-        check_feasible(trace, hardware)
+        size_bytes_min = movable_from(trace, hardware, size_bytes_min)
         if not hardware.tiers:
             raise Invalid("there is no tier to move anything to: give a disk or host memory, with its room")
         self.trace, self.hardware, self.by = trace, hardware, rank
-        self.circle = Circle(trace)
+        self.circle = stretches_of(trace, size_bytes_min)
         self.periods: Periods = inactive(trace, size_bytes_min)
         self._leaves, self._needs = (
-            self.circle.stretches(self.periods.leaves),
-            self.circle.stretches(self.periods.needs),
+            self.circle.of(self.periods.leaves),
+            self.circle.of(self.periods.needs),
         )
         self.pressure = _Pressure(self.circle.need_bytes, self.circle.times_s, hardware.target_bytes)
         self._by_area = rank in ("area", "area_then_ratio")
@@ -279,7 +292,7 @@ class Planner:
         if self.trace.persistent[tensor]:
             return (0, self.circle.count) if since is None else (0, 0)
         leave = int(self._leaves[row])
-        end = int(self.circle.stretches(self.trace.deaths[tensor])) + 1 if since is None else since
+        end = int(self.circle.of(self.trace.deaths[tensor])) + 1 if since is None else since
         return leave, max(leave, end)
 
     # --- taking ------------------------------------------------------------------------------------------------------
@@ -339,7 +352,7 @@ class Planner:
         """The plan so far, before hoisting. A store that a later choice made needless (it came to be the second of two
         without a write between) is left out: the tensor is gone at once."""
         moves = []
-        operators, periods = self.circle.operators, self.periods
+        operator, periods = self.circle.operator, self.periods
         for row, tier, gone, load, stores in self._taken:
             leave = int(periods.leaves[row])
             still_stores = stores and not self._has_copy(row, tier)
@@ -349,22 +362,24 @@ class Planner:
                     tier,
                     int(periods.last_uses[row]),
                     leave,
-                    operators(gone) if still_stores else leave,
-                    operators(load),
+                    operator(gone) if still_stores else leave,
+                    operator(load),
                     int(periods.needs[row]),
                     still_stores,
                 )
             )
         moves.sort(key=lambda move: (move.leave, move.tensor))
-        return Plan(self.by, tuple(moves), left_bytes(self.trace, moves), self.hardware)
+        size_bytes_min = self.circle.size_bytes_min
+        return Plan(self.by, tuple(moves), left_bytes(self.circle, moves), self.hardware, size_bytes_min)
 
 
-def left_bytes(trace: Trace, moves: Iterable[Move]) -> Ints:
-    """The memory curve under `moves`, operator by operator."""
-    left = trace.need_bytes()
+def left_bytes(stretches: Stretches, moves: Iterable[Move]) -> Ints:
+    """The memory curve under `moves`, stretch by stretch."""
+    left = stretches.need_bytes.copy()
     for move in moves:
-        for part in _laps(move.gone, move.load, trace.operator_count):
-            left[part] -= int(trace.sizes_bytes[move.tensor])
+        begin, end = stretches.of(np.array([move.gone, move.load])).tolist()
+        for part in _laps(begin, end, stretches.count):
+            left[part] -= int(stretches.trace.sizes_bytes[move.tensor])
     return left
 
 
@@ -416,20 +431,18 @@ def _front(bounds: Floats) -> tuple[Ints, tuple[float, int]]:
 
 def hoisted(trace: Trace, plan: Plan) -> Plan:
     """The plan with loads begun as much earlier as memory allows: spare memory takes up jitter (G10's second pass)."""
-    left, target, count = plan.left_bytes.copy(), plan.hardware.target_bytes, trace.operator_count
-    points = np.unique(trace.points[trace.points < count])
+    stretches = stretches_of(trace, plan.size_bytes_min)
+    left, target = plan.left_bytes.copy(), plan.hardware.target_bytes
     moves = list(plan.moves)
     for at in sorted(range(len(moves)), key=lambda at: (moves[at].load, at)):
         move = moves[at]
         size = int(trace.sizes_bytes[move.tensor])
-        stretch: Ints = np.arange(move.gone, move.load) % count
-        full = np.flatnonzero(left[stretch] + size > target)
-        earliest = move.gone + (int(full[-1]) + 1 if full.size else 0)
-        inner = earliest % count
-        found = int(np.searchsorted(points, inner))
-        load = earliest - inner + (int(points[found]) if found < len(points) else count)
-        if load < move.load:
-            left[np.arange(load, move.load) % count] += size
-            moves[at] = move._replace(load=load)
+        begin, end = stretches.of(np.array([move.gone, move.load])).tolist()
+        away: Ints = np.arange(begin, end) % stretches.count
+        full = np.flatnonzero(left[away] + size > target)
+        earliest = begin + (int(full[-1]) + 1 if full.size else 0)
+        if earliest < end:
+            left[np.arange(earliest, end) % stretches.count] += size
+            moves[at] = move._replace(load=stretches.operator(earliest))
     kept = tuple(move for move in moves if move.gone < move.load)  # the others have no need to go at all
-    return Plan(plan.rank, kept, left, plan.hardware, plan.about)
+    return replace(plan, moves=kept, left_bytes=left)

@@ -62,6 +62,7 @@ class Trace:
     use_operators: Ints
     use_writes: Flags
     about: dict[str, str] = field(default_factory=dict)  # what it is of: model, batch, machine; for people
+    known: dict[int, object] = field(init=False, default_factory=dict, repr=False, compare=False)  # `stretches_of`
 
     def __post_init__(self) -> None:
         _check(self)

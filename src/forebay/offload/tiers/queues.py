@@ -100,6 +100,10 @@ class Ticket:
         """Take it back if no byte of it has begun to move; whether that was so. It is then done, with `Closed`."""
         return self._queue.cancel(self)
 
+    def drop(self) -> None:
+        """Move no more of it than what is under way. If that is not all, it ends with `Closed`."""
+        self._queue.drop(self)
+
     def urge(self) -> None:
         """Put it before all that is not urgent. What is under way or done is not affected."""
         self._queue.urge(self)
@@ -164,6 +168,14 @@ class Queue:
             if ticket.key[0] and not ticket.is_over:
                 ticket.key = (False, *ticket.key[1:])  # its old places in the heaps find nothing left
                 self._push(ticket)
+
+    def drop(self, ticket: Ticket) -> None:
+        with self._lock:
+            if ticket.is_over or not any(ticket.left.values()):
+                return
+            over = self._fail(ticket, Closed("the rest of the transfer was dropped: ask for it anew if it is needed"))
+        if over:
+            self._tell(ticket)
 
     def cancel(self, ticket: Ticket) -> bool:
         with self._lock:
