@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +121,33 @@ def test_datasets_are_mixed_and_augmented_the_same_again(folder: Path):
         assert flips == [sample["flip"] for batch in loader for sample in batch if "flip" in sample]
     del loader
     names.clear()  # the function holds its globals, and so all else
+
+
+def test_documents_are_packed(folder: Path):
+    documents = folder.parent / "documents"
+    documents.mkdir()
+    lengths = [number * 37 % 1500 + 1 for number in range(60)]
+    for number, length in enumerate(lengths):
+        (documents / f"{number:03d}").write_bytes(np.full(length, number, np.uint16).tobytes())
+    names: dict[str, Any] = {"torch": torch, "numpy": np}
+    exec(block("batch_bytes="), names)
+    seen: list[int] = []
+    with names["loader"] as loader:
+        for batch in loader:
+            assert batch["tokens"].shape == batch["positions"].shape == (4096,)
+            starts = batch["starts"].tolist()
+            for start, end in pairwise(starts):
+                row = batch["tokens"][start:end]
+                if start and not row.any():  # what fills it, or document 0, which has one token
+                    continue
+                assert set(row.tolist()) == {int(row[0])}
+                assert len(row) == lengths[int(row[0])]
+                assert batch["positions"][start:end].tolist() == list(range(len(row)))
+                seen.append(int(row[0]))
+    del loader
+    names.clear()
+    assert set(range(1, 60)) <= set(seen)
+    assert len(seen) <= 60
 
 
 def test_shards_are_made_and_a_second_run_goes_on(folder: Path):

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.torch.by_size import packed
     from forebay.torch.checkpoint.checkpointer import Checkpointer, Every
     from forebay.torch.checkpoint.dcp_reader import StorageReader
     from forebay.torch.checkpoint.dcp_writer import StorageWriter
@@ -38,6 +39,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TokenDataset",
+    "packed",
 ]
 _HOMES = {
     "BatchSampler": "schedule",
@@ -52,6 +54,7 @@ _HOMES = {
     "StorageReader": "checkpoint.dcp_reader",
     "StorageWriter": "checkpoint.dcp_writer",
     "TokenDataset": "tokens",
+    "packed": "by_size",
 }
 
 

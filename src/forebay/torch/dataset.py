@@ -124,6 +124,10 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
         """What each of these samples reads."""
         raise NotImplementedError
 
+    def sizes(self, indices: Column) -> Column:
+        """How many bytes each of these samples has, as it lies in the bucket."""
+        raise NotImplementedError
+
     def of_blocks(self, blocks: Column) -> Accesses:
         """As `accesses`, for all of the blocks of an order in windows."""
         raise NotImplementedError

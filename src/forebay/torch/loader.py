@@ -75,7 +75,8 @@ class DataLoader:
     `hints`: rank 0 tells the node what all ranks will read, so that it fetches ahead and keeps what is needed soonest;
     `job` is the name it does that under, by default torchrun's run id (the second loader of a process has it with a
     number) or one of its own. `continues`: a loop that was
-    left early is continued by the next one, instead of begun anew.
+    left early is continued by the next one, instead of begun anew. `batch_bytes`: a batch has as many samples as fit
+    that many bytes, as they lie in the bucket, at least one and at most `batch_size`.
 
     A state (`state_dict`) is less than 1 KiB of plain values, and costs microseconds. Errors are raised at the step
     that they belong to, and the loader stays where it was: iterate again to try that step again.
@@ -102,6 +103,7 @@ class DataLoader:
         hints: bool = True,
         job: str = "",
         continues: bool = False,
+        batch_bytes: int | None = None,
     ) -> None:
         if not isinstance(batch_size, int):
             raise Invalid(
@@ -118,6 +120,7 @@ class DataLoader:
             last=last,
             rank=rank,
             world=world,
+            batch_bytes=batch_bytes,
         )
         self.dataset, self.batch_size = dataset, batch_size
         self.stall = StallMeter()

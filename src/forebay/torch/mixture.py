@@ -134,6 +134,13 @@ class Mixture(Dataset):
     ) -> Order:
         return Mixed(self, shuffle, max(1, window_bytes // len(self.datasets)), seed, epoch)
 
+    def sizes(self, indices: Column) -> Column:
+        found: Column = np.zeros(len(indices), np.int64)
+        for source in np.unique(indices[:, 0]).tolist():
+            here = indices[:, 0] == source
+            found[here] = self.datasets[source].sizes(indices[here, 2])
+        return found
+
     def fetch(self, indices: Sequence[Any], facts: Facts) -> list[Any]:
         """Rows of (dataset, its epoch, its index)."""
         rows = np.asarray(indices, np.int64).reshape(-1, 3)

@@ -73,6 +73,9 @@ class ObjectDataset(Dataset):
     def blocks(self) -> tuple[Column, Column]:
         return runs(self.listing.sizes)
 
+    def sizes(self, indices: Column) -> Column:
+        return self.listing.sizes[indices]
+
     def accesses(self, indices: Column) -> Accesses:
         return whole(self.listing, indices)
 

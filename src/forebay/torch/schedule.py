@@ -27,6 +27,7 @@ from torch.utils.data import Sampler
 
 from forebay.core.errors import Invalid
 from forebay.core.formats.listing import Listing, build
+from forebay.torch.by_size import Run, step
 from forebay.torch.choosing import chosen_window
 from forebay.torch.columns import Fingerprint, ListingColumns
 from forebay.torch.dataset import WINDOW_BYTES, Dataset, OfEpoch, Shuffle
@@ -49,9 +50,9 @@ class Cursor(NamedTuple):
 
 
 class Schedule:
-    """Of `batch` samples for each rank and step. `rank` and `world` are torch.distributed's, else the environment's
-    (RANK, WORLD_SIZE; `Invalid` if it says only a part of that), else one of one. `dataset` is any map-style dataset; a
-    block shuffle needs one of Forebay's."""
+    """Of `batch` samples for each rank and step, or as many as have `batch_bytes`, at most `batch`. `rank` and
+    `world` are torch.distributed's, else the environment's (RANK, WORLD_SIZE; `Invalid` if it says only a part of
+    that), else one of one. `dataset` is any map-style dataset; a block shuffle needs one of Forebay's."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Schedule:
         last: Last = "short",
         rank: int | None = None,
         world: int | None = None,
+        batch_bytes: int | None = None,
     ) -> None:
         if shuffle not in (True, False, "block", "auto"):
             raise Invalid(f"shuffle={shuffle!r} is not known: use True, False, 'block' or 'auto'")
@@ -71,7 +73,13 @@ class Schedule:
             raise Invalid("a block shuffle needs to know the blocks: give it one of forebay.torch's datasets")
         if not 0 <= seed < 1 << 63:
             raise Invalid(f"the seed {seed} is not in 0..2**63-1")
+        if batch_bytes is not None and (batch_bytes < 1 or batch < 2 or not isinstance(dataset, Dataset)):
+            raise Invalid(
+                f"batches of {batch_bytes} bytes: they need one of forebay.torch's datasets, at least one byte, and as "
+                "batch_size= the most samples that one may have"
+            )
         self.dataset, self.seed, self.batch, self.last = dataset, seed, batch, last
+        self.batch_bytes = batch_bytes
         self.auto = shuffle == "auto"
         self.shuffle: Shuffle = True if shuffle == "auto" else shuffle
         self.window_bytes = self._said_bytes = window_bytes
@@ -84,7 +92,7 @@ class Schedule:
             self.shuffle, self.window_bytes = "block", fits
         self._fingerprint: Fingerprint | None = None
         self._split(self.samples or 0, 0)  # says what is wrong with the numbers
-        if self.samples is not None:
+        if self.samples is not None and batch_bytes is None:
             self._check(self.samples)
 
     @property
@@ -100,6 +108,8 @@ class Schedule:
     @property
     def steps(self) -> int:
         """Of a whole epoch. `TypeError` while that is not known, as Python has it for what has no length."""
+        if self.batch_bytes is not None:
+            raise TypeError("how many steps an epoch of batches by bytes has is known at its end: count them there")
         if self.samples is None:
             raise TypeError(
                 "how many steps an epoch has is not known before the shards were read once: ask len(dataset) first, "
@@ -128,6 +138,9 @@ class Schedule:
         epoch; if nothing was left of it, with the next. While `waits` says no, LATER stands for the indices of a step
         that cannot be known at once. `Invalid` if torch.distributed, begun since, says another rank."""
         self._check_rank()
+        if self.batch_bytes is not None:
+            yield from self._batches_by_size(cursor, waits)
+            return
         order = self.order(cursor.epoch, cursor.window, cursor.before)
         size = self.batch * self.world
         needed = size if self.last == "drop" else 1  # for another step
@@ -155,8 +168,53 @@ class Schedule:
         if at == cursor.samples:
             yield from self.batches(Cursor(cursor.epoch + 1, 0), waits)
 
+    def _batches_by_size(self, cursor: Cursor, waits: Callable[[], bool]) -> Iterator[tuple[Indices, Cursor]]:
+        """The same with batches of `batch_bytes`."""
+        assert self.batch_bytes is not None, "else they are of one length"
+        order = self.order(cursor.epoch, cursor.window, cursor.before)
+        size = self.batch * self.world  # the most samples of a step
+        at = base = cursor.samples
+        ahead = order.at(np.arange(0))
+        sizes: Indices = np.zeros(0, np.int64)  # of `ahead`, which begins at `base`
+        again = sizes
+
+        def runs(start: int) -> list[Run]:
+            left = sizes[start - base : start - base + size]
+            return step(left, self.batch, self.batch_bytes or 0, self.world, self.last, again)
+
+        while True:
+            while not (waits() or order.at_once(at + 2 * size + 1)):
+                yield LATER, cursor
+            known = order.reach(at + 2 * size + 1)
+            if not (known or order.samples):
+                raise self.dataset.empty()
+            if at + 2 * size > base + len(sizes) and base + len(sizes) < known:
+                base, ahead = at, order.at(np.arange(at, min(known, at + 2 * size + _AHEAD_SAMPLES)))
+                sizes = self.dataset.sizes(ahead)
+            if self.last == "fill" and not len(again):
+                again = self.dataset.sizes(order.at(np.arange(min(known, size))))
+            found = runs(at)
+            if not found:
+                break
+            first, end = found[self.rank]
+            consumed = min(at + found[-1][1], known)
+            mine = ahead[at - base + first : at - base + end]
+            if at + end > known:
+                mine = order.at((at + np.arange(first, end)) % known)
+            over = consumed == known or (self.last == "drop" and not runs(consumed))
+            yield mine, Cursor(cursor.epoch + 1, 0) if over else _placed(order, Cursor(cursor.epoch, consumed))
+            at = consumed
+            if over:
+                return
+        if at == cursor.samples:
+            if not at:
+                self._check(known)
+            yield from self._batches_by_size(Cursor(cursor.epoch + 1, 0), waits)
+
     def settled(self, cursor: Cursor) -> Cursor:
         """`cursor`, or the start of the next epoch if nothing is left of this one, as far as that is known."""
+        if self.batch_bytes is not None and cursor.samples < (self.samples or cursor.samples + 1):
+            return cursor
         if self.samples is None or self._split(self.samples, cursor.samples).steps:
             return cursor
         return Cursor(cursor.epoch + 1, 0)
@@ -165,10 +223,7 @@ class Schedule:
         """The same in an epoch that was reached beyond that, where it goes on."""
         if order.samples is not None and not self._split(order.samples, cursor.samples).steps:
             return Cursor(cursor.epoch + 1, 0)
-        if isinstance(order, Windows):
-            window, before = order.window_at(cursor.samples)
-            return cursor._replace(window=window, before=before)
-        return cursor
+        return _placed(order, cursor)
 
     def _split(self, samples: int, start: int) -> Partition:
         """The steps from `start` to the end of an epoch of `samples`."""
@@ -242,6 +297,14 @@ class Schedule:
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
         return self.settled(Cursor(loaded.epoch, loaded.samples, loaded.window, loaded.before))
+
+
+def _placed(order: Order, cursor: Cursor) -> Cursor:
+    """The cursor with the window that it is in, if there are any."""
+    if not isinstance(order, Windows):
+        return cursor
+    window, before = order.window_at(cursor.samples)
+    return cursor._replace(window=window, before=before)
 
 
 def _indices(order: Order, partition: Partition, steps: int) -> Iterator[tuple[Indices, int]]:

@@ -24,7 +24,7 @@ import os
 import pickle
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -426,11 +426,7 @@ class ShardDataset(Dataset):
         blocks, inner = self._located(indices)
         shards = self._parts.shard(blocks)
         starts, ends = np.zeros_like(shards), self.listing.sizes[shards]
-        by_shard = np.argsort(shards, kind="stable")
-        edges = np.flatnonzero(np.diff(shards[by_shard], prepend=-1, append=-1))
-        for begin, end in pairwise(edges.tolist()):
-            here = by_shard[begin:end]
-            layout = self._layout(int(shards[here[0]]), Facts())
+        for layout, here in self._by_layout(shards):
             if layout.plain:
                 members = np.frombuffer(layout.ends, np.uint32).astype(np.int64)
                 first = np.where(inner[here] > 0, members[inner[here] - 1], 0)
@@ -438,6 +434,24 @@ class ShardDataset(Dataset):
                 offsets, sizes = (np.frombuffer(column, np.uint64) for column in (layout.offsets, layout.sizes))
                 starts[here], ends[here] = offsets[first], offsets[last] + sizes[last]
         return ranges(self.listing, shards, starts, ends)
+
+    def sizes(self, indices: Column) -> Column:
+        """Of all parts of each sample, unpacked."""
+        blocks, inner = self._located(indices)
+        found: Column = np.zeros(len(inner), np.int64)
+        for layout, here in self._by_layout(self._parts.shard(blocks)):
+            ends = np.concatenate(([0], np.frombuffer(layout.ends, np.uint32)))
+            total = np.concatenate(([0], np.cumsum(np.frombuffer(layout.sizes, np.uint64).astype(np.int64))))[ends]
+            found[here] = total[inner[here] + 1] - total[inner[here]]
+        return found
+
+    def _by_layout(self, shards: Column) -> Iterator[tuple[Layout, Column]]:
+        """The layout of each of these shards, and where the shard stands among them."""
+        by_shard = np.argsort(shards, kind="stable")
+        edges = np.flatnonzero(np.diff(shards[by_shard], prepend=-1, append=-1))
+        for begin, end in pairwise(edges.tolist()):
+            here = by_shard[begin:end]
+            yield self._layout(int(shards[here[0]]), Facts()), here
 
     def _located(self, indices: Column) -> tuple[Column, Column]:
         """Shards of samples (or heads of shards), and their numbers there, by their places or their numbers in the

@@ -120,6 +120,9 @@ class TokenDataset(Dataset):
         counts: Column = np.diff(np.append(np.arange(0, self.samples, each), self.samples))
         return counts, counts * self.stride * self._type.itemsize
 
+    def sizes(self, indices: Column) -> Column:
+        return np.full(len(indices), self.window * self._type.itemsize)
+
     def accesses(self, indices: Column) -> Accesses:
         """Of a window over several files, the first of them."""
         file, start = self._begins(indices)
