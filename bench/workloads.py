@@ -645,6 +645,16 @@ ROWS: tuple[Row, ...] = (
         peer="limit",
     ),
     Row(
+        "decode",
+        "loader",
+        "a JPEG of 124 KB becomes pixels, in one thread; the picture decoder as it ships",
+        "bench.rows.decode:decoders",
+        (Objects("picture", 124_000, 32),),
+        goals={"whole": REPORTED, "at least 224": REPORTED},
+        rounds=11,
+        peer="best peer",
+    ),
+    Row(
         "offload-disk",
         "offload",
         "a disk tier moves 256 MiB there and back, direct I/O, pieces of 8 MiB",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forebay.torch.checkpoint.dcp_reader import StorageReader
     from forebay.torch.checkpoint.dcp_writer import StorageWriter
     from forebay.torch.checkpoint.random_state import RandomState
+    from forebay.torch.decoders import Pictures
     from forebay.torch.loader import DataLoader
     from forebay.torch.mixture import Mixture
     from forebay.torch.objects import ObjectDataset
@@ -33,6 +34,7 @@ __all__ = [
     "Every",
     "Mixture",
     "ObjectDataset",
+    "Pictures",
     "RandomState",
     "ShardDataset",
     "StallMeter",
@@ -48,6 +50,7 @@ _HOMES = {
     "Every": "checkpoint.checkpointer",
     "Mixture": "mixture",
     "ObjectDataset": "objects",
+    "Pictures": "decoders",
     "RandomState": "checkpoint.random_state",
     "ShardDataset": "shards",
     "StallMeter": "stall",

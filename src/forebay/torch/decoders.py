@@ -20,7 +20,13 @@ import numpy as np
 from forebay.core.errors import Invalid, NotSupported
 from forebay.torch.source import Bytes
 
+try:
+    _turbo: Any = importlib.import_module("simplejpeg")  # of the extra `images`
+except ImportError:
+    _turbo = None
+
 Decoder = Callable[[Bytes], Any]
+_JPEG = b"\xff\xd8\xff"
 
 
 def whole_number(data: Bytes) -> int:
@@ -38,21 +44,61 @@ def array(data: Bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-def picture(data: Bytes) -> Any:
-    """A PIL image in RGB, loaded."""
-    try:
-        image = importlib.import_module("PIL.Image")
-    except ImportError:
-        raise NotSupported("images need pillow: `pip install pillow`, or pass a decoder for this extension") from None
-    with image.open(io.BytesIO(data)) as opened:
-        return opened.convert("RGB")
+class Pictures:
+    """Decodes pictures to uint8 tensors of 3 x height x width, which the default collation stacks if they are of one
+    size.
+
+    With `size` a JPEG that is larger is scaled down while it is decoded, by 2, 4 or 8, as far as both sides keep `size`
+    pixels: that takes less time than all its pixels, and leaves less to resize. With the extra `images` JPEGs are
+    decoded by libjpeg-turbo itself; without it, and all other pictures, by pillow, to the same sizes.
+    """
+
+    unlocked = True  # the interpreter's lock is free meanwhile, so threads decode at once
+
+    def __init__(self, size: int | None = None) -> None:
+        if size is not None and size < 1:
+            raise Invalid(f"size={size}: a picture has at least one pixel; None is all of them")
+        self.size = size
+
+    def __call__(self, data: Bytes) -> Any:
+        import torch
+
+        found = None if _turbo is None or bytes(data[:3]) != _JPEG else self._jpeg(data)
+        if found is None:
+            found = np.array(self._opened(data))
+        return torch.from_numpy(found.transpose(2, 0, 1).copy())  # torch would use threads for it, and wait for them
+
+    def _jpeg(self, data: Bytes) -> Any:
+        """Height x width x 3; None for what only pillow understands, or calls damaged."""
+        least = {}
+        try:
+            height, width, colours, *_ = _turbo.decode_jpeg_header(data)
+            if colours not in ("YCbCr", "RGB", "Gray"):
+                return None  # of CMYK it makes other colours
+            if self.size is not None:
+                scale = _scale(width, height, self.size)
+                least = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
+            return _turbo.decode_jpeg(data, colorspace="RGB", **least)
+        except ValueError:
+            return None
+
+    def _opened(self, data: Bytes) -> Any:
+        """A PIL image in RGB, loaded."""
+        try:
+            image = importlib.import_module("PIL.Image")
+        except ImportError:
+            raise NotSupported(
+                "images need pillow: `pip install pillow simplejpeg`, or pass a decoder for this extension"
+            ) from None
+        with image.open(io.BytesIO(data)) as opened:
+            if self.size is not None:
+                opened.draft("RGB", (self.size, self.size))
+            return opened.convert("RGB")
 
 
-def pixels(data: Bytes) -> Any:
-    """A uint8 tensor of 3 x height x width, which the default collation stacks if all are of one size."""
-    import torch
-
-    return torch.from_numpy(np.array(picture(data)).transpose(2, 0, 1).copy())
+def _scale(width: int, height: int, size: int) -> int:
+    """By how much a picture is scaled down, as pillow's draft mode does it."""
+    return next((scale for scale in (8, 4, 2) if min(width, height) // size >= scale), 1)
 
 
 def refused(data: Bytes) -> Any:
@@ -64,7 +110,7 @@ def refused(data: Bytes) -> Any:
 
 
 DEFAULT: Mapping[str, Decoder] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "tif", "tiff"), pixels),
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "tif", "tiff"), Pictures()),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), whole_number),
     **dict.fromkeys(("txt", "text", "transcript"), text),
     **dict.fromkeys(("json", "jsn"), msgspec.json.decode),

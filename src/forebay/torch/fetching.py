@@ -6,8 +6,8 @@ took. An error of ours is returned as a value, so the training process gets its 
 Threads are enough where nothing is decoded: sockets and copies release the interpreter's lock, and no batch moves
 between processes. While batches come from the node's disks, one thread works alone, since several only wait for the
 lock (140,000 samples of 10 KiB a second with one, half of that with two). When bytes come from further away, the other
-threads join in until they are near again. Threads are daemons, so a read that waits for a node does not keep a program
-from ending.
+threads join in until they are near again; also where a decoder releases the lock (`decoders.Pictures`). Threads are
+daemons, so a read that waits for a node does not keep a program from ending.
 
 A worker process ends with the training process, however that ends: it watches the process's own descriptor. torch looks
 at the parent every 5 s, and under `forkserver` the parent is not the training process: workers of a killed one would
@@ -231,7 +231,7 @@ class Ahead:
             try:
                 slot.result = self._fetch(slot.indices, self._ended)
                 facts = slot.result.facts
-                if facts.cold or facts.direct or facts.busy_s:
+                if facts.cold or facts.direct or facts.busy_s or facts.unlocked:
                     self._far.set()
                 else:
                     self._far.clear()

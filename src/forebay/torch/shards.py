@@ -493,6 +493,7 @@ class ShardDataset(Dataset):
             if decoder is None:
                 made[extension.lower()] = value if type(value) is bytes else bytes(value)
                 continue
+            facts.unlocked = facts.unlocked or getattr(decoder, "unlocked", False)
             part = decoded(partial(_part_name, view, sample, extension), decoder, value)
             if isinstance(part, ForebayError):
                 return part

@@ -93,7 +93,8 @@ class Source(Protocol):
 
 class Facts(msgspec.Struct):
     """What one fetch was spent on; see `stall.py`. `index_s`: finding out what there is to fetch. `ended`, if set, ends
-    waiting. `epoch`: the one that the samples are for; None where nobody said."""
+    waiting. `epoch`: the one that the samples are for; None where nobody said. `unlocked`: threads can decode at
+    once."""
 
     index_s: float = 0.0
     read_s: float = 0.0
@@ -106,6 +107,7 @@ class Facts(msgspec.Struct):
     skipped: list[str] = []
     ended: threading.Event | None = None
     epoch: int | None = None
+    unlocked: bool = False
 
 
 class Patient:
