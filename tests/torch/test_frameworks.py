@@ -185,8 +185,9 @@ def test_a_loader_that_was_made_before_there_were_ranks_says_so(
         told.close()
 
 
-def test_trainers_that_count_steps_are_told_that_nobody_can(shards: MemorySource) -> None:
-    loader = DataLoader(ShardDataset("bucket/train/", source=shards), 5)
+@pytest.mark.parametrize("batch_bytes", [None, 100])
+def test_trainers_that_count_steps_are_told_that_nobody_can(shards: MemorySource, batch_bytes: int | None) -> None:
+    loader = DataLoader(ShardDataset("bucket/train/", source=shards), 5, batch_bytes=batch_bytes)
     asked = "def has_length(loader):\n  try:\n    return len(loader)\n  except TypeError:\n    return None\n"
     for name in ("lightning.fabric.utilities.data", "transformers.trainer_utils"):
         names: dict[str, Any] = {"__name__": name}
@@ -197,5 +198,9 @@ def test_trainers_that_count_steps_are_told_that_nobody_can(shards: MemorySource
     exec(asked, names)
     assert names["has_length"](loader) is None
     assert torch.tensor(len(loader.dataset)) == 100
-    assert len(loader) == 20
+    if batch_bytes is None:
+        assert len(loader) == 20
+    else:
+        with pytest.raises(TypeError, match="known at its end"):
+            len(loader)
     loader.close()

@@ -146,11 +146,12 @@ class DataLoader:
     def __len__(self) -> int:
         """Steps of a whole epoch, wherever the state is; `TypeError`, saying what to do, while that is not known. To
         trainers that lose their place without it that is `Invalid`, which they do not pass over."""
-        if self.schedule.samples is None and (trainer := asked_by(*_COUNTING)):
+        unknown = self.schedule.samples is None or self.schedule.batch_bytes is not None
+        if unknown and (trainer := asked_by(*_COUNTING)):
             raise Invalid(
-                f"{trainer} resumes at another batch where it does not know how many an epoch has: say how many "
-                "samples shards have with counts=, or a shardindex.json beside them, or ask len(dataset) before, which "
-                "reads the shards that nobody has read"
+                f"{trainer} resumes at another batch where it does not know how many an epoch has: leave out "
+                "batch_bytes=; say how many samples shards have with counts=, or a shardindex.json beside them, or ask "
+                "len(dataset) before, which reads the shards that nobody has read"
             )
         return self.schedule.steps
 
