@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 9, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
+    assert len(BLOCKS) == 10, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
