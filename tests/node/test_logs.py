@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from forebay.core.errors import Invalid
 from forebay.node.process.logs import JsonLines, TextLines
 from forebay.node.rotated_files import ROTATED_KEPT, is_at, open_to_append, rotate
 from forebay.node.settings import load
+from tests.patience import PATIENCE_S
 
 from .certificates import make as make_pair
 from .conftest import NodeProcess, until
@@ -139,6 +141,24 @@ def test_sighup_finds_a_node_at_every_moment_of_its_start(node: Make) -> None:
     assert one.process.poll() is None
     assert "ended with status" not in one.log, one.log[-3000:]
     assert one.stop() == 0
+
+
+@pytest.mark.real
+def test_ctrl_c_while_a_node_starts_is_no_fault(node: Make) -> None:
+    one = node("--fronts", "1", start=False)
+    one.start(wait=False, start_new_session=True)
+    assert one.process is not None
+
+    def imports() -> bool:
+        with suppress(OSError):  # between two of them
+            return any("msgspec" in Path(f"/proc/{pid}/maps").read_text() for pid in one.children().values())
+        return False
+
+    until(imports)  # a terminal sends it to all of them, and the engine still imports what it needs
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.process.wait(PATIENCE_S) == 0, one.log
+    assert "Traceback" not in one.log
+    assert "KeyboardInterrupt" not in one.log
 
 
 @pytest.mark.real

@@ -100,7 +100,7 @@ def beat(loop: asyncio.AbstractEventLoop, interval_s: float, fd: int = 0) -> Non
 def on_hangup(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
     """Call `act` at each SIGHUP, also for one that came before now."""
     loop.add_signal_handler(signal.SIGHUP, act)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT])
 
 
 def _ended(fd: int) -> bool:

@@ -208,7 +208,8 @@ class Child:
             self._socket.setblocking(False)
             self._socket.send(self._settings.to_json() + b"\n" + self._news)
             with theirs:
-                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # the child begins so, and takes it later
+                # The child begins so, and takes them later. (A terminal's Ctrl-C goes to all processes at once.)
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP, signal.SIGINT])
                 try:
                     process = await asyncio.create_subprocess_exec(
                         *self._command, stdin=theirs.fileno(), env=_environment(), pass_fds=self._given_fds
@@ -217,7 +218,7 @@ class Child:
                     log.error("%s cannot be started: %s", self.name, error)
                     return 1
                 finally:
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT])
             self.process = process
             watching = asyncio.create_task(self._watch(self._socket, process))
             try:
