@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.servers import SeaweedFS
+from forebay.cli.up import welcome
+from forebay.client import local_node
 from tests.cli.conftest import Program
 from tests.cli.test_real_node import fill, up
 from tests.cli.test_real_node import real as real
@@ -46,6 +48,7 @@ def test_a_node_started_where_aws_endpoint_url_names_it_refuses_to_be_its_own_ba
         0
     ]
     assert b"names the node itself" in out
+    assert (b"export FOREBAY_TOKEN=" in out) == identities
     for program in ("bucket", "add", "corpus", "s3://corpus"), ("get", "found/by-itself", str(tmp_path / "x")):
         error = real(*program, code=6).stderr
         assert "is this node itself" in error, program
@@ -61,6 +64,13 @@ def test_a_node_started_where_aws_endpoint_url_names_it_refuses_to_be_its_own_ba
     real("bucket", "rm", "corpus", "--force")
     real("bucket", "add", "data", f"file://{tmp_path / 'bucket'}")
     real("get", "data/train/b", str(tmp_path / "b"))
+
+
+def test_a_node_with_tls_says_how_clients_trust_it(tmp_path: Path) -> None:
+    there = local_node.Running(1, "https://127.0.0.1:9400", "1.0")
+    said = welcome(there, tmp_path, None, started=True, identities=False, certificate="/etc/node.pem")
+    assert "export FOREBAY_CA=/etc/node.pem AWS_CA_BUNDLE=/etc/node.pem" in said
+    assert "FOREBAY_TOKEN" not in said
 
 
 def test_the_keys_of_a_bucket_that_owes_something_can_be_changed(

@@ -96,7 +96,7 @@ def up(
         said = {"endpoint": there.endpoint, "pid": there.pid, "dir": str(at), "log": str(wanted.log_file)}
         show.document({**said, "started": started})
     else:
-        print(welcome(there, at, dir, started=started))
+        print(welcome(there, at, dir, started=started, identities=bool(wanted.identities), certificate=wanted.tls_cert))
 
 
 def _unit(given: dict[str, object], config: str | None, *, chosen: bool) -> str:
@@ -115,7 +115,9 @@ def _unit(given: dict[str, object], config: str | None, *, chosen: bool) -> str:
     return systemd_unit.unit(wanted, command, user, make_user=is_root)
 
 
-def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bool) -> str:
+def welcome(
+    there: local_node.Running, at: Path, dir: str | None, *, started: bool, identities: bool, certificate: str
+) -> str:
     """Where the node is, and what to do next."""
     from forebay.client.sync import DEFAULT_URL
 
@@ -123,6 +125,11 @@ def welcome(there: local_node.Running, at: Path, dir: str | None, *, started: bo
     steps = [(f"export AWS_ENDPOINT_URL={there.endpoint}", "S3 clients now read through it")]
     if there.endpoint != DEFAULT_URL:
         steps.append((f"export FOREBAY_URL={there.endpoint}", "and so does forebay"))
+    if there.endpoint.startswith("https:"):
+        file = certificate or "CERTIFICATE"
+        steps.append((f"export FOREBAY_CA={file} AWS_CA_BUNDLE={file}", "unless this machine trusts it by itself"))
+    if identities:
+        steps.append(("export FOREBAY_TOKEN=TOKEN", "one that `forebay key create` showed"))
     steps += [
         ("forebay bucket add NAME s3://NAME", "serve a bucket"),
         ("forebay top", "watch it"),
