@@ -137,6 +137,7 @@ WRITTEN = Objects("written", 10 * MIB, 16)
 SAMPLES_100K = Objects("samples-100k", 100_000, 2_000)  # stand for 10,000 and 200,000: the rates are per sample
 SAMPLES_10K = Objects("samples-10k", 10_000, 10_000)
 
+PICTURES = Objects("picture", 124_000, 32)
 STATE = Objects("state", 1_000 * MB, 1)  # of a model and its optimizer
 STATE_QUICK = Objects("state", 80 * MB, 1)
 
@@ -590,8 +591,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         "dcp",
         "checkpoint",
-        "torch.distributed.checkpoint, 1 GiB in 20 tensors, synced",
+        "torch.distributed.checkpoint, 1 GB in 20 tensors, synced",
         "bench.rows.dcp:dcp",
+        (STATE,),
+        (STATE_QUICK,),
         goals={
             "save / torch": at_least(0.9),
             "load / torch": at_least(0.9),
@@ -649,7 +652,8 @@ ROWS: tuple[Row, ...] = (
         "loader",
         "a JPEG of 124 KB becomes pixels, in one thread; the picture decoder as it ships",
         "bench.rows.decode:decoders",
-        (Objects("picture", 124_000, 32),),
+        (PICTURES,),
+        (PICTURES,),
         goals={"whole": REPORTED, "at least 224": REPORTED},
         rounds=11,
         peer="best peer",

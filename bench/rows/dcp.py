@@ -25,16 +25,15 @@ from bench.report import Result
 from bench.rows.loader import peer_env, peers_python
 from bench.servers import MissingProgram
 from bench.stats import Measure, compared
-from bench.workloads import MIB, Row
+from bench.workloads import Row
 
 BUCKET = "saved"
-SIZE_BYTES, QUICK_BYTES = 1024 * MIB, 16 * MIB
 OURS, FILES, CONNECTOR = "forebay", "torch", "s3torchconnector"
 
 
 def dcp(lab: Lab, row: Row) -> Result:
     """Bytes a second of saves and loads, round by round for each side in turn."""
-    size_bytes = QUICK_BYTES if lab.quick else SIZE_BYTES
+    size_bytes = (row.quick if lab.quick else row.objects)[0].size_bytes
     folder = lab.dir / "dcp-files"
     rates: dict[str, dict[str, list[float]]] = {}
     notes: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ def document(**changes: Any) -> dict[str, Any]:
     for row in ROWS:
         if row.name.startswith("first-batch"):
             rows.append({"row": row.name, "error": "", "extra": {"first_batch_s": {"forebay": [[1.0, 0.5]]}}})
-        elif row.group == "loader":
+        elif row.run == "bench.rows.loader:epochs":
             first = 1000 / (1 + 100 * row.link.latency_s)
             rates = {side: [[first, 2000.0], [first * 3, 4000.0], [first * 2, 3000.0]] for side in SIDES}
             rows.append({"row": row.name, "error": "", "extra": {"rates": rates}})

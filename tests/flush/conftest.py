@@ -49,6 +49,7 @@ class Remote(MemoryBackend):
         self.asked: list[tuple[str, str]] = []
         self.open = asyncio.Event()  # writes wait while it is clear
         self.open.set()
+        self.hold_from = ""  # the verb whose next write clears `open`
         self.fail: deque[ForebayError] = deque()  # the next writes
         self.lose: set[str] = set()  # verbs: do it once, and say that it failed
         self.hang = 0  # so many of the next writes: say that they failed, and do them when they `land`
@@ -64,6 +65,9 @@ class Remote(MemoryBackend):
     async def _write(self, verb: str, key: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         self.asked.append((verb, key))
         self.busy += 1
+        if verb == self.hold_from:
+            self.hold_from = ""
+            self.open.clear()
         self.busiest = max(self.busy, self.busiest)
         try:
             await self.open.wait()

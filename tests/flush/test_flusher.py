@@ -691,10 +691,10 @@ def test_a_key_that_was_stopped_for_a_write_that_failed_is_flushed_after_all(sto
 
 def test_a_stopped_upload_is_aborted_when_the_key_owes_nothing_any_more(story):
     async def tell(node: Node) -> None:
+        node.remote.hold_from = "part"
         await node.write("big", large(1))
         await until(lambda: node.remote.count("part"))
-        node.remote.open.clear()
-        await until(lambda: node.remote.busy)
+        assert not node.remote.count("complete")
         node.shelf.notes.pop(("b", "big"))
         node.flusher.forget("b", "big")
         node.remote.open.set()

@@ -13,7 +13,6 @@ import torch
 
 from forebay.core.errors import Corrupt, Denied, Invalid, NotFound, Precondition
 from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
-from forebay.torch.decoders import picture
 from forebay.torch.source import Facts
 from tests.core.archives import tar_of
 from tests.torch.memory_source import MemorySource, tokens
@@ -215,9 +214,8 @@ def test_parts_are_decoded_by_their_extension():
     assert found["npy"].tolist() == [0, 1, 2]
     raw = ShardDataset("b-1", source=source, decode={})[0]
     assert raw["cls"] == b" 12\n"
-    own = ShardDataset(
-        "b-1", source=source, decode={"seg.png": len, "jpg": picture}, transform=lambda s: (s["seg.png"], s["jpg"])
-    )
+    decode = {"seg.png": len, "jpg": lambda data: Image.open(io.BytesIO(data))}
+    own = ShardDataset("b-1", source=source, decode=decode, transform=lambda s: (s["seg.png"], s["jpg"]))
     size, image = own[0]
     assert size == len(pictures["png"])
     assert isinstance(image, Image.Image)
