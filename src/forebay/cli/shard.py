@@ -30,7 +30,7 @@ def _group() -> None:
 @verb
 def pack(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="s3://bucket/prefix, or a local directory.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The same; it must be empty.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The same: empty, or begun by this command.")],
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="At most, of a shard.")] = "256MiB",
     samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="At most, in a shard.")] = None,
     parts: Annotated[str, typer.Option("--parts", metavar="jpg,cls", help="Take these extensions alone.")] = "",
