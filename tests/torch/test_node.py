@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from bench import servers
 from forebay import aio
 from forebay.core.errors import Corrupt, NotFound, Unavailable
-from forebay.torch import DataLoader, ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch import DataLoader, Mixture, ObjectDataset, ShardDataset, TokenDataset
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
 from tests.torch.memory_source import as_int, label, numbered_shard, tokens
@@ -100,6 +101,25 @@ def test_the_node_knows_what_is_read_next(node: NodeProcess):
         # Both come in calls of their own.
         until(lambda: (state := node.json("GET", "hints/told"))["position"] == 24 and state["known"] >= 24 + 160)
     assert node.ask("GET", "/-/v1/hints/told")[0] == 404, "the job is over"
+
+
+def test_the_node_knows_what_a_mixture_reads_next_of_each_dataset(node: NodeProcess):
+    shards = ShardDataset("corpus/train/", url=node.endpoint, transform=label)
+    numbers = ObjectDataset("corpus/numbers/", decode=lambda _, data: -1 - int(data), url=node.endpoint)
+    mixture = Mixture([shards, numbers], proportions=[1, 1])
+    with DataLoader(mixture, 8, job="mixed", seed=1, collate=list) as loader:
+        batches = iter(loader)
+        read = [sample for _ in range(3) for sample in next(batches)]
+        of_shards = sum(sample >= 0 for sample in read)
+
+        def told(source: int, position: int) -> bool:
+            status, body = node.ask("GET", f"/-/v1/hints/mixed.{source}")
+            state = json.loads(body) if status == 200 else {"position": -1}
+            return state["position"] == position and state["known"] > position
+
+        until(lambda: told(0, of_shards) and told(1, 24 - of_shards))
+        assert 0 < of_shards < 24
+    assert {node.ask("GET", f"/-/v1/hints/mixed.{source}")[0] for source in (0, 1)} == {404}
 
 
 def test_the_node_knows_which_shards_come_next_and_later_what_is_read_of_them(

@@ -8,7 +8,7 @@ An index is three numbers: the source, the source's own epoch and the source's o
 `transform` is told, so a sample that an epoch takes twice is augmented in two ways.
 
 The number of samples of each source must be known: shards without an index beside them are looked into first, all of
-them. The node is told nothing ahead.
+them.
 
 Invariant. The order depends on the sources, the shares, seed and epoch, and on nothing else.
 """
@@ -28,7 +28,8 @@ from forebay.core.errors import Corrupt, Invalid, NotFound
 from forebay.core.mixture import by_proportion, by_repeat
 from forebay.core.spelling import known_arguments
 from forebay.torch.columns import Column, Fingerprint, ListingColumns
-from forebay.torch.dataset import NOTHING_LEFT, Dataset, Shuffle
+from forebay.torch.dataset import NOTHING_LEFT, Accesses, Dataset, Shuffle
+from forebay.torch.mixed_telling import TOLD_MAX, MixedTelling, mixed, name_of
 from forebay.torch.order import Counted, Order, Permuted, splitmix
 from forebay.torch.source import Facts, Telling
 from forebay.torch.tokens import Rows
@@ -116,7 +117,22 @@ class Mixture(Dataset):
         return min(rooms, default=None)
 
     def hints(self, job: str) -> Telling | None:
-        return None
+        """Those of the datasets of which most is read, if there are very many."""
+        shares = self.plan.shares
+        told = sorted(range(len(shares)), key=lambda source: (-shares[source], source))[:TOLD_MAX]
+        of = [
+            dataset.hints(name_of(job, source)) if source in told and shares[source] else None
+            for source, dataset in enumerate(self.datasets)
+        ]
+        return None if all(telling is None for telling in of) else MixedTelling(of)
+
+    def accesses(self, indices: Column) -> Accesses:
+        """Rows with two columns more: see `mixed`."""
+        parts = []
+        for source in np.unique(indices[:, 0]).tolist():
+            here = np.flatnonzero(indices[:, 0] == source)
+            parts.append((here, source, self.datasets[source].accesses(indices[here, 2])))
+        return mixed(parts, len(indices))
 
     def changed_since(self, listing: str) -> str:
         return ""
