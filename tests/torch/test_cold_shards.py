@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from forebay.core.formats.listing import Listing, build, pack
 from forebay.core.formats.members import MemberIndex
 from forebay.core.types import ListEntry
 from forebay.torch import BatchSampler, DataLoader, ShardDataset
+from forebay.torch.dataset import Held
 from forebay.torch.order import Windows, shuffled_blocks
 from forebay.torch.source import Facts
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess
+from tests.patience import until
 from tests.torch.memory_source import MemorySource, label, numbered_shard
+from tests.torch.test_foretelling import Node
 
 SHARD, SHARDS = 25, 40
 
@@ -310,6 +314,119 @@ def test_later_epochs_are_shuffled_over_all_samples(many: Counted, closing: list
     fresh.set_epoch(1)
     full.set_epoch(1)
     assert flat(fresh) == flat(full), "whatever was read before"
+
+
+# --- a node that holds little ----------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize(
+    ("room", "windows", "held"), [(20_000, 3, Held.ALONE), (165_000, 4, Held.SOME), (None, 5, Held.ALL)]
+)
+def test_no_more_is_counted_ahead_than_the_node_can_hold(many: Counted, room: int | None, windows: int, held: Held):
+    many.room = room
+    dataset = dataset_of(many)
+    order = BatchSampler(dataset, 4, shuffle=True).schedule.order(0)
+    assert isinstance(order, Windows)
+    order.reach(order.reach(order.reach(1) + 1) + 1)  # the head of a shard, the rest of it, and the next
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "forebay-count"])
+    found = {int(key[6:9]) for key in Counted.asked}
+    assert found == {block % SHARDS for window in range(windows) for block in order.of_window(window).tolist()}
+    assert dataset.held(order.blocks, order.ends) is held
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("room", [165_000, None])
+def test_of_windows_of_which_some_fit_the_node_nothing_is_told_before_all_is_counted(
+    many: Counted, closing: list[DataLoader], room: int | None
+):
+    said: list[bool] = []
+
+    def tell(verb: str) -> None:
+        said.append(dataset.counted)
+
+    def make(job: str, listing: Listing) -> Node:
+        node = Node(job, listing)
+        node.fail = tell
+        return node
+
+    many.room, many.told = room, make
+    dataset = dataset_of(many)
+    loader = DataLoader(dataset, 4, seed=1, shuffle=True)
+    closing.append(loader)
+    batches = iter(loader)
+    next(batches)
+    if room is None:
+        until(lambda: said)
+        assert not said[0]
+        return
+    list(batches)
+    next(iter(loader))
+    assert said, "the second epoch begins when the node knows of it"
+    assert all(said)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_node_that_holds_one_window_is_told_of_each_when_the_last_was_given_out(
+    many: Counted, closing: list[DataLoader], monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    nodes: list[Node] = []
+    looked: list[tuple[str, set[int]]] = []
+    members = Counted.members
+
+    def looking(self: Counted, bucket: str, key: str, etag: str) -> MemberIndex:
+        known = nodes[0].known if nodes else {}
+        looked.append((key, {row[0] for at, row in known.items() if at >= nodes[0].position}))
+        return members(self, bucket, key, etag)
+
+    def make(job: str, listing: Listing) -> Node:
+        nodes.append(Node(job, listing))
+        return nodes[-1]
+
+    monkeypatch.setattr(Counted, "members", looking)
+    monkeypatch.setattr("forebay.torch.foretelling._HEARD_S", 60.0)
+    many.room, many.told = 20_000, make
+    dataset = dataset_of(many)
+    loader = DataLoader(dataset, 4, seed=1, shuffle=True, workers=workers)
+    closing.append(loader)
+    order = loader.schedule.order(0)
+    assert isinstance(order, Windows)
+    batches = iter(loader)
+    seen = next(batches).tolist()
+    until(lambda: nodes and nodes[0].known)
+    for batch in batches:
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(len(dataset)))
+    windows = [{block % SHARDS for block in order.of_window(window).tolist()} for window in range(len(order.ends))]
+    later = [(int(key[6:9]), known) for key, known in looked if known]
+    assert len(later) >= len(windows) - 2
+    for shard, known in later:
+        assert shard in known
+        assert known in windows
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_windows_of_the_first_epoch_fit_the_node_and_a_state_says_how_large_they_were(
+    many: Counted, closing: list[DataLoader], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("forebay.torch.choosing._WINDOW_BYTES_MIN", 1)
+
+    def loader() -> DataLoader:
+        closing.append(DataLoader(dataset_of(many), 8, seed=5, shuffle=True))
+        return closing[-1]
+
+    monkeypatch.setattr("forebay.torch.shards.ARRIVING_BYTES", 1_000_000)
+    many.room = 40_000
+    first = loader()
+    assert first.schedule.window_bytes == 8192
+    whole = flat(first)
+    first.restart(0)
+    list(itertools.islice(first, 10))
+    many.room = None
+    again = loader()
+    assert flat(again) != whole
+    again.load_state_dict(first.state_dict())
+    assert flat(again) == whole[80:]
+    assert again.state_dict()["fingerprint"]["shape"] == first.state_dict()["fingerprint"]["shape"]
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -52,11 +52,21 @@ def read_directly(endpoint: str, bucket: str, samples: int, sample_bytes: int) -
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("sample_bytes", "capacity", "shuffle"),
-    [(100_000, 8 * MIB, True), (10_000, 16 * MIB, True), (100_000, 12 * MIB, "auto")],
+    ("sample_bytes", "capacity", "shuffle", "batch"),
+    [
+        (100_000, 8 * MIB, True, 6),  # holds one shard: the samples of one batch a shard come twice
+        (10_000, 16 * MIB, True, 16),
+        (100_000, 12 * MIB, "auto", 16),
+    ],
 )
 def test_an_epoch_sends_no_more_than_its_ranges(
-    seaweed: SeaweedFS, tmp_path: Path, closing: list[DataLoader], sample_bytes: int, capacity: int, shuffle: Any
+    seaweed: SeaweedFS,
+    tmp_path: Path,
+    closing: list[DataLoader],
+    sample_bytes: int,
+    capacity: int,
+    shuffle: Any,
+    batch: int,
 ):
     bucket = f"small-cache-{sample_bytes}-{capacity // MIB}"
     seaweed.create_bucket(bucket)
@@ -68,12 +78,12 @@ def test_an_epoch_sends_no_more_than_its_ranges(
         try:
             node.add_bucket("far", f"s3://{bucket}", **(seaweed.options() | {"endpoint": link.endpoint}))
             dataset = ShardDataset("far/train/", decode={}, url=node.endpoint)
-            loader = DataLoader(dataset, 16, seed=3, collate=names, shuffle=shuffle)
+            loader = DataLoader(dataset, batch, seed=3, collate=names, shuffle=shuffle)
             closing.append(loader)
             sent, epochs = [], []
             for _ in range(2):
                 before = link.counters()["response_bytes"]
-                epochs.append([name for batch in loader for name in batch])
+                epochs.append([name for some in loader for name in some])
                 sent.append(link.counters()["response_bytes"] - before)
             samples = len(dataset)
             for found in epochs:
@@ -82,6 +92,7 @@ def test_an_epoch_sends_no_more_than_its_ranges(
             read_directly(link.endpoint, bucket, samples, sample_bytes)
             direct = link.counters()["response_bytes"] - before
             assert sent[1] <= 1.1 * direct, (sent, direct)
+            assert sent[0] <= 1.1 * direct, (sent, direct)
             if shuffle == "auto":
                 assert (loader.schedule.shuffle, loader.schedule.window_bytes) == ("block", 2 * MIB)
             else:

@@ -27,12 +27,12 @@ log = logging.getLogger("forebay.torch")
 _said: set[str] = set()
 
 
-def chosen_window(dataset: Dataset, window_bytes: int, world: int) -> int:
+def chosen_window(dataset: Dataset, window_bytes: int, world: int, *, quietly: bool = False) -> int:
     """How large windows should be, at most `window_bytes`; 0: shuffle over all samples."""
     size_bytes, room_bytes = dataset.listing.size_bytes, dataset.room_bytes()
     mine = window_for(size_bytes, room_bytes, window_bytes)
     found = mine if world == 1 else agreed(f"{dataset.fingerprint.id}/{window_bytes}", mine)
-    if (mine or found) and dataset.place not in _said:
+    if (mine or found) and not quietly and dataset.place not in _said:
         _said.add(dataset.place)
         what = f"in windows of {found / 1e9:.3g} GB (shuffle='block')" if found else "over all samples all the same"
         log.warning(

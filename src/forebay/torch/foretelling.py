@@ -7,7 +7,11 @@ sends the job's position. So the node fetches what comes next and keeps what is 
 
 In an epoch that goes window by window over uncounted shards (`shards.py`), an access is a whole shard, and the position
 is where the job's window begins. A few windows are told at a time, so that later data takes no share of the link. The
-epoch after it is told when all shards are counted, some windows before the end.
+epoch after it is told when all shards are counted, some windows before the end. A node that cannot hold three windows
+is told less. To it the whole of a window is needed until its end, so what is read to count the next would find no
+room, and be read twice. If it can hold something beside a window, nothing is told before all is counted. If not, each
+window is told when all before it was read, right before it is counted (`heard`): the last one gives way, and of that
+single samples are fetched.
 
 Accesses are numbered from where the job began, across epochs. The loader only leaves its cursor here. A cursor that the
 numbers do not lead to (a restart, a jump to another epoch) makes the thread tell the future anew from there.
@@ -16,7 +20,7 @@ All of this is advice. If the node does not understand it, forgot it or is away,
 The thread has a client of its own, so workers are never forked while it holds a lock.
 
 Invariants. (1) The node never knows more than AHEAD_BLOCKS_MAX blocks ahead of the position. (2) The loader's thread
-waits for this one only in `close`.
+waits for this one only in `close` and `heard`, and never long.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Invalid, NotFound, NotSupported
-from forebay.torch.dataset import Dataset
+from forebay.torch.dataset import Dataset, Held
 from forebay.torch.order import Order, Windows
 from forebay.torch.schedule import Cursor, Schedule
 from forebay.torch.source import Telling
@@ -38,18 +42,25 @@ FIRST_SAMPLES, PIECE_SAMPLES = 2048, 65_536  # told at first, so that fetching b
 _PAUSE_S = 0.2  # between reports: some ten batches of a fast job
 _AWAY_S = 5.0  # after a failure
 _CLOSING_S = 2.0
+_HEARD_S = 1.0  # hundreds of round trips to a node that is there
 
 
 class _Epoch(NamedTuple):
-    """How an epoch is told: `windows`, as whole shards; else by its samples."""
+    """How an epoch is told: `windows`, as whole shards, and of those only the one that the job is in if it is `alone`;
+    else by its samples."""
 
     order: Order
     accesses: int
     windows: Windows | None
+    alone: bool = False
 
     def told_up_to(self, window: int) -> int:
-        """How many accesses may be told while the job is in `window`."""
-        return self.accesses if self.windows is None else self.windows.end_after(window)
+        """How many accesses may be told while the job is in `window`; -1: in the epoch before."""
+        if self.windows is None:
+            return self.accesses
+        if self.alone:
+            return int(self.windows.ends[window]) if window >= 0 else 0
+        return self.windows.end_after(window)
 
     def before(self, cursor: Cursor) -> int:
         """How many accesses lie before `cursor`."""
@@ -69,7 +80,11 @@ class Foretelling:
         self._zero = self._known = self._said = self._reported = 0
         self._ahead_blocks: list[tuple[int, int]] = []  # of each piece that is not consumed: its end, its blocks
         self._epochs: dict[int, _Epoch] = {}
+        self._untold: set[int] = set()  # epochs of which nothing is told before all shards are counted
         self._ended = threading.Event()
+        self._wake = threading.Event()  # set when there is a new word, or the end
+        self._said_all = threading.Condition()
+        self._done: Cursor | None = None  # the word after which all that was due was said, or could not be
         self.failed: ForebayError | None = None  # why nothing is told any more
         self._thread = threading.Thread(target=self._run, name="forebay-foretell", daemon=True)
         self._thread.start()
@@ -78,21 +93,52 @@ class Foretelling:
         """The job is at `cursor`."""
         self._word = cursor
 
+    def heard(self, cursor: Cursor) -> None:
+        """The job is about to read from `cursor` on. Returns when the node knows what comes there, if it can be told
+        soon."""
+        self._word = cursor
+        if not self._thread.is_alive():
+            return  # it ended, or it is the one of the process that this was forked from
+        self._wake.set()
+        with self._said_all:
+            self._said_all.wait_for(lambda: self._done is cursor or self.failed, _HEARD_S)
+
+    def begins(self, cursor: Cursor) -> None:
+        """As `at`, for the start of an epoch: as `heard` if nothing that lies there was told."""
+        if self._known == self._said:
+            self.heard(cursor)
+        else:
+            self.at(cursor)
+
+    def comes(self, cursor: Cursor) -> None:
+        """All before a window was given out, and now that is looked into: as `heard` where it needs all the room."""
+        found = self._epochs.get(cursor.epoch)
+        if found is not None and found.alone:
+            self.heard(cursor)
+
     def end(self) -> None:
         """As `close`, without waiting for it."""
         self._ended.set()
+        self._wake.set()
 
     def close(self) -> None:
         """The job is over, or goes on elsewhere."""
-        self._ended.set()
+        self.end()
         self._thread.join(_CLOSING_S)
+
+    def _rested(self, pause_s: float) -> bool:
+        """Whether it goes on, after a pause that a new word ends."""
+        self._wake.wait(pause_s)
+        self._wake.clear()
+        return not self._ended.is_set()
 
     def _run(self) -> None:
         pause_s = 0.0
         lost = False
-        while not self._ended.wait(pause_s):
+        while self._rested(pause_s):
+            word = self._word
             try:
-                pause_s = 0.0 if self._step() else _PAUSE_S
+                pause_s = 0.0 if self._step(word) else _PAUSE_S
                 lost = False
             except NotFound:  # a node that was restarted; if it has not even the listing, it has no use for this
                 self._known = self._said
@@ -100,17 +146,21 @@ class Foretelling:
                 pause_s, lost = (_AWAY_S if lost else 0.0), True
             except (Invalid, NotSupported) as error:
                 self.failed = error
-                return
             except ForebayError:
                 pause_s = _AWAY_S
+            if pause_s or (self._known > self._said == self._reported):
+                with self._said_all:
+                    self._done = word
+                    self._said_all.notify_all()
+            if self.failed:
+                return
         try:
             self._hints.close()
         except ForebayError:
             pass  # it forgets by itself
 
-    def _step(self) -> bool:
-        """Say how far the job is, or one piece of its future; whether there is more to say at once."""
-        cursor = self._word
+    def _step(self, cursor: Cursor) -> bool:
+        """Say how far the job is, at `cursor`, or one piece of its future; whether there is more to say at once."""
         position = self._number(cursor)
         self._said = position
         if self._reported < position < self._known:
@@ -137,14 +187,18 @@ class Foretelling:
         """How an epoch is told, once that was begun always the same; None if nothing is known of it yet."""
         if number not in self._epochs:
             counted = self._dataset.counted
-            if not counted and not self._schedule.in_windows(number):
+            if not counted and (number in self._untold or not self._schedule.in_windows(number)):
                 return None
             order = self._schedule.order(number)
             if counted:
                 self._epochs[number] = _Epoch(order, len(self._dataset), None)
-            else:
-                assert isinstance(order, Windows), "that is what in_windows says"
-                self._epochs[number] = _Epoch(order, len(order.blocks), order)
+                return self._epochs[number]
+            assert isinstance(order, Windows), "that is what in_windows says"
+            held = self._dataset.held(order.blocks, order.ends)
+            if held is Held.SOME:
+                self._untold.add(number)
+                return None
+            self._epochs[number] = _Epoch(order, len(order.blocks), order, held is Held.ALONE)
         return self._epochs[number]
 
     def _number(self, cursor: Cursor) -> int:

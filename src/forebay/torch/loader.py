@@ -299,9 +299,10 @@ class DataLoader:
             told = self.dataset.hints(self._job)
             if told is not None:
                 self._foretelling = Foretelling(self.schedule, told, self._cursor)
+                self.schedule.coming = self._foretelling.comes
                 weakref.finalize(self, self._foretelling.end)  # a loader that is forgotten says nothing more
         elif self._foretelling is not None:
-            self._foretelling.at(self._cursor)
+            self._foretelling.begins(self._cursor)
         self._foretold = True
 
     def _hush(self) -> None:

@@ -179,7 +179,7 @@ class Windows:
     @property
     def samples(self) -> int | None:
         """Of the epoch; None while there are windows that were not reached."""
-        return None if self._window + len(self._sample_ends) < len(self.ends) else self._known
+        return None if self.next_window < len(self.ends) else self._known
 
     @property
     def _known(self) -> int:
@@ -187,19 +187,24 @@ class Windows:
 
     def reach(self, position: int) -> int:
         while self._known < position and self.samples is None:
-            self._advance()
+            self.advance()
         return self._known
 
     def at_once(self, position: int) -> bool:
         while self._known < position and self.samples is None:
-            if not self._counted(self.of_window(self._window + len(self._sample_ends))):
+            if not self._counted(self.of_window(self.next_window)):
                 return False
-            self._advance()
+            self.advance()
         return True
 
-    def _advance(self) -> None:
+    @property
+    def next_window(self) -> int:
+        """The first that was not reached."""
+        return self._window + len(self._sample_ends)
+
+    def advance(self) -> None:
         """Reach one more window."""
-        window = self._window + len(self._sample_ends)
+        window = self.next_window
         following = self.blocks[int(self.ends[window]) : self.end_after(window)]
         inner = np.cumsum(self._counts(self.of_window(window), following))
         self._sample_ends.append(self._known + int(inner[-1]))

@@ -90,7 +90,10 @@ class Schedule:
         self.world = ours[1] if world is None else world
         if self.auto and isinstance(dataset, Dataset) and (fits := chosen_window(dataset, window_bytes, self.world)):
             self.shuffle, self.window_bytes = "block", fits
+        elif self.arriving and shuffle is True:  # of epoch 0, which goes in windows all the same
+            self.window_bytes = chosen_window(dataset, window_bytes, self.world, quietly=True) or window_bytes
         self._fingerprint: Fingerprint | None = None
+        self.coming: Callable[[Cursor], None] = lambda cursor: None  # hears of a window before that is looked into
         self._split(self.samples or 0, 0)  # says what is wrong with the numbers
         if self.samples is not None and batch_bytes is None:
             self._check(self.samples)
@@ -148,7 +151,7 @@ class Schedule:
         while True:
             while not (waits() or order.at_once(at + size + needed)):
                 yield LATER, cursor
-            known = order.reach(at + size + needed)
+            known = self._reached(order, cursor.epoch, at, size + needed)
             if not (known or order.samples):
                 raise self.dataset.empty()
             if not at:
@@ -185,7 +188,7 @@ class Schedule:
         while True:
             while not (waits() or order.at_once(at + 2 * size + 1)):
                 yield LATER, cursor
-            known = order.reach(at + 2 * size + 1)
+            known = self._reached(order, cursor.epoch, at, 2 * size + 1)
             if not (known or order.samples):
                 raise self.dataset.empty()
             if at + 2 * size > base + len(sizes) and base + len(sizes) < known:
@@ -210,6 +213,14 @@ class Schedule:
             if not at:
                 self._check(known)
             yield from self._batches_by_size(Cursor(cursor.epoch + 1, 0), waits)
+
+    def _reached(self, order: Order, epoch: int, at: int, samples: int) -> int:
+        """What is known when `samples` beyond `at` are asked for. All before them was given out, so `coming` is told of
+        each window that must be looked into."""
+        while isinstance(order, Windows) and not order.at_once(at + samples):
+            self.coming(Cursor(epoch, at, order.next_window))
+            order.advance()
+        return order.reach(at + samples)
 
     def settled(self, cursor: Cursor) -> Cursor:
         """`cursor`, or the start of the next epoch if nothing is left of this one, as far as that is known."""
@@ -293,7 +304,10 @@ class Schedule:
         elif self.auto and (shape.endswith(", shuffled") or _ARRIVING in shape):
             self.shuffle, self.window_bytes, self._fingerprint = True, self._said_bytes, None
         if self.shuffle is True and isinstance(self.dataset, Dataset) and self.dataset.comes_in_parts:
-            self.arriving, self._fingerprint = _ARRIVING in shape, None
+            arriving = re.search(rf"{_ARRIVING} of (\d+) bytes$", shape)
+            self.arriving, self._fingerprint = arriving is not None, None
+            if arriving and int(arriving[1]) <= self._said_bytes:  # chosen by what a node held then
+                self.window_bytes = int(arriving[1])
         loaded = from_dict(state, self._listing, self.fingerprint, told)
         self.seed = loaded.seed
         return self.settled(Cursor(loaded.epoch, loaded.samples, loaded.window, loaded.before))

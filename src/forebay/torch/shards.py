@@ -41,9 +41,9 @@ from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
-from forebay.torch.dataset import Accesses, Dataset, OnError, Shuffle, block_rows, decoded, parameters, ranges
+from forebay.torch.dataset import Accesses, Dataset, Held, OnError, Shuffle, block_rows, decoded, parameters, ranges
 from forebay.torch.decoders import Decoder, chosen
-from forebay.torch.order import Order, Windows, shuffled_blocks
+from forebay.torch.order import WINDOWS_AHEAD, Order, Windows, shuffled_blocks
 from forebay.torch.shard_counts import told_counts
 from forebay.torch.source import PATIENCE_S, Facts, Patient, Source
 from forebay.torch.switch import DIRECT_AFTER_S
@@ -54,6 +54,7 @@ GAP_BYTES_MAX = 8 * limits.KIB  # between parts that are read together: less tha
 # These two are part of the order, and of what saved states mean.
 ARRIVING_BYTES = 256 * limits.MIB  # of a window of the first epoch: a node holds some of them, whatever its size
 FIRST_BYTES = 16 * limits.MIB  # of the very first: it is read before the first batch
+AHEAD_SHARE = 0.75  # of what the node can hold: a window and what is counted ahead of it
 HEADER_BYTES = 64 * limits.KIB  # read at once where headers lie close together
 log = logging.getLogger("forebay.torch")
 
@@ -189,6 +190,7 @@ class ShardDataset(Dataset):
         self._decoder_of: dict[str, Decoder | None] = {}
         self._counting_source: tuple[int, Patient | None] = (0, None)  # of a process
         self._told: Column | None = None
+        self._room_bytes: int | None = -1  # not asked yet
         super().__init__(
             place,
             suffixes=suffixes,
@@ -264,12 +266,43 @@ class ShardDataset(Dataset):
         """Of a window, while what follows is counted ahead."""
         parts, counting = self._parts, self._counting
         counting.of(parts.needed(blocks))
-        counting.ahead(parts.needed(following))
+        counting.ahead(parts.needed(self._that_fit(blocks, following)))
         rest = parts.is_rest(blocks)
         for block in parts.shard(blocks[rest]).tolist():
             self._check_head(block)
         counts: Column = counting.counts[np.where(parts.is_head(blocks), blocks, parts.shard(blocks))]
         return np.maximum(0, counts - np.where(rest, counting.counts[parts.head(blocks)], 0))  # 0: damaged after it
+
+    def _that_fit(self, blocks: Column, following: Column) -> Column:
+        """Those of the blocks after `blocks` that the node can hold beside them: what is read too early leaves before
+        it is used, and is read once more."""
+        fits = self._ends_of(np.concatenate((blocks, following))) <= self._room_for_windows
+        return following[fits[len(blocks) :]]
+
+    def _counts_alone(self, blocks: Column, _: Column) -> Column:
+        """As `_counts_of`, where the node can hold nothing beside a window."""
+        return self._counts_of(blocks, blocks[:0])
+
+    def held(self, blocks: Column, ends: Column) -> Held:
+        total = np.concatenate(([0], self._ends_of(blocks)))
+        before = total[np.concatenate(([0], ends[:-1]))]
+        after = total[ends[np.minimum(np.arange(len(ends)) + WINDOWS_AHEAD, len(ends) - 1)]]
+        if ((after - before) <= self._room_for_windows).all():
+            return Held.ALL
+        beside = total[np.minimum(ends + 1, len(blocks))] - before <= self._room_for_windows
+        alone_bytes = int((total[ends] - before)[~beside].sum())
+        return Held.ALONE if alone_bytes > int(total[-1]) // 2 else Held.SOME
+
+    def _ends_of(self, blocks: Column) -> Column:
+        """After each of these blocks the bytes of all up to it."""
+        _, starts, ends = self._spans(blocks)
+        return np.cumsum(ends - starts)
+
+    @property
+    def _room_for_windows(self) -> float:
+        if self._room_bytes == -1:
+            self._room_bytes = self.room_bytes()
+        return float("inf") if self._room_bytes is None else self._room_bytes * AHEAD_SHARE
 
     def _named(self, blocks: Column, inner: Column) -> Column:
         """The places of samples of an order's blocks."""
@@ -345,7 +378,8 @@ class ShardDataset(Dataset):
         def counted(blocks: Column) -> bool:
             return self._counting.knows(self._parts.needed(blocks))
 
-        return Windows(blocks, ends, self._counts_of, self._named, mixed, epoch, window, before, counted)
+        counts = self._counts_alone if self.held(blocks, ends) is Held.ALONE else self._counts_of
+        return Windows(blocks, ends, counts, self._named, mixed, epoch, window, before, counted)
 
     def _is_cut(self, shard: int) -> bool:
         """Whether an epoch that begins with this shard gives out samples of its head before it has the rest."""
@@ -356,10 +390,13 @@ class ShardDataset(Dataset):
 
     def of_blocks(self, blocks: Column) -> Accesses:
         """As `accesses`, for all of each of an order's blocks."""
+        return Accesses(block_rows(self.listing, *self._spans(blocks)), 0)
+
+    def _spans(self, blocks: Column) -> tuple[Column, Column, Column]:
+        """The shard of each block, and from where to where it is of that."""
         shards = self._parts.shard(blocks)
         starts = np.where(self._parts.is_rest(blocks), FIRST_BYTES, 0)
-        ends = np.where(self._parts.is_head(blocks), FIRST_BYTES, self.listing.sizes[shards])
-        return Accesses(block_rows(self.listing, shards, starts, ends), 0)
+        return shards, starts, np.where(self._parts.is_head(blocks), FIRST_BYTES, self.listing.sizes[shards])
 
     # --- layouts -----------------------------------------------------------------------------------------------------
     def _layout(self, number: int, facts: Facts, source: Patient | None = None) -> Layout:
