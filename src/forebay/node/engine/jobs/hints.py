@@ -32,6 +32,7 @@ from forebay.core.formats.listing import Listing
 from forebay.core.machines.eviction import unit_of
 from forebay.core.machines.foreseen import Stay
 from forebay.core.machines.hints import (
+    JOBS_MAX,
     OVERFETCH_MAX,
     TRIPLE_BYTES,
     Dataset,
@@ -57,6 +58,7 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.hinting")
 
 FETCHES = 32  # half of what a bucket may have: readers who wait come first
+JOBS_OF_ONE_MAX = JOBS_MAX * 3 // 4  # of one identity: nobody takes all
 FLYING_BYTES_MAX = 256 * limits.MIB
 WINDOW_BYTES = 512 * limits.MIB  # half a second of a fast job, and 25 round trips of 20 ms
 WINDOW_SHARE = 0.03  # of a full cache: what waits for its use takes the place of what would be kept
@@ -181,6 +183,11 @@ class Hinting:
         )
 
     async def _begin(self, name: str, call: HintsCall) -> _Plan:
+        theirs = sum(one.rpartition("/")[0] == name.rpartition("/")[0] for one in self._plans)
+        if name not in self._plans and theirs >= JOBS_OF_ONE_MAX:
+            raise Invalid(
+                f"{JOBS_OF_ONE_MAX} of your jobs give hints already: end one (DELETE /-/v1/hints/JOB), or go on without"
+            )
         place = (call.bucket, call.prefix, call.listing)
         source = self._sources.get(place)
         if source is None:

@@ -6,7 +6,8 @@ finished units. A failed unit is counted, and the first errors are kept. A job f
 FAILURES_MAX units fail in a row (the backend is away, and going on would only make noise).
 
 Invariants. (1) A unit counts as done or failed, once. (2) At most `parallel` units are at work. (3) A job's record is
-in the metadata store exactly while it is running.
+in the metadata store exactly while it is running. (4) How many jobs one identity starts changes nothing for those of
+another: how many it may have under way, and how many that ended are known.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forebay.core.errors import ForebayError
+from forebay.core.errors import Busy, ForebayError
 from forebay.core.messages.calls import JobCall, JobState, JobVerb, no_such_job
 from forebay.meta.seam import MetaStore
 from forebay.ports.chance import Chance
@@ -30,7 +31,9 @@ log = logging.getLogger("forebay.jobs")
 PARALLEL = 8
 FAILURES_MAX = 100
 ERRORS_SHOWN_MAX = 5
-JOBS_KEPT_MAX = 100  # finished jobs, for `forebay job ls`
+JOBS_KEPT_MAX = 100  # finished jobs of one identity, for `forebay job ls`
+JOBS_KEPT_IN_ALL_MAX = 10_000  # an issuer may vouch for any number of people
+JOBS_RUNNING_MAX = 256  # of one identity
 PREFIX = "jobs/"
 
 
@@ -100,7 +103,14 @@ class Jobs:
 
     async def start(self, verb: JobVerb, call: JobCall) -> JobState:
         """Begin a job; returns its state so far. With `dry_run` only the plan runs: its totals say what the job would
-        do."""
+        do. `Busy` if the identity has too many under way."""
+        theirs = [job.state for job in self._jobs.values() if job.state.identity == call.identity]
+        if sum(state.state == "running" for state in theirs) >= JOBS_RUNNING_MAX:
+            raise Busy(
+                f"{JOBS_RUNNING_MAX} of your jobs are under way: wait for some, or cancel some (`forebay job ls`)",
+                code="TooManyRequests",
+                retry_after_s=5.0,
+            )
         work = await self._make(verb, call)
         job_id = self._chance.token_hex(4)
         started_s = self._clock.wall_s()
@@ -112,7 +122,7 @@ class Jobs:
         job = _Job(JobState(job_id, verb, call.bucket, call.prefix, started_s=started_s, identity=call.identity))
         self._jobs[job_id] = job
         job.task = asyncio.create_task(self._run(job, work, call.dry_run))
-        self._forget_old()
+        self._forget_old(call.identity)
         return job
 
     def get(self, job_id: str) -> JobState:
@@ -157,9 +167,12 @@ class Jobs:
             raise no_such_job(job_id)
         return job
 
-    def _forget_old(self) -> None:
-        ended = [job_id for job_id, job in self._jobs.items() if job.state.state != "running"]
-        for job_id in ended[: max(0, len(ended) - JOBS_KEPT_MAX)]:
+    def _forget_old(self, identity: str) -> None:
+        ended = {job_id: job.state.identity for job_id, job in self._jobs.items() if job.state.state != "running"}
+        theirs = [job_id for job_id, whose in ended.items() if whose == identity]
+        for job_id in theirs[: max(0, len(theirs) - JOBS_KEPT_MAX)]:
+            del self._jobs[job_id], ended[job_id]
+        for job_id in list(ended)[: max(0, len(ended) - JOBS_KEPT_IN_ALL_MAX)]:
             del self._jobs[job_id]
 
     async def _run(self, job: _Job, work: Work, dry_run: bool) -> None:
