@@ -15,6 +15,7 @@ from forebay.core.access import Identities, Identity, decode_identities
 from forebay.core.errors import Exists, Invalid
 from forebay.core.keyfile import identities_of, parse
 from forebay.core.machines.allowance import Limits
+from forebay.core.oidc import SESSION_S_MAX
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.sealed_secrets import Opener, make_key, read_key, seal
 from forebay.ports import clock
@@ -216,3 +217,58 @@ def test_a_node_keeps_its_identities_when_the_file_breaks(tmp_path: Path, caplog
     assert file.encoded, "a file without entries is not a node without identities"
     assert not IdentitiesFile("").read()
     assert IdentitiesFile("").encoded == b""
+
+
+def test_a_node_logs_by_name_what_changed_in_the_file(
+    alone: Program, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "node" / "identities.json"
+    made = [json.loads(alone("key", "create", name, "--allow", "read:a", "--json").stdout) for name in ("ann", "bob")]
+    file = IdentitiesFile(str(path))
+    with caplog.at_level(logging.INFO):
+        assert file.read()
+        assert caplog.text == "", "a start changes nothing"
+        alone("key", "rm", "ann")
+        alone("key", "grant", "bob", "read:b")
+        alone("key", "create", "cid", "--allow", "read:c")
+        assert file.read()
+    assert "new: cid; gone: ann; changed: bob" in caplog.text
+    assert all(one["secret_access_key"] not in caplog.text for one in made)
+
+
+def test_what_an_issuers_people_have_is_ended_in_the_file(
+    alone: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node" / "identities.json"
+    key_id = "FBT" + "A" * 17
+    assert "no issuer is in" in alone("key", "end", key_id, code=3).stderr
+    rules = [{"claim": "sub", "value": "*", "allow": "read:corpus"}]
+    issuers = [
+        {"name": name, "issuer": f"https://{name}.example", "audience": "a", "rules": rules} for name in ("corp", "ci")
+    ]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"identities": [], "oidc": issuers}))
+
+    def ended() -> list[list[str]]:
+        return [[one.access_key_id or one.subject for one in issuer.ended] for issuer in parse(path.read_bytes()).oidc]
+
+    assert "are worth nothing" in alone("key", "end", key_id).stdout
+    assert ended() == [[key_id], [key_id]], "its id does not say whose it is"
+    for _ in range(2):
+        assert "what ann:x got until now" in alone("key", "end", "oidc:corp:ann:x").stdout
+    assert ended() == [[key_id, "ann:x"], [key_id]], "once"
+    assert json.loads(alone("key", "end", "oidc:ci:bob", "--json").stdout)["ended"] == "oidc:ci:bob"
+    alone("key", "create", "trainer", "--allow", "read:corpus")
+    assert ended() == [[key_id, "ann:x"], [key_id, "bob"]], "other changes keep it"
+    for wrong, code, words in (
+        ("FBTshort", 2, "neither temporary keys"),
+        ("trainer", 2, "forebay key disable"),
+        ("oidc:corp", 2, "neither"),
+        ("oidc:corp:", 2, "neither"),
+        ("oidc:crop:ann", 3, "it has corp, ci"),
+    ):
+        assert words in alone("key", "end", wrong, code=code).stderr, wrong
+    now_s = clock.wall_s()
+    monkeypatch.setattr(clock, "wall_s", lambda: now_s + SESSION_S_MAX + 60)
+    alone("key", "end", "oidc:ci:bob")
+    assert ended() == [[key_id, "ann:x"], ["bob"]], "keys whose time is over need no ending"

@@ -16,8 +16,10 @@ import botocore.config
 import botocore.exceptions
 import pytest
 from botocore import UNSIGNED
+from typer.testing import CliRunner
 
 from bench import servers
+from forebay.cli.main import app
 from forebay.client.sync import Client
 from forebay.core.errors import Denied, Unavailable
 from tests.patience import until
@@ -48,7 +50,9 @@ def place(issuer: servers.Issuer, tmp_path_factory: pytest.TempPathFactory) -> I
     directory = tmp_path_factory.mktemp("oidc")
     identities = directory / "identities.json"
     write_identities(identities, issuer)
-    with RealNode(directory / "n", "--fronts", "2", "--identities", str(identities), token="op") as node:
+    with RealNode(
+        directory / "n", "--fronts", "2", "--identities", str(identities), "--audit", "changes", token="op"
+    ) as node:
         for name in ("team-a", "team-b"):
             node.add_bucket(name, "local://", write="local")
         yield node, identities
@@ -217,6 +221,46 @@ def test_keys_outlive_a_restart_but_not_their_rule(place: tuple[RealNode, Path],
     until(is_out, "nobody of the issuer is let in")
     change(node, identities, issuer)
     until(lambda: not is_out(), "the issuer is trusted again")
+
+
+def test_what_leaked_is_ended_at_every_front_and_stays_so(place: tuple[RealNode, Path], issuer: servers.Issuer) -> None:
+    node, identities = place
+    token, other_person = (until_known(node, issuer.token(name, AUDIENCE)) for name in ("ann", "bob"))
+    leaked, other = keys_of(node, token), keys_of(node, token, DurationSeconds=1800)
+    s3_with(node, other).put_object(Bucket="team-a", Key="e", Body=b"e")
+    url = s3_with(node, leaked).generate_presigned_url("get_object", Params={"Bucket": "team-a", "Key": "e"})
+    path = url.removeprefix(node.endpoint)
+    assert node.ask("GET", path)[0] == 200
+
+    def end(what: str) -> None:
+        assert CliRunner().invoke(app, ["key", "end", what, "--file", str(identities)]).exit_code == 0
+
+    def is_out(keys: dict[str, str]) -> bool:  # connections go to both fronts
+        return all(_is_refused(lambda: s3_with(node, keys).get_object(Bucket="team-a", Key="e")) for _ in range(8))
+
+    end(leaked["AccessKeyId"])
+    until(lambda: is_out(leaked), "the keys are worth nothing, at every front")
+    assert code_of(lambda: s3_with(node, leaked).list_buckets()) == "AccessDenied"
+    assert node.ask("GET", path)[0] == 403
+    assert s3_with(node, other).get_object(Bucket="team-a", Key="e")["Body"].read() == b"e"
+    told = [line for file in (node.dir / "log").glob("audit-*.jsonl") for line in file.read_text().splitlines()]
+    denied = [line for line in map(json.loads, told) if (line.get("status"), line.get("key")) == (403, "e")]
+    assert denied, "such denials are audited"
+    assert f"ended: {leaked['AccessKeyId']}" in (node.dir / "stderr.log").read_text()
+    node.stop()
+    node.start()
+    until_known(node, other_person)
+    assert is_out(leaked)
+    assert not is_out(other)
+    end("oidc:corp:ann")
+    until(lambda: is_out(other), "all that ann had is worth nothing")
+    with Client(node.endpoint, token=token) as ann, pytest.raises(Denied, match="ended before its time"):
+        ann.buckets()
+    assert code_of(lambda: keys_of(node, token)) == "InvalidIdentityToken"
+    with Client(node.endpoint, token=other_person) as bob:
+        assert bob.get("team-a", "e") == b"e"
+    change(node, identities, issuer)
+    until(lambda: not is_out(other), "what was ended works again")
 
 
 def change(node: RealNode, identities: Path, issuer: servers.Issuer, **changed: Any) -> None:

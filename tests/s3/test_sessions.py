@@ -13,7 +13,7 @@ import pytest
 
 from forebay.core.access import Identity, encode_identities, parse_grants
 from forebay.core.errors import Denied, ForebayError, Invalid
-from forebay.core.oidc import Issuer, Rule, encode_trusted
+from forebay.core.oidc import Ended, Issuer, Rule, encode_trusted
 from forebay.core.s3rules.sessions import SESSIONS_KEPT_MAX, Session, Sessions
 from forebay.node.front.http.auth import Auth
 from forebay.node.front.http.requests import Request
@@ -162,3 +162,37 @@ def test_a_flood_of_sessions_is_forgotten_in_time() -> None:
         made = sessions.make(issuer(), f"u{number}", [RULES[0].mark], NOW_S, NOW_S + 900)
         assert sessions.open(made.token) == made
     assert len(sessions._known) <= SESSIONS_KEPT_MAX
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_that_leaked_are_ended_before_their_time_and_others_are_not(way: Any) -> None:
+    session, other = given(), given(life_s=1800)
+    ended = auth_of(issuer(ended=(Ended(at_s=NOW_S, access_key_id=session.key_id),)))
+    for auth, one, is_in in ((auth_of(), session, True), (ended, other, True), (ended, session, False)):
+        asked = signed(one.key_id, one.secret, one.token.decode(), by=way)
+        if is_in:
+            assert auth.signed(asked).name == "oidc:corp:ann"
+        else:
+            with pytest.raises(Denied, match="ended before their time") as caught:
+                auth.signed(asked)
+            assert caught.value.code == "AccessDenied"
+
+
+def test_all_that_a_person_has_is_ended_and_what_they_get_later_is_not() -> None:
+    at_s = [float(NOW_S)]
+    jwt, keys = token(iat=NOW_S), given()
+    auth = auth_of(issuer(ended=(Ended(at_s=NOW_S, subject="ann"),)), at_s=at_s)
+    for refused in (
+        lambda: auth.holder(jwt),
+        lambda: auth.holder(token(iat=None)),  # nobody knows when it was made
+        lambda: auth.exchange(jwt.decode().encode(), 900),
+        lambda: auth.signed(signed(keys.key_id, keys.secret, keys.token.decode())),
+    ):
+        with pytest.raises(Denied, match="ended before"):
+            refused()
+    assert auth.holder(token(sub="bob", iat=NOW_S)).name == "oidc:corp:bob"
+    at_s[0] += 60
+    later = token(iat=NOW_S + 60, exp=NOW_S + 3600)
+    assert auth.holder(later).name == "oidc:corp:ann"
+    session = auth.exchange(later, 900)[1]
+    assert auth.signed(signed(session.key_id, session.secret, session.token.decode())).name == "oidc:corp:ann"

@@ -27,10 +27,11 @@ from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Dir
 from forebay.cli.outcome import verb
 from forebay.client import local_node
-from forebay.core.access import Grant, format_grants, parse_grants
+from forebay.core.access import OIDC_NAMES, Grant, format_grants, parse_grants
 from forebay.core.errors import Exists, Invalid, NotFound
 from forebay.core.keyfile import Entry, KeyFile, Proof, Replaced, parse, render
 from forebay.core.machines.allowance import Limited
+from forebay.core.oidc import LEEWAY_S, Ended, Issuer
 from forebay.ports import chance, clock
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ Connections = Annotated[
 ]
 P = TypeVar("P", bound=Proof)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)").fullmatch
+KEY_ID = re.compile(r"FBT[A-Z2-7]{17}").fullmatch
 _NOTICED = "A node notices within seconds."
 
 
@@ -179,6 +181,44 @@ def revoke(
 ) -> None:
     """Allow a key less: grants it has, as `forebay key ls` shows them. A node notices within seconds."""
     _change(name, file, dir, as_json, take=parse_grants(grants))
+
+
+@app.command("end")
+@verb
+def end(
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="FBT…, the id of temporary keys, or oidc:ISSUER:SUBJECT, a person.")
+    ],
+    file: File = None,
+    dir: Dir = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """End temporary keys, or all that a person of an issuer has, before their time. A node notices within seconds."""
+    path, at_s = _path(file, dir), float(int(clock.wall_s()))
+    is_key = KEY_ID(what) is not None
+    of, _, subject = what.removeprefix(OIDC_NAMES).partition(":")
+    if not is_key and (not what.startswith(OIDC_NAMES) or not of or not subject):
+        raise Invalid(
+            f"{what!r} is neither temporary keys (FBT and 17 characters) nor a person (oidc:ISSUER:SUBJECT, as logs "
+            "and jobs name them); to end a key of the file, use `forebay key disable`, `rotate` or `rm`"
+        )
+    with _locked(path):
+        known = _read(path)
+        names = [issuer.name for issuer in known.oidc]
+        if not names or (not is_key and of not in names):
+            raise NotFound(f"no issuer {'' if is_key else of + ' '}is in {path}: it has {', '.join(names) or 'none'}")
+        one = Ended(at_s=at_s, access_key_id=what) if is_key else Ended(at_s=at_s, subject=subject)
+        _write(path, msgspec.structs.replace(known, oidc=tuple(_ending(i, one, of) for i in known.oidc)))
+    if as_json:
+        show.document({"ended": what, "at_s": at_s})
+    elif is_key:
+        print(f"the temporary keys {what} are worth nothing. {_NOTICED}")
+    else:
+        print(
+            f"what {subject} got until now is worth nothing: tokens, temporary keys, URLs signed with them. {_NOTICED} "
+            f"What they get from {LEEWAY_S:.0f} s from now on works."
+        )
 
 
 @app.command("limit")
@@ -326,6 +366,18 @@ def _change(
         show.document(_shown(new, known))
     else:
         print(f"{name} {'is disabled, and ' if new.disabled else ''}may {new.allow or 'do nothing'}. {_NOTICED}")
+
+
+def _ending(issuer: Issuer, one: Ended, of: str) -> Issuer:
+    """The issuer with what was ended. Whose temporary keys are, their id does not say, so every issuer has that."""
+    if one.subject and issuer.name != of:
+        return issuer
+    now_s = clock.wall_s()
+    others = (
+        old for old in issuer.ended
+        if not old.is_past(now_s) and (old.access_key_id, old.subject) != (one.access_key_id, one.subject)
+    )  # fmt: skip
+    return msgspec.structs.replace(issuer, ended=(*others, one))
 
 
 def _shown(entry: Entry, known: KeyFile) -> dict[str, object]:

@@ -12,6 +12,9 @@ nobody in.
 Whoever comes so is called `oidc:NAME:SUBJECT`, and no identity of the file may begin so: jobs and hints belong to
 names.
 
+What leaked is *ended* before its time: one pair of temporary keys by its access key id, or all that a person has by
+when it was made. The issuer's entry lists that. What the person gets afterwards is worth something again.
+
 The engine fetches the issuers' public keys and hands them to the fronts, which verify (`node/front/http/tokens.py`).
 
 Rejected: a rule without a claim (of many issuers everybody gets tokens: say `"claim": "sub", "value": "*"`);
@@ -48,6 +51,8 @@ NAME_MAX: Final = 32
 KEYS_MAX: Final = 100  # of one issuer; they have two or three
 KEY_ID_MAX: Final = 256
 RULES_MAX: Final = 256  # of one issuer: all of them fit a session token
+ENDED_MAX: Final = 1_000  # of one issuer: a front looks through them when it sees a token for the first time
+LEEWAY_S: Final = 30.0  # by which clocks may differ
 _RSA_CHARACTERS: Final = range(342, 1367)  # the modulus in base64url: 2,048 to 8,192 bits
 _NUMBERS: Final = {"RSA": ("n", "e"), "EC": ("crv", "x", "y"), "OKP": ("crv", "x")}
 _NUMBER_CHARACTERS_MAX: Final = {"n": _RSA_CHARACTERS.stop - 1, "e": 6, "crv": 16, "x": 100, "y": 100}
@@ -84,10 +89,28 @@ def _said(claims: Mapping[str, Any], name: str) -> list[str]:
     return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
+class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What was ended at `at_s` (Unix time): the temporary keys with this id, or what `subject` had until then."""
+
+    at_s: float
+    access_key_id: str = ""
+    subject: str = ""
+
+    def holds(self, subject: str, made_s: float, key_id: str) -> bool:
+        """Whether it ends what `subject` got at `made_s`. A clock may be `LEEWAY_S` ahead."""
+        if self.access_key_id:
+            return self.access_key_id == key_id
+        return self.subject == subject and made_s <= self.at_s + LEEWAY_S
+
+    def is_past(self, now_s: float) -> bool:
+        """Whether the keys would have ended by themselves. Nobody knows that of tokens."""
+        return bool(self.access_key_id) and now_s > self.at_s + SESSION_S_MAX
+
+
 class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One issuer. `issuer` is its URL as tokens name it, `audience` what tokens for this node say in `aud`,
     `session_s_max` bounds temporary keys, `ca` is a PEM file with the authorities that vouch for it (else the
-    machine's)."""
+    machine's), `ended` is what is worth nothing although it did not expire."""
 
     name: str
     issuer: str
@@ -96,11 +119,16 @@ class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     algorithms: tuple[str, ...] = ALGORITHMS
     session_s_max: int = SESSION_S_DEFAULT
     ca: str = ""
+    ended: tuple[Ended, ...] = ()
 
     @property
     def mark(self) -> bytes:
         """What stands for this issuer in a session token."""
         return hashlib.sha256(f"{self.name}\0{self.issuer}\0{self.audience}".encode()).digest()[:16]
+
+    def has_ended(self, subject: str, made_s: float, key_id: str = "") -> bool:
+        """Whether what `subject` got at `made_s` was ended: a token, or the temporary keys with this id."""
+        return any(one.holds(subject, made_s, key_id) for one in self.ended)
 
     def identity(self, subject: str, marks: Iterable[bytes], until_s: float) -> Identity:
         """Who `subject` is until then: what the rules with these marks allow now. `Denied` if there are none."""
@@ -166,6 +194,10 @@ def check_issuers(issuers: Iterable[Issuer]) -> None:
             raise Invalid(f"{what} has no rules, so its tokens let nobody in: add one, or take the issuer out")
         if len(issuer.rules) > RULES_MAX:
             raise Invalid(f"{what} has more than {RULES_MAX} rules: put some together with '*'")
+        if len(issuer.ended) > ENDED_MAX:
+            raise Invalid(f"{what} has more than {ENDED_MAX} ended tokens: take the oldest out of `ended`")
+        if any(bool(one.access_key_id) == bool(one.subject) for one in issuer.ended):
+            raise Invalid(f"what is `ended` of {what} has an access_key_id or a subject: give one of them")
         for rule in issuer.rules:
             if not rule.claim or not rule.value:
                 raise Invalid(f'a rule of {what} needs a claim and a value ("*" for any): name both')

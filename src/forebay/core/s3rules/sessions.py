@@ -5,7 +5,8 @@ when) with an HMAC under a secret of the node, so every front knows it, and a re
 the secret access key are HMACs of the same text under the same secret: the token alone tells neither.
 
 What the session allows is worked out when it is used, from the rules as they are then (`core/oidc.py`): a rule or an
-issuer that was taken out is worth nothing from that moment, and a shorter `session_s_max` shortens what is there.
+issuer that was taken out is worth nothing from that moment, a shorter `session_s_max` shortens what is there, and what
+somebody ended is refused.
 
 Rejected: a table of sessions (each front would need it, a restart would lose it or pay for a write each); claims in the
 token (they may be private, and long); the token as the access key id (SDKs bound its length).
@@ -72,8 +73,8 @@ class Sessions:
         return self._session(base64.urlsafe_b64encode(self._mac(b"token", text) + text))
 
     def open(self, token: bytes) -> Session:
-        """The keys that belong to a session token, also if they have ended. `Invalid` (`InvalidToken`) for what was
-        not made here, or is worth nothing any more."""
+        """The keys that belong to a session token, also if their time is over. `Invalid` (`InvalidToken`) for what was
+        not made here, or is worth nothing any more; `Denied` for what somebody ended."""
         found = self._known.get(token)
         if found is None:
             found = self._session(token)
@@ -98,12 +99,17 @@ class Sessions:
         issuer = self._issuers.get(said.issuer)
         if issuer is None:
             raise _no_token("its issuer is not trusted any more")
+        key_id = "FBT" + base64.b32encode(self._mac(b"id", text))[:17].decode()
+        if issuer.has_ended(said.subject, said.from_s, key_id):
+            raise Denied(
+                "these temporary keys were ended before their time: get new ones (AssumeRoleWithWebIdentity)",
+                code="AccessDenied",
+            )
         try:
             until_s = min(said.until_s, said.from_s + issuer.session_s_max)
             identity = issuer.identity(said.subject, said.rules, until_s)
         except Denied:
             raise _no_token("the rules that it was given for are no more") from None
-        key_id = "FBT" + base64.b32encode(self._mac(b"id", text))[:17].decode()
         return Session(key_id, base64.b64encode(self._mac(b"key", text))[:40].decode(), token, identity)
 
     def _mac(self, purpose: bytes, text: bytes) -> bytes:

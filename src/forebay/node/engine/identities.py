@@ -15,9 +15,9 @@ import logging
 import stat
 from pathlib import Path
 
-from forebay.core.access import encode_identities
+from forebay.core.access import OIDC_NAMES, encode_identities
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.keyfile import identities_of, parse
+from forebay.core.keyfile import KeyFile, identities_of, parse
 from forebay.core.oidc import Issuer
 
 log = logging.getLogger("forebay.identities")
@@ -29,6 +29,7 @@ class IdentitiesFile:
     def __init__(self, path: str, key_path: str = "") -> None:
         self.encoded = b""
         self.oidc: tuple[Issuer, ...] = ()
+        self._file = KeyFile(())
         self._path = Path(path) if path else None
         self._key_path = key_path
         self._seen: tuple[int, ...] = ()  # the state of the file that was read last
@@ -49,22 +50,24 @@ class IdentitiesFile:
         if seen == self._seen:
             return False
         try:
-            encoded, oidc = self._load(at.st_mode)
+            encoded, file = self._load(at.st_mode)
         except ForebayError as error:
             return self._keep(seen, error)
         self._seen = seen
-        changed = (encoded, oidc) != (self.encoded, self.oidc)
-        self.encoded, self.oidc = encoded, oidc
+        changed = (encoded, file.oidc) != (self.encoded, self.oidc)
+        if changed and self.encoded:
+            log.info("the identities in %s are others now: %s", self._path, _changes(self._file, file))
+        self.encoded, self.oidc, self._file = encoded, file.oidc, file
         return changed
 
-    def _load(self, mode: int) -> tuple[bytes, tuple[Issuer, ...]]:
+    def _load(self, mode: int) -> tuple[bytes, KeyFile]:
         assert self._path is not None
         try:
             file = parse(self._path.read_bytes())
             if not file.is_sealed:
                 if stat.S_IMODE(mode) & 0o077 and any(entry.secret_access_key for entry in file.identities):
                     log.warning("%s can be read by other users, and its secrets are not sealed: chmod 600", self._path)
-                return encode_identities(identities_of(file, _never)), file.oidc
+                return encode_identities(identities_of(file, _never)), file
             if not self._key_path:
                 raise Invalid(
                     "its secrets are sealed: give the key with --identity-key FILE, or as the systemd credential "
@@ -72,7 +75,7 @@ class IdentitiesFile:
                 )
             from forebay.node.sealed_secrets import read_key  # 20 ms to import, and few nodes need it
 
-            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open)), file.oidc
+            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open)), file
         except OSError as error:
             raise Invalid(f"{self._path} cannot be read ({error.strerror}): check --identities") from None
         except Invalid as error:
@@ -85,6 +88,24 @@ class IdentitiesFile:
             log.error("the identities stay as they were: %s", problem)
             self._told = seen
         return False
+
+
+def _changes(old: KeyFile, new: KeyFile) -> str:
+    """What differs, by name."""
+    before: dict[str, object] = {one.name: one for one in (*old.identities, *old.oidc)}
+    after: dict[str, object] = {one.name: one for one in (*new.identities, *new.oidc)}
+    known = {(issuer.name, one) for issuer in old.oidc for one in issuer.ended}
+    ended = [
+        one.access_key_id or f"{OIDC_NAMES}{issuer.name}:{one.subject}"
+        for issuer in new.oidc for one in issuer.ended if (issuer.name, one) not in known
+    ]  # fmt: skip
+    kinds = {
+        "new": [name for name in after if name not in before],
+        "gone": [name for name in before if name not in after],
+        "changed": [name for name in after if name in before and after[name] != before[name]],
+        "ended": list(dict.fromkeys(ended)),
+    }
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names) or "the key alone"
 
 
 def _never(sealed: str, key_id: str) -> str:

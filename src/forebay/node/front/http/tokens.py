@@ -31,9 +31,8 @@ from forebay.core import limits
 from forebay.core.access import Identity
 from forebay.core.errors import Denied, ForebayError, Unavailable
 from forebay.core.messages.calls import IssuerNamed
-from forebay.core.oidc import SUBJECT_MAX, Issuer, IssuerKeys, Jwk, Trusted
+from forebay.core.oidc import LEEWAY_S, SUBJECT_MAX, Issuer, IssuerKeys, Jwk, Trusted
 
-LEEWAY_S: Final = 30.0  # by which clocks may differ
 AGAIN_S: Final = 5.0  # how long a key that the issuer did not have stays unknown
 KNOWN_MAX: Final = 4096
 _TIME_MAX: Final = 1e11  # Unix time of the year 5138
@@ -206,6 +205,8 @@ def _holder(issuer: Issuer, claims: dict[str, Any]) -> Holder:
     subject = claims["sub"]
     if not isinstance(subject, str) or not 0 < len(subject) <= SUBJECT_MAX or not subject.isprintable():
         raise _refused(f"its subject is not a printable text of at most {SUBJECT_MAX} characters")
+    if issuer.has_ended(subject, _time(claims, "iat") if "iat" in claims else 0.0):
+        raise _refused("it was ended before its time: get a new one from its issuer")
     rules = tuple(rule.mark for rule in issuer.rules if rule.fits(claims))
     until_s = _time(claims, "exp")
     return Holder(issuer, subject, rules, until_s, issuer.identity(subject, rules, until_s))
