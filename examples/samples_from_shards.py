@@ -3,8 +3,8 @@
     python examples/samples_from_shards.py corpus/train/
     torchrun --nproc-per-node 2 examples/samples_from_shards.py corpus/train/
 
-Each sample is a `.npy` with 16 numbers and a `.cls` with its label, in tars. A block shuffle keeps shards that are read
-together near each other in the epoch, for data that is larger than the node's disks.
+Each sample is a `.npy` with 16 numbers and a `.cls` with its label, 0 to 3, in tars. A block shuffle keeps shards that
+are read together near each other in the epoch, for data that is larger than the node's disks.
 """
 
 from __future__ import annotations

@@ -279,6 +279,8 @@ def test_a_directory_that_cannot_be_written_is_bad(alone: Program) -> None:
 def test_a_real_directory_is_measured(tmp_path: Path) -> None:
     seen = facts.look_at_disk(str(tmp_path / "not" / "there" / "yet"), measure=True)
     assert seen.error == ""
+    assert seen.above == str(tmp_path)
+    assert any(f"it is not there, so this is {tmp_path}" in finding.what for finding in findings.disk(seen))
     rows = [row.split(" ") for row in Path("/proc/self/mounts").read_text().splitlines()]
     above = {str(tmp_path), *map(str, tmp_path.parents)}
     assert bool(seen.filesystem) == any(row[1] in above for row in rows), "a chroot's root may be in no table"

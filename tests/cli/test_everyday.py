@@ -102,3 +102,12 @@ def test_nodes_are_saved_by_name(program: Program, alone: Program, node: FakeNod
     alone("config", "set", "Not.a.name", node.url, code=2)
     file.write_text("{")
     assert "mend it" in alone("ls", code=2).stderr
+
+
+def test_certificates_of_a_saved_node_are_looked_at_when_it_is_saved(alone: Program, tmp_path: Path) -> None:
+    alone.env["XDG_CONFIG_HOME"] = str(tmp_path)
+    (tmp_path / "none.pem").write_text("no certificate")
+    for file in ("missing.pem", "none.pem"):
+        error = alone("config", "set", "prod", "https://node7:9400", "--ca", str(tmp_path / file), code=2).stderr
+        assert f"the certificates {tmp_path / file} cannot be used" in error
+    assert "no nodes are saved" in alone("config", "ls").stderr

@@ -55,7 +55,7 @@ def test_dirty_data_is_flushed_on_demand_and_by_down_and_kept_where_it_cannot_be
         assert json.loads(real("flush", "--json").stdout) == []
         assert "name the objects" in real("flush", "--exact", code=2).stderr
         client.put("stuck", "k/x", b"only here")
-        assert "1 of 1 objects failed" in real("flush", code=9).stderr
+        assert "1 of 1 object failed" in real("flush", code=9).stderr
         assert status_of(real, "stuck")["dirty_objects"] == 1
         assert "flush of k/x" in str(status_of(real, "stuck")["error"])
         client.put("stuck", "k/x", b"only here, still")
@@ -70,4 +70,4 @@ def test_dirty_data_is_flushed_on_demand_and_by_down_and_kept_where_it_cannot_be
         client.put("data", "goodbye", b"x" * 20_000)
     said = real("down").stdout
     assert (place / "goodbye").read_bytes() == b"x" * 20_000
-    assert "1 objects and deletes (16 B) are not in their backends yet" in said
+    assert "not yet in the backends: 1 object or deletes (16 B)" in said

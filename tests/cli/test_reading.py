@@ -271,7 +271,7 @@ def test_a_get_that_was_cut_says_how_to_go_on_and_goes_on(program: Program, node
     assert "976.6 KiB are kept" in cut.stderr
     assert not (tmp_path / "b.tar").exists()
     node.cut_after = None
-    assert "resumed: 976.6 KiB were there already" in program("get", "corpus/train/b.tar", str(tmp_path)).stdout
+    assert "(there already: 976.6 KiB)" in program("get", "corpus/train/b.tar", str(tmp_path)).stdout
     assert (tmp_path / "b.tar").read_bytes() == node.objects["corpus"]["train/b.tar"]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["b.tar"]
 

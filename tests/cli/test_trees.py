@@ -48,7 +48,7 @@ def test_sync_both_ways(program: Program, node: FakeNode, tmp_path: Path) -> Non
     shown = program("sync", str(here), "s3://corpus/train/", "--delete", "--dry-run")
     assert "would send" in shown.stderr
     assert "would delete s3://corpus/train/a.tar" in shown.stderr
-    assert "2 files would be copied, 1 are there already" in shown.stdout
+    assert "2 files to copy; there already: 1" in shown.stdout
     assert len(remote["train/b.tar"]) == 3_000_000
     program("sync", str(here), "s3://corpus/train/", "--delete")
     assert {key for key in remote if key.startswith("train/")} == {"train/b.tar", "train/deep/c", "train/new"}

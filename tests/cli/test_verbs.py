@@ -167,10 +167,10 @@ def test_buckets_that_are_not_there(program: Program, node: FakeNode) -> None:
 # --- jobs ------------------------------------------------------------------------------------------------------------
 def test_prefetch_pin_unpin_evict_and_refresh_change_what_is_cached(program: Program, node: FakeNode) -> None:
     assert program("prefetch", "corpus/val/").stdout == (
-        "brought in s3://corpus/val/: 1 objects, 2.0 KiB in 2 s, 1000 B/s\n"
+        "brought in s3://corpus/val/: 1 object, 2.0 KiB in 2 s, 1000 B/s\n"
     )
     assert node.cached["corpus", "val/a.tar"] == 2000
-    assert program("pin", "corpus/val/").stdout.startswith("pinned s3://corpus/val/: 1 objects")
+    assert program("pin", "corpus/val/").stdout.startswith("pinned s3://corpus/val/: 1 object,")
     assert ("corpus", "val/a.tar") in node.pinned
     program("unpin", "s3://corpus/val/")
     assert ("corpus", "val/a.tar") not in node.pinned
@@ -179,6 +179,24 @@ def test_prefetch_pin_unpin_evict_and_refresh_change_what_is_cached(program: Pro
     program("evict", "corpus/val/", "corpus/train/b*")
     assert list(node.cached) == [("corpus", "train/a.tar")]
     assert program("refresh", "corpus").stdout.startswith("checked s3://corpus/: 5 objects")
+
+
+def test_what_jobs_say_is_counted_and_names_what_was_named(program: Program, node: FakeNode) -> None:
+    node.cached.clear()
+    assert program("prefetch", "--exact", "corpus/readme").stdout == (
+        "brought in s3://corpus/readme: 1 object, 100 B in 2 s, 50 B/s\n"
+    )
+    assert program("evict", "corpus/readme").stdout == "evicted s3://corpus/readme: 1 object, 100 B in 2 s\n"
+    assert program("evict", "corpus/readme").stdout == "evicted s3://corpus/readme/: 0 objects, 0 B in 2 s\n"
+    assert program("prefetch", "--dry-run", "corpus/val/").stdout == (
+        "would have brought in s3://corpus/val/: 1 object, 2.0 KiB\n"
+    )
+    program("pin", "corpus/val/")
+    for _ in range(2):
+        error = program("unpin", "corpus/train/", code=3)
+        assert (error.stdout, "pins of this bucket: s3://corpus/val/" in error.stderr) == ("", True)
+    assert program("unpin", "corpus/val").stdout == "unpinned s3://corpus/val/: 1 object, 2.0 KiB in 2 s\n"
+    assert "pins of this bucket: none" in program("unpin", "corpus/val/", code=3).stderr
 
 
 def test_exact_addresses_are_objects_and_not_prefixes(program: Program, node: FakeNode) -> None:
@@ -296,7 +314,7 @@ def test_status_at_a_glance(program: Program, node: FakeNode) -> None:
         "  version    0.1.0\n"
         "  up for     2 h 5 min\n"
         "  processes  engine 4242; fronts 4243, 4244\n"
-        "  now        2 flights, 3 cold reads, 0 jobs\n"
+        "  now        flights: 2, cold reads: 3, jobs: 0\n"
         "\n"
         "VOLUME  STATE              USED  CAPACITY   FULL  OBJECTS  PATH\n"
         "v0      ok              3.0 GiB   1.0 TiB  0.3 %       12  /var/lib/forebay/v0\n"
@@ -358,7 +376,7 @@ def test_top_shows_what_happened_between_two_looks() -> None:
     assert top.text(view) == (
         "forebay top  http://h:1  over 2 s\n"
         "  hits           90.0 % of reads, 75.0 % of bytes\n"
-        "  requests       51/s over 5 connections; 2 reads failed\n"
+        "  requests       51/s over 5 connections; failed reads: 2\n"
         "  to clients     1.5 MiB/s from disk, 512.0 KiB/s from backends\n"
         "  from backends  512.0 KiB/s in 5 requests/s, 3 flights; 1 failed\n"
         "  cache          1.0 GiB of 4.0 GiB (25.0 %); 4 evicted, 4.0 MiB/s\n"

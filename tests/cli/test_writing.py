@@ -90,7 +90,7 @@ def test_a_directory_goes_up_and_the_second_time_only_what_is_new(
     (folder / "a.bin").write_bytes(b"A" * 1000)  # newer, of the same size
     (folder / "b.bin").write_bytes(b"B")
     os.utime(folder / "b.bin", (0, 0))  # older, of another size
-    assert "(1 were there already)" in program("put", "-r", str(folder), "corpus/up").stdout
+    assert "(there already: 1)" in program("put", "-r", str(folder), "corpus/up").stdout
     assert node.objects["corpus"]["up/a.bin"] == b"A" * 1000
     assert node.objects["corpus"]["up/b.bin"] == b"B"
     node.seen.clear()
@@ -152,7 +152,7 @@ def test_cp_goes_where_its_arguments_say(program: Program, node: FakeNode, folde
     program("cp", "-r", str(folder), "s3://corpus/up")
     program("cp", "-r", "s3://corpus/up/", str(tmp_path / "down"))
     assert (tmp_path / "down" / "deep" / "er" / "c ü.bin").read_bytes() == b"c"
-    assert "(3 were there already)" in program("cp", "-r", "s3://corpus/up/", str(tmp_path / "down")).stdout
+    assert "(there already: 3)" in program("cp", "-r", "s3://corpus/up/", str(tmp_path / "down")).stdout
     assert "neither side" in program("cp", "a", "b", code=2).stderr
     assert "forebay cat" in program("cp", "s3://corpus/one", "-", code=2).stderr
 
@@ -201,7 +201,7 @@ def test_rm_says_what_is_still_there(program: Program, node: FakeNode) -> None:
     node.on_delete = lambda key: Denied("not yours") if key == "train/b.tar" else None
     done = program("rm", "-r", "corpus/train/", code=9)
     assert "train/b.tar: not yours" in done.stderr
-    assert "1 of 3 objects are still there" in done.stderr
+    assert "still there: 1 of 3 objects" in done.stderr
     assert set(node.objects["corpus"]) == {"readme", "val/a.tar", "train/b.tar"}
 
 
@@ -243,9 +243,11 @@ def test_jobs_take_a_name_as_rm_does(program: Program, node: FakeNode) -> None:
     node.objects["corpus"] = dict.fromkeys(RUNS, b"x")
     node.cached.clear()
     node.cached.update({("corpus", key): 1 for key in RUNS[:-1]})
-    assert program("evict", "corpus/run-1").stdout.count("evicted") == 2, "a job for the object and one for the folder"
+    said = program("evict", "corpus/run-1").stdout
+    assert said.count("evicted") == 2, "a job for the object and one for the folder"
+    assert "evicted s3://corpus/run-1: 1 object," in said
     assert sorted(key for _, key in node.cached) == ["run-1.txt", "run-10/a"]
-    for verb in ("evict", "unpin", "refresh"):
+    for verb in ("evict", "refresh"):
         program(verb, "corpus/run-none")
     assert node.requests("GET", "/list") == [], "what is here is worked on though the backend may be away"
     assert "neither an object nor a folder" in program("pin", "corpus/run", code=3).stderr

@@ -442,6 +442,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not call.dry_run:
             for key, size in zip(keys, sizes, strict=True):
                 self._do(verb, call.bucket, key, size)
+        if verb in ("pin", "unpin") and not call.dry_run:
+            settings, pins = node.settings[call.bucket], call.keys or (call.prefix,)
+            pinned = {pin for pin in settings.pinned if pin not in pins} | (set(pins) if verb == "pin" else set())
+            node.settings[call.bucket] = msgspec.structs.replace(settings, pinned=tuple(sorted(pinned)))
         name = f"{verb}-{len(node.jobs) + 1}"
         done = calls.JobState(
             name, verb, call.bucket, call.prefix, "done", len(keys), 0, len(keys), sum(sizes), sum(sizes),

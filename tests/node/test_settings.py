@@ -78,6 +78,13 @@ def test_a_setting_that_is_not_known_is_told_with_the_one_that_is_meant(tmp_path
         load(config)
 
 
+def test_a_value_that_is_none_of_the_choices_is_told_with_those(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"audit is 'chnges'; did you mean changes\?: choose one of off, changes, reads"):
+        load(None, dir="/d", audit="chnges")
+    with pytest.raises(Invalid, match=r"the setting listen does not fit .*got `int`"):
+        load(None, dir="/d", listen=3)
+
+
 def test_the_endpoint_is_one_that_a_client_can_use() -> None:
     assert Settings("/d", "0.0.0.0:80", identities="/i").endpoint == "http://127.0.0.1:80"
     assert Settings("/d", "[::1]:80").endpoint == "http://[::1]:80"

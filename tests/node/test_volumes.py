@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,7 +288,7 @@ def test_a_volume_that_nobody_ordered_is_not_made(node: Make, disks: Disks) -> N
     path = str(disks.path("b"))
     assert not disks.path("b").exists()
     assert volumes(one)[path]["state"] == "new"
-    program(one)("volume", "add", path)
+    program(one)("volume", "add", os.path.relpath(path))
     assert "--volume" in program(one)("volume", "add", "/elsewhere", code=2).output
     one.stop()
     one.start()

@@ -385,7 +385,7 @@ def test_a_volume_that_goes_out_says_what_it_owes(writer: Writer) -> None:
     volume.trouble(OSError(5, "Input/output error"), "reading")
     bench.store.housekeep()
     assert bench.kinds() == ["volume-out", "owed-out"]
-    assert f"1 objects with {LARGE} bytes" in bench.events[-1].detail
+    assert f"1 object with {LARGE} bytes" in bench.events[-1].detail
     (outcome,) = owning.commit(bench.store, [writer.delete("k")])
     assert isinstance(outcome, Unavailable)
     assert bench.store.mark_clean(BUCKET, "k", 1, version="b", checked_s=1.0) is None

@@ -107,7 +107,7 @@ def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: B
     if scheme == "memory":
         return memory.named(name)
     if scheme == "local":
-        return LocalBackend()
+        return LocalBackend(bucket.name)
     if scheme == "file":
         return DirectoryBackend(path, clock, bounds.paths(bucket))
     client = _client_options(bucket.options)

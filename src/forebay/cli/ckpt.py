@@ -91,7 +91,11 @@ def verify(
     if as_json:
         show.document({"sequence": found.sequence, "step": found.step, "size_bytes": found.size_bytes})
     else:
-        print(f"step {found.step}: {show.size(found.size_bytes)} of {len(found.ranks)} ranks, all as they were saved")
+        print(f"step {found.step}: {show.size(found.size_bytes)} of {_ranks(found)}, all as they were saved")
+
+
+def _ranks(found: Manifest) -> str:
+    return show.counted(len(found.ranks), "rank")
 
 
 @app.command("restore-test")
@@ -117,7 +121,7 @@ def restore_test(
         show.document({**of, "seconds": seconds, "damaged": names})
     else:
         rate = show.rate(found.size_bytes / seconds)
-        print(f"step {found.step}: {show.size(found.size_bytes)} of {len(found.ranks)} ranks can be restored, "
+        print(f"step {found.step}: {show.size(found.size_bytes)} of {_ranks(found)} can be restored, "
               f"read in {show.duration(seconds)} ({rate})")  # fmt: skip
     if damaged:
         raise Corrupt(f"a restore takes step {found.step}, since newer ones are damaged: {said}")
@@ -246,7 +250,7 @@ def goodput(
     )
     rows = [(name, f"{seconds:.1f} s", show.percent(seconds, found.run_s)) for name, seconds in parts]
     print(show.columns(("PART", "TIME", "SHARE"), rows, right=(1, 2)))
-    print(f"{found.lives} lives, {found.failures} failures, {found.saves} saves")
+    print(f"lives: {found.lives}, failures: {found.failures}, saves: {found.saves}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from forebay.cli import show
 from forebay.cli.options import AsJson, Debug
 from forebay.cli.outcome import verb
 from forebay.client import saved
-from forebay.client.connection import parse_url
+from forebay.client.connection import parse_url, trust_file
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.spelling import did_you_mean
 
@@ -36,6 +36,8 @@ def set_node(
     proof = os.environ.get("FOREBAY_TOKEN", "") if token else ""
     if token and not proof:
         raise Invalid("FOREBAY_TOKEN is not set in this shell: export it, or leave out --token")
+    if ca:
+        trust_file(str(Path(ca).expanduser()))
     book = saved.read()
     kept = saved.Saved(parse_url(where).url, str(Path(ca).expanduser().absolute()) if ca else "", proof)
     book = saved.Book({**book.nodes, name: kept}, book.use or name)

@@ -24,6 +24,7 @@ from forebay.cli.outcome import one_line, verb
 from forebay.cli.progress import Progress
 from forebay.cli.put import Checksum, put_all, put_one
 from forebay.core.errors import Invalid
+from forebay.core.quantity import counted
 from forebay.core.types import ListEntry, check_key
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _inside(
         crew: Crew[ListEntry] = Crew(copy_one, **entries_crew(), done=done, progress=progress, threads=threads)
         if not crew.run(
             entries(client, at),
-            lambda: f"{done.files} objects are copied to {to}; run the same command again for the rest",
+            lambda: f"copied to {to}: {counted(done.files, 'object')}; run the same command again for the rest",
         ):
             raise address.nothing_there(at)
     return done

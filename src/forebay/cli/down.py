@@ -64,8 +64,8 @@ def down(
         objects, size_bytes = _owed(at)
         if objects:
             print(
-                f"{objects} objects and deletes ({show.size(size_bytes)}) are not in their backends yet: they are safe "
-                "in the directory, and the next `forebay up` goes on with them"
+                f"not yet in the backends: {show.counted(objects, 'object')} or deletes ({show.size(size_bytes)}), "
+                "safe in the directory, and the next `forebay up` goes on with them"
             )
 
 

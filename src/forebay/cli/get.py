@@ -201,7 +201,7 @@ def get_all(
         crew = Crew(fetch, **entries_crew(), done=done, progress=progress, threads=threads)
         found = crew.run(
             entries(client, at),
-            lambda: f"{done.files} files are whole in {target}; run the same command again for the rest",
+            lambda: f"whole in {target}: {show.counted(done.files, 'file')}; run the same command again for the rest",
         )
     if not found:
         raise address.nothing_there(at)

@@ -20,7 +20,7 @@ from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import EXIT_PARTIAL, Interrupted, one_line, verb
 from forebay.cli.progress import Progress
 from forebay.core import limits
-from forebay.core.errors import Invalid, Unavailable
+from forebay.core.errors import Invalid, NotFound, Unavailable
 from forebay.core.messages.calls import JobState, JobVerb
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def _selected(client: Client, verb: JobVerb, at: address.Address) -> list[tuple[
         pins = client.bucket(at.bucket).pinned
         if not {key or prefix, prefix} & set(pins):
             there = ", ".join(f"s3://{at.bucket}/{one_line(pin)}" for pin in pins) or "none"
-            show.note(f"forebay: there is no pin on {one_line(str(at))}; pins of this bucket: {there}")
+            raise NotFound(f"there is no pin on {one_line(str(at))}; pins of this bucket: {there}")
+        return [job for job, pin in ((one, key), (folder, prefix)) if pin in pins and (key or job is folder)]
     if not key and verb == "prefetch" and not client.list_page(at.bucket, prefix, limit=1).entries:
         raise address.nothing_there(at)  # a pin may come before what it pins
     if not key:
@@ -141,18 +142,32 @@ def run(
     if source is not None:
         texts, exact = listed(source), True
     with open_client(url) as client:
-        for bucket, prefix, keys in plan(client, verb, texts, exact=exact):
+        todo = plan(client, verb, texts, exact=exact)
+        for job in todo:
+            bucket, prefix, keys = job
             state = client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
             if wait:
                 state = watch(client, state, quiet=quiet or as_json)
             ended.append(state)
             code = max(code, code_of(state))
             if not as_json:
-                print(sentence(state, dry_run=dry_run))
+                if not _is_beside(job, todo, ended):
+                    print(sentence(state, keys=keys, dry_run=dry_run))
                 _complain(state)
     if as_json:
         show.document(ended)
     return code
+
+
+def _is_beside(job: Job, todo: list[Job], ended: list[JobState]) -> bool:
+    """Whether the last of `ended`, of `job`, did nothing because a name meant the object alone, or its folder alone."""
+    at = len(ended) - 1
+    if ended[at].state != "done" or ended[at].units_done or ended[at].units_failed:
+        return False
+    bucket, prefix, keys = job
+    if keys:  # its folder comes next
+        return todo[at + 1 : at + 2] == [(bucket, f"{keys[0]}/", ())]
+    return todo[max(0, at - 1) : at] == [(bucket, "", (prefix.removesuffix("/"),))] and ended[at - 1].units_done > 0
 
 
 def watch(client: Client, state: JobState, *, quiet: bool = False) -> JobState:
@@ -189,22 +204,23 @@ def code_of(state: JobState) -> int:
     return 0
 
 
-def sentence(state: JobState, *, dry_run: bool = False) -> str:
-    """One line on how far the job is."""
-    what = f"s3://{state.bucket}/{one_line(state.prefix)}"
-    counts = f"{state.units_done} objects, {show.size(state.bytes_done)}"
+def sentence(state: JobState, *, keys: tuple[str, ...] = (), dry_run: bool = False) -> str:
+    """One line on how far the job is, which names `keys`."""
+    what = f"s3://{state.bucket}/{one_line(keys[0] if len(keys) == 1 else state.prefix)}"
+    counts = f"{show.counted(state.units_done, 'object')}, {show.size(state.bytes_done)}"
     if state.state == "running":
-        total = "?" if state.units_total is None else state.units_total
-        return f"job {state.job} runs: {state.verb} {what}: {state.units_done} of {total} objects"
+        total = "? objects" if state.units_total is None else show.counted(state.units_total, "object")
+        return f"job {state.job} runs: {state.verb} {what}: {state.units_done} of {total}"
     if dry_run:
         units = state.units_done if state.units_total is None else state.units_total
         total_bytes = state.bytes_done if state.bytes_total is None else state.bytes_total
-        return f"would have {DONE.get(state.verb, state.verb)} {what}: {units} objects, {show.size(total_bytes)}"
+        would = f"{show.counted(units, 'object')}, {show.size(total_bytes)}"
+        return f"would have {DONE.get(state.verb, state.verb)} {what}: {would}"
     if state.state == "cancelled":
         return f"job {state.job} was cancelled: {state.verb} {what}: {counts} done"
     took = (state.ended_s or state.started_s) - state.started_s
     pace = f" in {show.duration(took)}" if took > 0 else ""
-    if pace and state.verb in MOVING:
+    if pace and state.verb in MOVING and state.bytes_done:
         pace += f", {show.rate(state.bytes_done / took)}"
     word = "failed after" if state.state == "failed" else DONE.get(state.verb, state.verb)
     return f"{word} {what}: {counts}{pace}"
@@ -213,7 +229,9 @@ def sentence(state: JobState, *, dry_run: bool = False) -> str:
 def _complain(state: JobState) -> None:
     if not state.units_failed and state.state != "failed":
         return
-    failed = f"{state.units_failed} of {state.units_total or '?'} objects" if state.units_failed else "the job"
+    failed = (
+        f"{state.units_failed} of {show.counted(state.units_total or 0, 'object')}" if state.units_failed else "the job"
+    )
     show.note(f"forebay: {failed} failed:")
     for text in state.errors:
         show.note(f"  {one_line(text)}")

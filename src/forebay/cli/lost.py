@@ -81,6 +81,8 @@ def give_up(
                 given += found
     if as_json:
         show.document(given)
+    elif not given:
+        show.note(f"nothing is lost at {one_line(where)}")
     else:
         for each in given:
             print(f"given up: {_name(each)} ({show.size(each.size_bytes)}; {each.problem})")

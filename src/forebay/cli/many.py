@@ -74,11 +74,13 @@ class Done:
         seconds = max(self.ended_s - self.started_s, 1e-9)
         what = show.size(self.size_bytes)
         if self.files != 1 or self.skipped:
-            what = f"{self.files} files, {what}"
-        there = f" ({self.skipped} were there already)" if self.skipped else ""
+            what = f"{show.counted(self.files, 'file')}, {what}"
+        there = f" (there already: {self.skipped})" if self.skipped else ""
         if self.moved_bytes < self.size_bytes and not self.skipped:
-            there = f" (resumed: {show.size(self.size_bytes - self.moved_bytes)} were there already)"
-        pace = f"{show.duration(seconds)}, {show.rate(self.moved_bytes / seconds)}"
+            there = f" (there already: {show.size(self.size_bytes - self.moved_bytes)})"
+        pace = show.duration(seconds)
+        if self.moved_bytes:
+            pace += f", {show.rate(self.moved_bytes / seconds)}"
         return f"{one_line(source)} -> {one_line(self.target)}: {what} in {pace}{there}"
 
     def tell(self, source: str, *, as_json: bool) -> None:
@@ -92,9 +94,8 @@ class Done:
     def check(self) -> None:
         """`Partial` if something failed."""
         if self.failed:
-            raise Partial(
-                f"{self.failed} of {self.files + self.failed} objects failed: run the same command again for them"
-            )
+            of = show.counted(self.files + self.failed, "object")
+            raise Partial(f"{self.failed} of {of} failed: run the same command again for them")
 
 
 class Crew(Generic[U]):

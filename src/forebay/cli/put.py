@@ -174,7 +174,7 @@ def put_all(
         there = {} if force else {entry.key: entry for entry in entries(client, at)}
         found = crew.run(
             files(folder, at.key, there),
-            lambda: f"{done.files} files are whole in {at}; run the same command again for the rest",
+            lambda: f"whole in {at}: {show.counted(done.files, 'file')}; run the same command again for the rest",
         )
     if not found:
         raise NotFound(f"there are no files under {folder}: look at the path")

@@ -71,7 +71,9 @@ def rm(
         if recursive:
             if not (yes or dry_run):
                 _ask(client, at)
-            found = crew.run(entries(client, at), lambda: f"{done.files} objects are deleted, the others are there")
+            found = crew.run(
+                entries(client, at), lambda: f"deleted: {show.counted(done.files, 'object')}; the others are there"
+            )
             if not found:
                 raise address.nothing_there(at)
         else:
@@ -92,12 +94,11 @@ def rm(
             }
         )
     else:
-        what = "1 object" if done.files == 1 else f"{done.files} objects"
+        what = show.counted(done.files, "object")
         print(f"{one_line(str(at))}: {what}, {show.size(done.size_bytes)} {'would go' if dry_run else 'deleted'}")
     if done.failed:
-        raise Partial(
-            f"{done.failed} of {done.files + done.failed} objects are still there: run the same command again"
-        )
+        of = show.counted(done.files + done.failed, "object")
+        raise Partial(f"still there: {done.failed} of {of}; run the same command again")
 
 
 def _is_terminal() -> bool:

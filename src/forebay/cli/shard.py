@@ -73,6 +73,7 @@ def pack(
         )
     else:
         print(
-            f"{one_line(source)} -> {one_line(target)}: {count} samples in {len(shards)} shards, "
+            f"{one_line(source)} -> {one_line(target)}: {show.counted(count, 'sample')} in "
+            f"{show.counted(len(shards), 'shard')}, "
             f"{show.size(size_bytes)} in {show.duration(seconds)}"
         )

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from forebay.cli.outcome import one_line
+from forebay.core.quantity import counted as counted
 from forebay.core.quantity import duration as duration
 from forebay.core.quantity import rate as rate
 from forebay.core.quantity import size as size

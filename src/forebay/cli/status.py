@@ -75,7 +75,7 @@ def text(state: NodeState, place: str, now_s: float) -> str:
                 ("version", state.version),
                 ("up for", show.duration(up_s)),
                 ("processes", f"engine {state.engine_pid}; fronts {fronts or '-'}"),
-                ("now", f"{state.flights} flights, {state.reads} cold reads, {state.jobs_running} jobs"),
+                ("now", f"flights: {state.flights}, cold reads: {state.reads}, jobs: {state.jobs_running}"),
                 ("passing by", f"{show.size(state.pass_bytes)} in memory, for want of a disk"),
             ][: 5 if state.pass_bytes else 4]
         ),

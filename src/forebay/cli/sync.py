@@ -71,7 +71,7 @@ def sync(
         if not dry_run:
             done.tell(source, as_json=False)
             return
-        what = f"{done.files - done.skipped} files would be copied, {done.skipped} are there already"
+        what = f"{show.counted(done.files - done.skipped, 'file')} to copy; there already: {done.skipped}"
         print(f"{one_line(source)} -> {one_line(done.target)}: {what}")
     else:
         show.document({**done.fields(), "deleted": deleted, "dry_run": dry_run})

@@ -83,9 +83,12 @@ def text(view: View) -> str:
     share = show.percent(view.used_bytes, view.capacity_bytes)
     head = [
         ("hits", f"{_ratio(view.hit_ratio)} of reads, {_ratio(view.hit_ratio_bytes)} of bytes"),
-        ("requests", f"{view.requests_s:.0f}/s over {view.connections} connections; {view.errors} reads failed"),
+        (
+            "requests",
+            f"{view.requests_s:.0f}/s over {show.counted(view.connections, 'connection')}; failed reads: {view.errors}",
+        ),
         ("to clients", f"{show.rate(view.hit_bytes_s)} from disk, {show.rate(view.miss_bytes_s)} from backends"),
-        ("from backends", f"{backend}, {view.flights} flights; {view.backend_errors} failed"),
+        ("from backends", f"{backend}, {show.counted(view.flights, 'flight')}; {view.backend_errors} failed"),
         ("cache", f"{full} ({share}); {view.evictions} evicted, {show.rate(view.evicted_bytes_s)}"),
         ("jobs", str(view.jobs_running)),
     ]

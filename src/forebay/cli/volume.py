@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,7 +55,8 @@ def owed(
     With --json a list of VolumeState (docs/protocol.md).
     """
     with open_client(url) as client:
-        found = [each for each in client.status().volumes if name in (None, each.volume_id, each.path)]
+        wanted = name and _whole(name)
+        found = [each for each in client.status().volumes if wanted in (None, each.volume_id, each.path)]
     if name is not None and not found:
         raise NotFound(f"the node knows no volume {name}: `forebay volume ls` lists those it knows")
     if as_json:
@@ -77,7 +79,7 @@ def add(
     The path must be among the volumes that the node is told of (`--volume`). With --json a VolumeState.
     """
     with open_client(url) as client:
-        state = client.volume_add(path)
+        state = client.volume_add(_whole(path))
     if as_json:
         show.document(state)
     else:
@@ -97,6 +99,7 @@ def give_up(
 
     Without --yes it says what would be lost, and does nothing. With --json a VolumeState.
     """
+    name = _whole(name)
     with open_client(url) as client:
         known = [each for each in client.status().volumes if name in (each.volume_id, each.path)]
         if not yes and known and known[0].owed_buckets:
@@ -108,12 +111,18 @@ def give_up(
         print(f"volume {state.volume_id} was given up; lost: {lost(state)}")
 
 
+def _whole(name: str) -> str:
+    """A path as the node has it; an id has no slash, and is no folder here."""
+    is_path = "/" in name or Path(name).is_dir()
+    return str(Path(name).expanduser().resolve()) if is_path else name
+
+
 def lost(volume: VolumeState) -> str:
     """What would be lost with the volume, in words."""
     if not volume.owed_buckets:
         return "nothing"
     seen = f", as of {show.moment(volume.owed_s)}" if volume.owed_s and volume.state not in ("ok", "full") else ""
-    what = f"{volume.owed_objects} objects with {show.size(volume.owed_bytes)}, and perhaps deletes"
+    what = f"{show.counted(volume.owed_objects, 'object')} with {show.size(volume.owed_bytes)}, and perhaps deletes"
     return f"{what}, in {', '.join(volume.owed_buckets)}{seen}"
 
 

@@ -419,7 +419,7 @@ def trust_file(path: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=path)
     except (OSError, ssl.SSLError) as error:
         why = getattr(error, "strerror", None) or error
-        raise Invalid(f"the certificates {path} cannot be used ({why}): check FOREBAY_CA") from None
+        raise Invalid(f"the certificates {path} cannot be used ({why}): name a PEM file (FOREBAY_CA)") from None
 
 
 def _open(endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:

@@ -45,6 +45,11 @@ def size(size_bytes: float) -> str:
     return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_SHOWN[unit]}"
 
 
+def counted(number: int, thing: str) -> str:
+    """`1 object`, `2 objects`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def rate(bytes_s: float) -> str:
     return f"{size(bytes_s)}/s"
 

@@ -160,6 +160,7 @@ def look_at_disk(path: str, *, measure: bool) -> DiskFacts:
         sync_s=sync_s,
         write_bytes_s=write_bytes_s,
         measured=measure,
+        above="" if at == Path(path) else str(at),
     )
 
 

@@ -47,6 +47,7 @@ class DiskFacts(msgspec.Struct, frozen=True):
     write_bytes_s: float | None = None  # 16 MiB written and synced
     measured: bool = True  # False: timing was not asked for
     error: str = ""
+    above: str = ""  # the directory that was looked at, if `path` is not there
 
 
 class LimitFacts(msgspec.Struct, frozen=True):
@@ -231,6 +232,8 @@ def disk(facts: DiskFacts) -> Iterator[Finding]:
         yield Finding("disk", "bad", at, facts.error, "make the directory writable, or name another with --volume")
         return
     free = f"{quantity.size(facts.free_bytes)} free of {quantity.size(facts.total_bytes)}"
+    if facts.above:
+        free += f"; it is not there, so this is {facts.above}"
     if facts.free_bytes < FREE_BAD_BYTES:
         yield Finding("space", "bad", at, free, "free some space, or name another disk with --volume")
     elif facts.free_bytes < FREE_WARN_SHARE * facts.total_bytes:
@@ -397,7 +400,12 @@ def node_state(state: NodeState) -> Iterator[Finding]:
     """What the node says of itself."""
     for volume in state.volumes:
         if volume.state == "ok":
-            yield Finding("volume", "ok", volume.path, f"{volume.objects} objects, {quantity.size(volume.used_bytes)}")
+            yield Finding(
+                "volume",
+                "ok",
+                volume.path,
+                f"{quantity.counted(volume.objects, 'object')}, {quantity.size(volume.used_bytes)}",
+            )
         elif volume.state == "full":
             change = "give it more --capacity or another --volume: until eviction catches up, reads pass it by"
             yield Finding("volume", "warn", volume.path, "full", change)
@@ -405,20 +413,21 @@ def node_state(state: NodeState) -> Iterator[Finding]:
             level: Level = "bad" if volume.owed_buckets else "warn"
             what = f"{volume.state}: {volume.reason}"
             if volume.owed_buckets:
-                what += f"; it owes {volume.owed_objects} objects of {', '.join(volume.owed_buckets)}"
+                what += (
+                    f"; it owes {quantity.counted(volume.owed_objects, 'object')} of {', '.join(volume.owed_buckets)}"
+                )
             yield Finding("volume", level, volume.path, what, volume.change)
         else:
             change = "check the disk (`dmesg`, SMART), then restart the node; reads go on without it"
             yield Finding("volume", "bad", volume.path, f"{volume.state}: {volume.reason or 'no reason given'}", change)
     for held in state.buckets:
         if held.lost_objects:
-            what = f"{held.lost_objects} objects were acknowledged and are lost"
+            what = f"acknowledged and lost: {quantity.counted(held.lost_objects, 'object')}"
             change = f"check the disk; `forebay lost ls {held.name}`, then write them again or give them up"
             yield Finding("lost", "bad", held.name, what, change)
         if held.flush_error and held.dirty_objects:
-            what = (
-                f"{held.dirty_objects} objects and deletes ({quantity.size(held.dirty_bytes)}) are on this node alone"
-            )
+            what = f"on this node alone: {quantity.counted(held.dirty_objects, 'object')} or deletes"
+            what += f" ({quantity.size(held.dirty_bytes)})"
             change = (
                 f"mend the backend, or its keys with `forebay bucket set {held.name} --option …`; writes stop in time"
             )

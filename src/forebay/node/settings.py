@@ -16,7 +16,7 @@ import os
 import socket
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -271,4 +271,15 @@ def load(config: str | Path | None = None, **flags: Any) -> Settings:
     try:
         return msgspec.convert(named, Settings)
     except msgspec.ValidationError as error:
-        raise Invalid(f"the settings do not fit: {error}; see docs/operating.md") from None
+        raise Invalid(_misfit(str(error), named)) from None
+
+
+def _misfit(error: str, named: dict[str, Any]) -> str:
+    """What msgspec says of a setting, as people say it."""
+    text, _, name = error.rstrip("`").rpartition(" - at `$.")
+    kinds = get_type_hints(Settings)
+    choices = [one for one in get_args(kinds.get(name)) if isinstance(one, str)]
+    value = named.get(name)
+    if choices and isinstance(value, str):
+        return f"{name} is {value!r}{did_you_mean(value, choices)}: choose one of {', '.join(choices)}"
+    return f"the setting {name or 'file'} does not fit ({text or error}): see docs/operating.md"

@@ -28,14 +28,17 @@ class LocalBackend:
     read_only = False
     part_bytes_min = 0
 
+    def __init__(self, bucket: str) -> None:
+        self._bucket = bucket  # for messages
+
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
-        raise errors.no_such_key(LOCAL_URL + check_key(key))
+        raise errors.no_such_key(f"{self._bucket}/{check_key(key)}")
 
     async def head(self, key: str) -> ObjectInfo:
-        raise errors.no_such_key(LOCAL_URL + check_key(key))
+        raise errors.no_such_key(f"{self._bucket}/{check_key(key)}")
 
     async def check(self, key: str, version: str) -> ObjectInfo | None:
-        raise errors.no_such_key(LOCAL_URL + check_key(key))
+        raise errors.no_such_key(f"{self._bucket}/{check_key(key)}")
 
     async def list_page(self, prefix: str, delimiter: str, start_after: str, limit: int) -> ListPage:
         pages.check_limit(limit)
@@ -55,7 +58,7 @@ class LocalBackend:
         raise _nowhere()
 
     async def read_tags(self, key: str) -> str:
-        raise errors.no_such_key(LOCAL_URL + check_key(key))
+        raise errors.no_such_key(f"{self._bucket}/{check_key(key)}")
 
     async def write_tags(self, key: str, tags: str) -> None:
         raise _nowhere()

@@ -25,6 +25,7 @@ from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
 from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
+from forebay.core.quantity import counted
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
 from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, check_bucket_name, check_key
@@ -283,9 +284,10 @@ class Verbs:
             raise object_lost(lost)
         owed = self._engine.flusher.totals(bucket)
         if owed.objects:
+            what = f"{counted(owed.objects, 'object')} or deletes ({owed.bytes} bytes)"
             raise Busy(
-                f"bucket {bucket} has {owed.objects} objects or deletes ({owed.bytes} bytes) that its backend has not "
-                f"got: `forebay flush {bucket}` first, then {change}; or give them up with --force, which lists them",
+                f"bucket {bucket} has {what} that its backend has not got: `forebay flush {bucket}` first, then "
+                f"{change}; or give them up with --force, which lists them",
                 retry_after_s=5.0,
             )
 

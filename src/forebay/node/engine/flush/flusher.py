@@ -56,6 +56,7 @@ from forebay.core.machines.flush import (
 from forebay.core.machines.gate import Admit, Bounds, Gate, Gone, Knock, Owes, Refuse
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.metrics import series
+from forebay.core.quantity import counted
 from forebay.core.record import Record
 from forebay.core.s3rules.keeping import keeping_among
 from forebay.core.types import Bucket, Headers, ObjectInfo
@@ -420,10 +421,10 @@ class Flusher:
     def _too_much(self, name: str, retry_after_s: float) -> Busy:
         totals = self.totals(name)
         why = f" (the last flush failed: {totals.error})" if totals.error else ""
+        what = f"{counted(totals.objects, 'object')}, {totals.bytes} bytes"
         return Busy(
-            f"bucket {name} owes its backend {totals.objects} objects, {totals.bytes} bytes, as much as it may or for "
-            f"as long{why}: write again in {retry_after_s:g} s; raise dirty_bytes_max or dirty_age_max, or mend the "
-            "backend, if this stays",
+            f"bucket {name} owes its backend {what}, as much as it may or for as long{why}: write again in "
+            f"{retry_after_s:g} s; raise dirty_bytes_max or dirty_age_max, or mend the backend, if this stays",
             code="SlowDown",
             retry_after_s=retry_after_s,
         )

@@ -23,6 +23,7 @@ import msgspec
 
 from forebay.core.errors import Corrupt, Invalid, ObjectLost, Unavailable, VolumeMissing
 from forebay.core.messages.wire import VolumeAt
+from forebay.core.quantity import counted
 from forebay.core.ranges import absent_runs, run_bytes
 from forebay.core.record import Record, State, blocks_in
 from forebay.core.volumes import KnownVolume, LostObject, Owners
@@ -246,9 +247,10 @@ class VolumeSet(Whereabouts[Volume]):
     def tell_owed_out(self, volume: Volume) -> None:
         """A volume went out: report what only it has."""
         if volume.usage.owned_objects:
+            what = f"{counted(volume.usage.owned_objects, 'object')} with {volume.usage.owed_bytes} bytes"
             detail = (
-                f"{volume.usage.owned_objects} objects with {volume.usage.owed_bytes} bytes that the backend has not "
-                f"got are on {volume.path}: they are flushed when it is back; do not erase it"
+                f"{what} that the backend has not got are on {volume.path}: they are flushed when it is back; do not "
+                "erase it"
             )
             self.tell(StoreEvent("owed-out", volume.id, detail))
 
