@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+from forebay.client.sync import Client
 from tests.patience import until
 from tests.s3.client_rows import BUCKET, ROWS
 from tests.s3.real_node import RealNode
@@ -143,3 +144,16 @@ def test_a_client_that_is_told_so_goes_through_the_node(row: Row, node: RealNode
         return writes > before[0] and sent_bytes - before[1] >= read_bytes
 
     until(arrived, "what the client read was sent by the node")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("program", ["aws", "rclone"])
+def test_the_first_lines_of_the_page_work_as_they_stand(program: str, node: RealNode, tmp_path: Path) -> None:
+    block = (ROOT / "docs" / "s3.md").read_text("utf-8").partition("```sh\n")[2].partition("```")[0]
+    (line,) = [one for one in block.splitlines() if one.startswith(program)]
+    with Client(node.endpoint, token=TOKEN) as client:
+        client.put(BUCKET, "first-lines", b"x" * 100)
+    line = line.replace(ADDRESS, node.endpoint.removeprefix("http://")).replace("corpus", BUCKET)
+    known = environment(Row(program, "", (), "make test"), node, tmp_path)
+    done = subprocess.run(["bash", "-c", line], env=known, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "first-lines" in done.stdout) == (0, True), f"{line}\n{done.stdout}{done.stderr}"

@@ -92,8 +92,7 @@ class IdentitiesFile:
 
 def _changes(old: KeyFile, new: KeyFile) -> str:
     """What differs, by name."""
-    before: dict[str, object] = {one.name: one for one in (*old.identities, *old.oidc)}
-    after: dict[str, object] = {one.name: one for one in (*new.identities, *new.oidc)}
+    before, after = _by_name(old), _by_name(new)
     known = {(issuer.name, one) for issuer in old.oidc for one in issuer.ended}
     ended = [
         one.access_key_id or f"{OIDC_NAMES}{issuer.name}:{one.subject}"
@@ -106,6 +105,10 @@ def _changes(old: KeyFile, new: KeyFile) -> str:
         "ended": list(dict.fromkeys(ended)),
     }
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names) or "the key alone"
+
+
+def _by_name(file: KeyFile) -> dict[str, object]:
+    return {entry.name: entry for entry in file.identities} | {issuer.name: issuer for issuer in file.oidc}
 
 
 def _never(sealed: str, key_id: str) -> str:
