@@ -21,7 +21,6 @@ from forebay.core.machines.opening import (
     Absent,
     Held,
     Said,
-    Silence,
     Terms,
     Then,
     Verdict,
@@ -44,8 +43,8 @@ HERE, ALIAS, OTHER, NEW = "here", "~1", "another", "new"
 
 # --- every combination -----------------------------------------------------------------------------------------------
 class Case(NamedTuple):
-    """`confirmed_s`: seconds since the backend confirmed what is here; or a word. `was_silent`: the backend did not
-    answer somebody a moment ago; `answered_since`: and answered somebody else after that."""
+    """`was_silent`: the backend did not answer somebody a moment ago. `answered_since`: it has answered somebody since
+    the write began that left what is here in doubt."""
 
     freshness: str
     written: bool  # the bucket can be written through the node
@@ -105,11 +104,12 @@ def expected(case: Case) -> tuple[str, str]:
             return ("412" if case.named else "old"), never
     # "The node still serves what it has while the backend does not answer, except with `always`." What a stop brought
     # back: "reads of it fail while the backend does not answer. A bucket whose backend takes no writes has no older
-    # versions to bring back: there the node serves what it has."
-    may_be_old = case.freshness != "always" and not case.revalidate and not (case.here == "missed" and case.written)
+    # versions to bring back: there the node serves what it has." For what is in doubt "the backend's first answer of
+    # any kind ends that".
+    is_missed = case.here == "missed" or (case.here == "doubted" and case.answered_since)
+    may_be_old = case.freshness != "always" and not case.revalidate and not (is_missed and case.written)
     old = "412" if case.named else "old"
-    # "The backend's first answer of any kind ends that" for what is in doubt.
-    if may_be_old and case.was_silent and (is_settled or not case.answered_since):
+    if may_be_old and case.was_silent:
         return old, never
     match case.backend:
         case "same":
@@ -142,8 +142,7 @@ def driven(case: Case) -> tuple[str, str]:
         revalidate=case.revalidate,
         is_written=case.written,
     )
-    silence = Silence(DOWN_FOR_S if case.was_silent else 0.0, answers=7)
-    answers = 8 if case.answered_since else 7
+    silent_until_s = DOWN_FOR_S if case.was_silent else 0.0
     asked = "unasked"
     for _ in range(3):
         match judge(held, terms, NOW):
@@ -155,7 +154,7 @@ def driven(case: Case) -> tuple[str, str]:
                 return "404", asked
         if not isinstance(held, Held):
             return fetched(case), "asked"
-        if spares(held, terms, silence, answers, 1.0):
+        if spares(held, terms, silent_until_s, 1.0):
             terms = terms._replace(since_s=ANY)
             continue
         asked = "asked"
@@ -183,7 +182,11 @@ def held_of(case: Case) -> Held | Absent:
         return Absent.UNKNOWN
     if case.here == "deleted":
         return Absent.DELETED
-    return Held(HERE, ALIAS, case.here == "owned", CHECKED_S[case.here])
+    windows, name = Windows(), ("bucket", "key")
+    windows.open(name, HERE, NOW, answers=7)
+    windows.close(name, in_doubt=True)
+    checked_s = windows.checked_s(name, HERE, CHECKED_S[case.here], 8 if case.answered_since else 7)
+    return Held(HERE, ALIAS, case.here == "owned", checked_s)
 
 
 def test_every_combination_ends_as_the_manual_says():
@@ -258,8 +261,8 @@ def test_a_clock_that_is_off_by_more_than_a_moment_confirms_nothing():
 
 def test_silence_ends_and_only_then_is_the_backend_asked_again():
     held, terms = Held(HERE, ALIAS, False, NOW - 90), terms_of(60.0, NOW)
-    assert spares(held, terms, Silence(DOWN_FOR_S), 0, DOWN_FOR_S - 0.1)
-    assert not spares(held, terms, Silence(DOWN_FOR_S), 0, DOWN_FOR_S)
+    assert spares(held, terms, DOWN_FOR_S, DOWN_FOR_S - 0.1)
+    assert not spares(held, terms, DOWN_FOR_S, DOWN_FOR_S)
 
 
 def test_who_may_share_a_question():
@@ -354,6 +357,39 @@ def test_no_confirmation_is_recorded_that_a_write_may_have_outlived(data):
     for _, question in asked:
         windows.answered(name, question)
     assert not windows._questions
+
+
+def test_a_doubt_counts_from_when_its_write_began():
+    windows, name = Windows(), ("bucket", "key")
+    assert windows.checked_s(name, "v1", 0.0, 0) == 0.0, "left by an earlier life; nobody has heard anything"
+    assert windows.checked_s(name, "v1", 0.0, 1) == MISSED
+    windows.open(name, "v1", 5.0, answers=3)
+    assert windows.checked_s(name, "v1", 0.0, 9) == 5.0, "held for reads"
+    windows.listed("bucket", "", "", "")
+    assert windows.checked_s(name, "v1", 0.0, 4) == MISSED
+    windows.close(name, in_doubt=True)
+    assert windows.checked_s(name, "v1", 0.0, 3) == 0.0
+    assert windows.checked_s(name, "v1", 0.0, 4) == MISSED
+    windows.open(name, "v1", 0.0, answers=6)
+    windows.close(name, in_doubt=True)
+    assert windows.checked_s(name, "v1", 0.0, 6) == MISSED, "the first write may have been seen since"
+    assert windows.may_record(name, "v1", 10.0)
+    windows.open(name, "v1", 10.0, answers=6)
+    windows.close(name, in_doubt=True)
+    assert windows.checked_s(name, "v1", 0.0, 6) == 0.0
+    windows.open(name, "v2", 10.0, answers=7)
+    windows.close(name)
+    assert not windows._doubted, "what is settled is forgotten"
+
+
+def test_doubts_that_are_too_many_to_remember_are_older_than_every_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forebay.core.machines.opening.DOUBTS_MAX", 3)
+    windows = Windows()
+    for number in range(9):
+        windows.open(("bucket", str(number)), "v1", 5.0, answers=2)
+        windows.close(("bucket", str(number)), in_doubt=True)
+    found = [windows.checked_s(("bucket", str(number)), "v1", 0.0, 2) for number in range(9)]
+    assert found == [MISSED] * 6 + [0.0] * 3
 
 
 def test_a_refused_write_gives_the_confirmation_back():

@@ -261,6 +261,40 @@ def test_what_is_in_doubt_is_asked_about_once_the_backend_answers_anything(rigge
     rigged(story)
 
 
+def test_what_is_in_doubt_is_served_no_more_once_the_backend_answered_though_it_is_away_again(rigged: Rigged) -> None:
+    """Somebody saw the write that has no outcome, in a listing. The backend is away when the next reader comes."""
+
+    async def story(rig: Rig) -> None:
+        _, new = await doubted(rig)
+        page = await rig.front.call("list", calls.ListCall("remote"))
+        assert [entry.etag for entry in page.entries] == [new]
+        rig.remote.down = AWAY
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await rig.front.get("key")
+        rig.remote.down = None
+        assert await rig.front.get("key") == b"two"
+        rig.remote.down = AWAY
+        assert await rig.front.get("key") == b"two", "it is confirmed"
+
+    rigged(story)
+
+
+def test_a_later_doubt_is_one_of_its_own(rigged: Rigged) -> None:
+    """A write without an outcome was cleared up; of the next one nobody has seen anything when the backend goes."""
+
+    async def story(rig: Rig) -> None:
+        await doubted(rig)
+        assert await rig.front.get("key") == b"two"
+        rig.remote.lose_answers = 1
+        with pytest.raises(Unavailable):
+            await put(rig, "key", b"three")
+        rig.remote.down = AWAY
+        assert await rig.front.get("key") == b"two"
+
+    rigged(story)
+
+
 def test_who_comes_after_an_answer_does_not_share_a_question_from_before_it(rigged: Rigged) -> None:
     """A question about a version in doubt hangs; the backend answers others; the question fails at last."""
 
@@ -317,6 +351,10 @@ def test_who_saw_a_write_in_a_listing_reads_nothing_older(rigged: Rigged, gone: 
         assert await rig.front.get("key") == b"one", "nobody has seen anything else"
         page = await rig.front.call("list", calls.ListCall("remote"))
         assert old.etag not in [entry.etag for entry in page.entries]
+        rig.remote.down = AWAY
+        with pytest.raises(Unavailable):
+            await rig.front.get("key")
+        rig.remote.down = None
         if gone:
             with pytest.raises(NotFound):
                 await rig.front.get("key")

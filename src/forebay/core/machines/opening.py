@@ -13,8 +13,9 @@ the node went on without it, is *missed* (`MISSED`): a write or delete that was 
 asked about too, and served by no bucket that can be written through this node before the backend confirmed it.
 
 When the backend does not answer, `always` and `revalidate` fail. A bucket with a freshness time serves the version it
-has, because that time already prefers an old answer to none. For DOWN_FOR_S nobody else waits. Doubt ends that earlier:
-any answer of the backend, say a listing, may show another version, and later readers must not get the old one.
+has, because that time already prefers an old answer to none. For DOWN_FOR_S nobody else waits. A version in doubt is
+served so only until the backend answers anything, counted from when it was asked to do the write: that answer, say a
+listing, may have shown another version, and later readers must not get the old one. From then on it counts as missed.
 
 A question is asked once for all who wait, and counts from the moment it was asked. A reader may share it if that is
 late enough for its terms.
@@ -50,7 +51,9 @@ from typing import NamedTuple
 from forebay.core.record import State
 from forebay.core.types import FRESH_IMMUTABLE
 
-MISSED = -1.0  # `checked_s` of what a machine stop or its volume brought back
+IN_DOUBT = 0.0  # `checked_s` of what a write without an outcome may have replaced
+MISSED = -1.0  # and of what a machine stop or its volume brought back
+DOUBTS_MAX = 65_536  # remembered: of one that was forgotten any answer counts, also an earlier one
 CLOCK_SLACK_S = 1.0  # processes of one host may disagree by a scheduling delay, not more
 CHECK_TIMEOUT_S = 3.0  # how long a stale version waits for its confirmation before it is served all the same
 DOWN_FOR_S = 5.0  # after a failed confirmation: nobody else waits for one this long
@@ -161,19 +164,10 @@ def tolerates(held: Held, terms: Terms) -> bool:
 
 
 # --- the backend -----------------------------------------------------------------------------------------------------
-class Silence(NamedTuple):
-    """The backend did not answer a question: until `until_s` (monotonic) nobody waits for it if what is here will do.
-    `answers`: how many answers it had given when that question began."""
-
-    until_s: float = 0.0
-    answers: int = 0
-
-
-def spares(held: Held, terms: Terms, silence: Silence, answers: int, now_s: float) -> bool:
-    """Whether to serve what is here at once instead of asking a backend that was just silent. `answers`: how many it
-    has given by now; a version in doubt is not served once it answered anybody."""
-    settled = held.checked_s > 0 or answers == silence.answers
-    return settled and now_s < silence.until_s and tolerates(held, terms)
+def spares(held: Held, terms: Terms, silent_until_s: float, now_s: float) -> bool:
+    """Whether to serve what is here at once instead of asking a backend that did not answer a moment ago (until then,
+    monotonic, nobody waits for it if what is here will do)."""
+    return now_s < silent_until_s and tolerates(held, terms)
 
 
 class Said(Enum):
@@ -241,24 +235,31 @@ Name = tuple[str, str]
 
 
 class Windows:
-    """The keys that are being written, and the questions about keys; see the module's header."""
+    """The keys that are being written or in doubt, and the questions about keys; see the module's header. `answers`:
+    how many answers the backend has given in the life of this engine."""
 
     def __init__(self) -> None:
         self._open: dict[Name, tuple[str, float]] = {}  # the version that reads go by, and when it was confirmed
+        self._doubted: dict[Name, int] = {}  # of what may be in doubt: the answers given when its write began
         self._questions: dict[Name, set[Question]] = {}
 
-    def open(self, name: Name, version: str, checked_s: float) -> None:
+    def open(self, name: Name, version: str, checked_s: float, answers: int = 0) -> None:
         """A write of the key is about to ask the backend. The record had this version ("": none), confirmed then."""
         self._open[name] = (version, checked_s)
+        self._doubted.setdefault(name, answers)
 
     def refused(self, name: Name) -> tuple[str, float] | None:
         """The backend refused the write: the confirmation to record again, if any."""
         version, checked_s = self._open[name]
         return (version, checked_s) if checked_s > 0 else None
 
-    def close(self, name: Name) -> None:
-        """The write has its outcome."""
+    def close(self, name: Name, *, in_doubt: bool = False) -> None:
+        """The write has its outcome, or never will have: then what is here is `in_doubt`."""
         self._open.pop(name, None)
+        if not in_doubt:
+            self._doubted.pop(name, None)
+        elif len(self._doubted) > DOUBTS_MAX:
+            del self._doubted[next(iter(self._doubted))]
         self._overtake(name)
 
     def listed(self, bucket: str, prefix: str, after: str, upto: str) -> list[str]:
@@ -299,15 +300,21 @@ class Windows:
         """Whether a confirmation of this version may be recorded now. If not, it is held for reads."""
         held = self._open.get(name)
         if held is None:
+            self._doubted.pop(name, None)
             return True
         if held[0] != version or checked_s > held[1]:
             self._open[name] = (version, checked_s)
         return False
 
-    def checked_s(self, name: Name, version: str, checked_s: float) -> float:
-        """When this version was confirmed, if its record or flight says `checked_s`."""
+    def checked_s(self, name: Name, version: str, checked_s: float, answers: int = 0) -> float:
+        """When this version was confirmed, if its record or flight says `checked_s`. A doubt that is older than the
+        last answer makes it MISSED; a doubt of an earlier life is older than all answers."""
         held = self._open.get(name)
-        return max(checked_s, held[1]) if held is not None and held[0] == version else checked_s
+        if held is not None and held[0] == version:
+            checked_s = max(checked_s, held[1])
+        if checked_s == IN_DOUBT and answers != self._doubted.get(name, 0):
+            return MISSED
+        return checked_s
 
     def _outdate(self, name: Name) -> None:
         self._open[name] = ("", 0.0)

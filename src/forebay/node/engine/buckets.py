@@ -26,7 +26,6 @@ import msgspec
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
-from forebay.core.machines.opening import Silence
 from forebay.core.types import (
     FRESH_IMMUTABLE,
     LOCAL_URL,
@@ -67,7 +66,7 @@ class Served:
         self.implicit = implicit
         self.error = ""
         self.answers = 0  # answers of the backend, refusals included
-        self.silence = Silence()  # when it last did not answer
+        self.silent_until_s = 0.0  # monotonic; it did not answer, and nobody waits for it until then
 
     def same_place(self, other: Served) -> bool:
         """Whether both read the same objects, whatever else differs."""
@@ -324,7 +323,9 @@ class Buckets:
         bucket = msgspec.structs.replace(bucket, created_s=created_s)
         served = await self._open(bucket)
         await self._meta.put(PREFIX + bucket.name, _encode(bucket))
-        self._close_later(self._served.get(bucket.name))
+        before = self._served.get(bucket.name)
+        served.answers = before.answers if before is not None else 0
+        self._close_later(before)
         self._close_versions(bucket.name)
         self._kept[bucket.name] = bucket
         self._served[bucket.name] = served

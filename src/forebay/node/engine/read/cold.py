@@ -267,8 +267,8 @@ class ColdReads:
         if found is None:
             held = Absent.DELETED if self._deleted(*name) else Absent.UNKNOWN
         else:
-            held = held_of(found, is_owned=record is not None and record.state & State.OWNED != 0)
-            held = held._replace(checked_s=self.confirmations.windows.checked_s(name, held.version, held.checked_s))
+            is_owned = record is not None and record.state & State.OWNED != 0
+            held = self.confirmations.held(name, found, is_owned=is_owned)
         match judge(held, terms, self.clock.wall_s()):
             case Verdict.SERVE:
                 return found

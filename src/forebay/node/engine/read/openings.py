@@ -38,7 +38,6 @@ from forebay.core.machines.opening import (
     DOWN_FOR_S,
     Held,
     Said,
-    Silence,
     Terms,
     Then,
     Windows,
@@ -116,7 +115,7 @@ class Openings:
 
     def __init__(self, cold: ColdReads, buckets: Buckets, tally: Tally, flush_soon: Callable[[], None]) -> None:
         self.under_way: dict[tuple[str, str], Opening] = {}
-        self.confirmations = Confirmations(cold.store, flush_soon)
+        self.confirmations = Confirmations(cold.store, buckets, flush_soon)
         self._cold, self._buckets, self._tally, self._flush_soon = cold, buckets, tally, flush_soon
         self._clock = cold.clock
         self._left: set[asyncio.Task[Answer]] = set()  # of those that nobody can join any more
@@ -226,8 +225,9 @@ class Openings:
         """Ask the backend whether the version is current, and do what its answer changes here. Returns how it goes on,
         and the new metadata for FETCH. The backend's error for FAIL, `Precondition` for CHANGED. `by`: the opening that
         needs it."""
-        name, held, answers = (served.bucket.name, key), held_of(found), served.answers
-        if spares(held, terms, served.silence, answers, self._clock.monotonic_s()):
+        name = (served.bucket.name, key)
+        held = self.confirmations.held(name, found)
+        if spares(held, terms, served.silent_until_s, self._clock.monotonic_s()):
             self._tally.revalidations["unreachable"] += 1
             return Then.STALE, None
         windows = self.confirmations.windows
@@ -253,7 +253,7 @@ class Openings:
         if taken.confirm:
             self._confirm(name, held.version, asked_s)
         if taken.hush:
-            self._hush(served, answers, error)
+            self._hush(served, error)
         if taken.then is Then.CHANGED:
             raise changed_meanwhile(*name)
         if taken.then is Then.FAIL:
@@ -267,11 +267,11 @@ class Openings:
         if flight is not None and flight.info.version == version:
             flight.checked_s = asked_s
 
-    def _hush(self, served: Served, answers: int, error: BaseException | None) -> None:
+    def _hush(self, served: Served, error: BaseException | None) -> None:
         now_s = self._clock.monotonic_s()
-        if served.silence.until_s <= now_s:
+        if served.silent_until_s <= now_s:
             log.warning("bucket %s does not answer (%s): serving what is here", served.bucket.name, error)
-        served.silence = Silence(now_s + DOWN_FOR_S, answers)
+        served.silent_until_s = now_s + DOWN_FOR_S
 
     # --- an unknown object -------------------------------------------------------------------------------------------
     async def _first_fetch(self, ask: Ask, opening: Opening) -> Answer:
@@ -340,15 +340,20 @@ class Confirmations:
     """When the backend last confirmed what is here: the index and the machine's windows together. `flush_soon` is
     called after changes to the store."""
 
-    def __init__(self, store: Store, flush_soon: Callable[[], None]) -> None:
+    def __init__(self, store: Store, buckets: Buckets, flush_soon: Callable[[], None]) -> None:
         self.windows = Windows()
-        self._store, self._flush_soon = store, flush_soon
+        self._store, self._buckets, self._flush_soon = store, buckets, flush_soon
+
+    def _answers(self, bucket: str) -> int:
+        served = self._buckets.known(bucket)
+        return 0 if served is None else served.answers
 
     # --- by writes ---
     def open_window(self, bucket: str, key: str) -> bool:
         """A write is about to ask the backend. Returns True if the index must be flushed first."""
         record = self._store.lookup(bucket, key)
-        self.windows.open((bucket, key), *(("", 0.0) if record is None else (record.version, record.checked_s)))
+        held = ("", 0.0) if record is None else (record.version, record.checked_s)
+        self.windows.open((bucket, key), *held, self._answers(bucket))
         return self._store.unconfirm(bucket, key)
 
     def restore(self, bucket: str, key: str) -> None:
@@ -359,10 +364,17 @@ class Confirmations:
             self._flush_soon()
 
     def close_window(self, bucket: str, key: str) -> None:
-        """The write has its outcome."""
-        self.windows.close((bucket, key))
+        """The write has its outcome, or its record says that there is none."""
+        record = self._store.lookup(bucket, key)
+        self.windows.close((bucket, key), in_doubt=record is not None and record.checked_s <= 0)
 
     # --- by reads ---
+    def held(self, name: tuple[str, str], found: Flight | Record, *, is_owned: bool = False) -> Held:
+        """What is here, for the machine."""
+        held = held_of(found, is_owned=is_owned)
+        answers = self._answers(name[0])
+        return held._replace(checked_s=self.windows.checked_s(name, held.version, held.checked_s, answers))
+
     def confirm(self, bucket: str, key: str, version: str, asked_s: float) -> None:
         """The backend confirmed this version when asked at `asked_s`."""
         if self.windows.may_record((bucket, key), version, asked_s):
@@ -375,7 +387,7 @@ class Confirmations:
 
 
 def held_of(found: Flight | Record, *, is_owned: bool = False) -> Held:
-    """What is here, for the machine."""
+    """What is here, as its record or its flight says."""
     version = found.info.version if isinstance(found, Flight) else found.version
     return Held(version, own_version(found.object_id), is_owned, found.checked_s)
 
