@@ -25,6 +25,7 @@ reported. Samples are the steps of one process, without the first ones and, for 
 
 `python -m bench.rows.offload_gpu [--quick] [--share 0.8]` runs the row alone, without the rest of the benchmark and
 what that needs: torch, numpy, xxhash and msgspec are enough.
+`python -m bench.rows.offload_gpu --first-day` makes the checks that come before all measuring (`offload_first_day.py`).
 `python -m bench.rows.offload_gpu child '{"side": …}'` is one process.
 """
 
@@ -244,6 +245,7 @@ def _ours(training: Training, work: Work, told: Told) -> None:
         training.optimizer,
         budget=work["budget_bytes"],
         tiers=[host, disk],
+        experimental=True,
         **work.get("options", {}),
     )
 
@@ -485,10 +487,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rows.offload_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model at one share: does it work at all?")
     parser.add_argument("--share", action="append", type=float, default=[], help=f"of the peak (default: {SHARES})")
+    parser.add_argument("--first-day", action="store_true", help="what to look at first with a device, in its order")
     parser.add_argument("--out", metavar="FILE", help="JSON file")
     arguments = parser.parse_args(argv)
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
+        if arguments.first_day:
+            return int(importlib.import_module("bench.rows.offload_first_day").first_day(Path(folder)))
         result = gpu(Alone(Path(folder), arguments.quick), BY_NAME["offload-gpu"], arguments.share)
     results = [report.timed(result, time.perf_counter() - began_s)]
     print(report.table(results))

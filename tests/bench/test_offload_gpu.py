@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench import main, report
-from bench.rows import offload_gpu
+from bench.rows import offload_first_day, offload_gpu
+from bench.rows.offload_first_day import Check, checks
 from bench.rows.offload_gpu import PEER_STEPS, STEPS, Alone, Round, Told, Work
 from bench.workloads import BY_NAME
 
@@ -41,6 +42,56 @@ def test_it_says_so_by_itself_too(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert offload_gpu.main(["--quick"]) == 1
     assert "FAILED: not run: no CUDA device (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+def test_the_first_day_ends_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, has_device: bool
+):
+    def wrong() -> str:
+        raise offload_first_day.Failed("losses are off by 1")
+
+    def played(folder: Path) -> list[Check]:
+        return [Check("one", lambda: "is well"), Check("other", wrong), Check("last", lambda: "is not asked")]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    monkeypatch.setattr(offload_first_day.first_day, "__defaults__", (played,))
+    assert offload_gpu.main(["--first-day"]) == 1
+    printed = capsys.readouterr().out
+    if has_device:
+        assert printed == "1. one: is well\n2. other: FAILED: losses are off by 1\nThe checks after it were not made.\n"
+    else:
+        assert re.fullmatch(r"first day: not run: no CUDA device \(.*\). It needs a CUDA device and .*\n", printed)
+
+
+def test_the_first_days_checks_judge_what_processes_tell(tmp_path: Path):
+    def ask(work: Work) -> Told:
+        works.append(work)
+        told: Told = {"side": work["side"], "oom": False, "error": "", "steps_s": [0.1] * 4, "losses": [2.0, 1.0]}
+        fields = ("step_s", "missing_s", "memory_s", "written_bytes", "read_bytes", "moves", "unplanned")
+        report: Told = dict.fromkeys(fields, 0)
+        report |= {"policy": "area", "predicted_s": 0.104 if work.get("limit_bytes", 0) < 850 else 0.1}
+        told |= {"warm": 0, "shape": SHAPE, "peak_bytes": 1000, "report": report, "paths": [], "failures": []}
+        return told | wrong
+
+    works: list[Work] = []
+    wrong: Told = {}
+    by_name = {check.name: check.run for check in checks(tmp_path, ask)}
+    assert by_name["the same bits at 90 to 60 % of the memory"]() == "losses bit-equal at 90%, 80%, 70%, 60%"
+    predicted = by_name["a step takes what was predicted"]()
+    assert predicted == "0.0% off at 90%, 4.0% off at 80%, 4.0% off at 70%, 4.0% off at 60%"
+    larger = "a state that is larger than the device"
+    assert "losses bit-equal" in by_name[larger]()
+    wrong["error"], wrong["oom"] = "OutOfMemoryError: none left", True
+    assert by_name["no memory in the middle of a plan"]() == "it ended as out of memory after 2 steps"
+    assert works[-1]["limit_bytes"] < works[-1]["budget_bytes"] < 1000
+    wrong["oom"] = False
+    for name in ("no memory in the middle of a plan", larger):
+        with pytest.raises(offload_first_day.Failed, match="none left"):
+            by_name[name]()
+    wrong.update(error="", losses=[2.0, 1.5])
+    with pytest.raises(offload_first_day.Failed, match=r"off by 0\.5"):
+        by_name[larger]()
 
 
 # --- its processes, on the CPU ---------------------------------------------------------------------------------------

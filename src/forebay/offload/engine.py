@@ -87,6 +87,10 @@ class Offload:
     optimizer updates at once. `Invalid` and `NotSupported` say what cannot be done; once a plan is made, `Invalid` if
     no plan can meet the budget. A tier slower than half of what it was said to be is refused. Use one from the thread
     that trains.
+
+    `separable` says of an optimizer of a class of yours, made from one of torch's, that it updates each parameter by
+    itself as that does: from its own gradient, state and group. `experimental` takes models on an accelerator, on which
+    this has not run yet.
     """
 
     def __init__(
@@ -98,10 +102,13 @@ class Offload:
         tiers: Sequence[Storage],
         chunk_bytes: int = CHUNK_BYTES,
         size_bytes_min: int = SIZE_BYTES_MIN,
+        separable: bool = False,
+        experimental: bool = False,
     ) -> None:
-        _check_model(model)
+        _check_model(model, experimental=experimental)
         self.budget_bytes = parse_size(budget) if isinstance(budget, str) else budget
         _check_numbers(self.budget_bytes, chunk_bytes, size_bytes_min)
+        check_separable(optimizer, trusted=separable)
         if isinstance(tiers, Storage) or not all(isinstance(tier, Storage) for tier in tiers):
             raise Invalid('tiers are a list, as in [HostTier("32GiB"), DiskTier(["/nvme/x"], "200GiB")]')
         self.model, self.optimizer = model, optimizer
@@ -157,9 +164,7 @@ class Offload:
             for tier in tiers:
                 tier.open()
                 opened.append(tier)
-            hardware = self._measured()
-            check_separable(self.optimizer)
-            return hardware
+            return self._measured()
         except BaseException:
             for tier in opened:
                 tier.close()
@@ -228,6 +233,11 @@ class Offload:
         if self._inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise Invalid(
                 "a step within a step, or within other saved-tensor hooks: only the innermost would be called"
+            )
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotSupported(
+                "a CUDA graph is being captured: it would replay the step with addresses that tensors have left by "
+                "then; run the step without one (and torch.compile without mode='reduce-overhead')"
             )
         self._end_evaluation()
         self._inside = True
@@ -609,6 +619,12 @@ def _unmoved(trace: Trace, kind: str) -> Trace:
     return dataclasses.replace(trace, kinds=kinds)
 
 
+def is_sharded(parameter: Any) -> bool:
+    """Whether a rank has a part of it only: a DTensor (FSDP2, tensor parallel), or flat as FSDP made it."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(parameter).__mro__}
+    return hasattr(parameter, "_is_flat_param") or any(kind.endswith(".DTensor") for kind in kinds)
+
+
 def _check_numbers(budget_bytes: Any, chunk_bytes: Any, size_bytes_min: Any) -> None:
     for what, value, least in (
         ("the budget", budget_bytes, 1),
@@ -619,7 +635,7 @@ def _check_numbers(budget_bytes: Any, chunk_bytes: Any, size_bytes_min: Any) -> 
             raise Invalid(f"{what} of {value!r}: give whole bytes, at least {least}, or for the budget as in '24GiB'")
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, *, experimental: bool) -> None:
     if is_compiled(model):
         raise NotSupported(
             "a model that is compiled as a whole gets all its saved tensors back at once, so nothing would be gained: "
@@ -630,10 +646,21 @@ def _check_model(model: Any) -> None:
         raise NotSupported(
             f"what torch.jit.script made takes no hooks ({scripted[0] or 'the model'}): give the model as it was before"
         )
+    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if sharded:
+        raise NotSupported(
+            f"{sharded[0]} is sharded over ranks (FSDP, tensor parallel), whose shards come and go by themselves: use "
+            "one process with the whole model, DistributedDataParallel, or FSDP's own CPUOffloadPolicy"
+        )
     devices = {parameter.device for parameter in model.parameters()}
+    told = ", ".join(sorted(map(str, devices))) or "no device: it has no parameters"
     if len(devices) != 1 or not {device.type for device in devices} <= {"cpu", *accelerators}:
-        told = ", ".join(sorted(map(str, devices))) or "no device: it has no parameters"
         raise NotSupported(
             f"tensors are moved from one device's memory, cpu or {', '.join(accelerators)}; the model is on {told}: "
             "use one process and one Offload for each device"
+        )
+    if devices != {torch.device("cpu")} and not experimental:
+        raise NotSupported(
+            f"the model is on {told}, and on accelerators this has not run yet: pass experimental=True, after "
+            "`python -m bench.rows.offload_gpu --first-day` in a checkout, which looks at one thing after the other"
         )

@@ -243,7 +243,7 @@ def tier(tmp_path: Path, opened: list[Way]) -> Iterator[DiskTier]:
         opened.extend(Way(fd) for fd in fds)
         return list(opened)
 
-    with stand_in(), disk(*folders, ways=played) as made:
+    with stand_in(), disk(*folders, ways=played, experimental=True) as made:
         if made.mode != "O_DIRECT":
             pytest.skip("no direct I/O here")
         yield made
@@ -317,9 +317,9 @@ def test_ways_end_with_the_tier_and_there_are_none_for_emulated_disks(tmp_path: 
         opened.extend(Way(fd) for fd in fds)
         return list(opened)
 
-    with disk(tmp_path, ways=played, limit_bytes_s=(1e9, 1e9)):
+    with disk(tmp_path, ways=played, experimental=True, limit_bytes_s=(1e9, 1e9)):
         assert not opened
-    with disk(tmp_path, ways=played):
+    with disk(tmp_path, ways=played, experimental=True):
         assert not any(way.closed for way in opened)
     assert all(way.closed for way in opened)
 

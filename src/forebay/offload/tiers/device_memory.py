@@ -29,7 +29,6 @@ requested. (2) When `copy_out` or `copy_in` has returned, nothing of it is under
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any, Protocol
 
@@ -52,14 +51,9 @@ def weighted(source: Any) -> Any:
     import torch
 
     words = source.view(torch.int64)
-    return (words * _weights(len(words), words.device)).sum()
-
-
-@functools.lru_cache(maxsize=8)  # a piece's length, mostly, on each device
-def _weights(words: int, device: Any) -> Any:
-    import torch
-
-    return torch.arange(words, dtype=torch.int64, device=device) * _ODD | 1
+    # Made anew each time: what one stream makes, another may not use before it is there, nor free it while that does.
+    weights = torch.arange(len(words), dtype=torch.int64, device=words.device).mul_(_ODD).bitwise_or_(1)
+    return weights.mul_(words).sum()
 
 
 class Accelerator(Protocol):
@@ -140,8 +134,8 @@ class Cuda:
                 stream.wait_event(after)
                 total = weighted(source)
                 over.record(stream)
-            over.synchronize()
-            return DeviceSum(total.item())
+                over.synchronize()
+                return DeviceSum(total.item())  # by the stream that made it
 
     def _side(self, device: Any) -> tuple[Any, Any]:
         import torch

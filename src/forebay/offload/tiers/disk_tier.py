@@ -82,7 +82,8 @@ class DiskTier(Storage):
     """Directories on local disks, best one on each disk; `room` is for all of them together.
 
     `write_bytes_s` and `read_bytes_s` are what the disks are believed to do, for `check_speed`. `threads` are for each
-    directory and direction. `preadv`, `pwritev` and `ways` are the system's; tests give others, that fail.
+    directory and direction. `experimental` tries GPUDirect Storage, which has run nowhere yet. `preadv`, `pwritev` and
+    `ways` are the system's; tests give others, that fail.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class DiskTier(Storage):
         threads: int | None = None,
         limit_bytes_s: tuple[float, float] | None = None,
         piece_bytes: int = PIECE_BYTES,
+        experimental: bool = False,
         preadv: Vector = os.preadv,
         pwritev: Vector = os.pwritev,
         ways: Callable[[Sequence[int], Sequence[str]], list[Way]] = ways,
@@ -123,7 +125,7 @@ class DiskTier(Storage):
         self._extents = Extents(self.room_bytes)
         self._files: list[SwapFile] = []
         self._bounces: list[list[Pages]] = []  # out and in, of each worker
-        self._open_ways = ways
+        self._experimental, self._open_ways = experimental, ways
         self._ways: list[Way] = []  # of GPUDirect, by lane
         self._goes_straight = self._went_straight = False
 
@@ -158,7 +160,7 @@ class DiskTier(Storage):
             self._stop()
             raise
         self._extents = Extents(self.room_bytes)
-        if self.mode == "O_DIRECT" and self._throttles == _FREE:
+        if self._experimental and self.mode == "O_DIRECT" and self._throttles == _FREE:
             self._ways = self._open_ways([file.fd for file in self._files], self.directories)
         self._goes_straight, self._went_straight = bool(self._ways), False
         lanes = len(self._files)

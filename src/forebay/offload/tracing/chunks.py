@@ -57,16 +57,33 @@ _STATE_COPIES: dict[Any, Callable[[dict[str, Any]], int]] = {
     torch.optim.Adafactor: lambda group: 0,
     torch.optim.Muon: lambda group: 1,
 }
+_trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # classes of which their users say so
 
 
-def check_separable(optimizer: Optimizer) -> None:
-    """`Invalid` unless stepping in chunks gives the same bits as stepping at once."""
-    if type(optimizer) not in _STATE_COPIES:
-        known = ", ".join(sorted(kind.__name__ for kind in _STATE_COPIES))
+def check_separable(optimizer: Optimizer, *, trusted: bool = False) -> None:
+    """`Invalid` unless stepping in chunks gives the same bits as stepping at once. Of a class made from one that does
+    so, `trusted` says that it does too; that is remembered."""
+    if type(optimizer) in _STATE_COPIES or type(optimizer) in _trusted:
+        return
+    known = ", ".join(sorted(kind.__name__ for kind in _STATE_COPIES))
+    base = _made_from(optimizer)
+    if base is not None and trusted:
+        _trusted.add(type(optimizer))
+        return
+    what = "is not known to update each parameter by itself, so its step cannot go in chunks"
+    if base is None:
         raise Invalid(
-            f"{type(optimizer).__qualname__} is not known to update each parameter by itself, so its step cannot go in "
-            f"chunks: use one of torch.optim's {known}, or do not offload its state"
+            f"{type(optimizer).__qualname__} {what}: use one of torch.optim's {known}, or do not offload its state"
         )
+    raise Invalid(
+        f"{type(optimizer).__qualname__} {what}: pass separable=True if it does so from a parameter's own gradient, "
+        f"state and group, as {base.__qualname__} does; else use that"
+    )
+
+
+def _made_from(optimizer: Optimizer) -> Any:
+    """The class of torch's that an optimizer's class is, or was made from; None if there is none."""
+    return next((kind for kind in type(optimizer).__mro__ if kind in _STATE_COPIES), None)
 
 
 def default_chunks(model: Any, optimizer: Optimizer, chunk_bytes: int = CHUNK_BYTES) -> list[list[Parameter]]:
@@ -77,7 +94,7 @@ def default_chunks(model: Any, optimizer: Optimizer, chunk_bytes: int = CHUNK_BY
     sizes: dict[int, int] = {}
     held: dict[int, Parameter] = {}
     for group in optimizer.param_groups:
-        tensors = 2 + _STATE_COPIES[type(optimizer)](group)
+        tensors = 2 + _STATE_COPIES[_made_from(optimizer)](group)
         for parameter in group["params"]:
             sizes[id(parameter)] = tensors * parameter.numel() * parameter.element_size()
             held[id(parameter)] = parameter
