@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -224,6 +225,38 @@ def test_what_a_manifest_names_must_be_there_and_be_the_same(node: NodeProcess):
         assert taken is not None
         assert (taken.step, list(damaged)) == (1, [9, 4, 3, 2])
         assert told[-1] == (taken.size_bytes, taken.size_bytes)
+
+
+def test_a_checkpoint_that_somebody_forged_ends_no_restore_and_takes_no_memory(node: NodeProcess):
+    """Whoever may write to the bucket can make digests that fit."""
+    forgeries = {
+        2: ('{"i":"1180591620717411303424"}', '{"i":"' + "9" * 5000 + '"}'),  # a number that takes minutes to read
+        3: ('"size_bytes":2000000', '"size_bytes":2000000,"whole":[1099511627776],"at":[0]'),  # a shard of 4 TiB
+        4: ('"shape":[500000]', '"shape":[1099511627776]'),
+    }
+    with saver(node, "runs/forged") as checkpoints:
+        for step in (1, *forgeries):
+            checkpoints.save(step, {"s": whole(float(step)), "n": [2**70]}, wait=True)
+        client, prefix = checkpoints._client, checkpoints.repository.prefix
+        for manifest in checkpoints.list():
+            if manifest.step in forgeries:
+                name = prefix + form.index_name(manifest.sequence, manifest.token, 0)
+                before = bytes(client.get("runs", name)).decode()
+                index = forged(before, *forgeries[manifest.step]).encode()
+                client.put("runs", name, index)
+                part = form.RankPart(form.digest_of(index), len(index), manifest.ranks[0].blobs)
+                said = msgspec.structs.replace(manifest, ranks=(part,)).to_bytes()
+                client.put("runs", prefix + form.manifest_name(manifest.sequence), said)
+        found: dict[str, Any] = {"s": {}, "n": []}  # so memory is taken for what the checkpoint says
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert (restored.step, len(restored.skipped)) == (1, 3)
+        assert (found["s"]["w"].unique().tolist(), found["n"]) == ([1.0], [2**70])
+
+
+def forged(text: str, old: str, new: str) -> str:
+    assert old in text, text
+    return text.replace(old, new)
 
 
 # --- what does not fit -----------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ def test_an_index_that_contradicts_itself_is_refused():
         Index(0, 12, PIECE_BYTES, (entry,), "0" * 15, {}),
         Index(0, 12, 100, (entry,), "0" * 16, {}),
         Index(0, 12, PIECE_BYTES, (Entry("w", "float32", (3,), -1, 12),), "0" * 16, {}),
+        Index(0, 12, PIECE_BYTES, (Entry("w", "float32", (2**40, 2**40), 0, 12),), "0" * 16, {}),
+        Index(0, 12, PIECE_BYTES, (Entry("w", "float32", (-3,), 0, 12),), "0" * 16, {}),
+        Index(0, 12, PIECE_BYTES, (Entry("w", "float32", (3,), 0, 12, (3,), (1,)),), "0" * 16, {}),
+        Index(0, 12, PIECE_BYTES, (Entry("w", "float32", (3,), 0, 12, (3, 3), (0, 0)),), "0" * 16, {}),
     ):
         data = wrong.to_bytes()
         with pytest.raises(Corrupt):

@@ -97,6 +97,7 @@ def test_a_lost_file_is_an_error_until_somebody_gives_it_up(
     run = Program(one.endpoint, one.dir / "node")
     assert [each["key"] for each in json.loads(run("lost", "ls", "back", "--json").output)] == ["k", "new"]
     assert "back/k" in run("lost", "ls").output
+    assert "there is no bucket 'bakc'" in run("lost", "ls", "bakc", code=3).output
     assert "are lost" in run("status").output
     assert "back/k" in run("flush", code=9).output
     assert "lost" in run("doctor", "--no-measure", code=1).output

@@ -27,6 +27,7 @@ share an object.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -65,6 +66,15 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     at: tuple[int, ...] | None = None
 
     @property
+    def is_sound(self) -> bool:
+        """Whether what it says fits together. (An element takes a byte at least.)"""
+        whole = self.whole_shape
+        if len(self.first) != len(self.shape) or len(whole) != len(self.shape) or min(self.shape, default=0) < 0:
+            return False
+        lies = all(0 <= at <= at + n <= all_of for at, n, all_of in zip(self.first, self.shape, whole, strict=True))
+        return lies and self.offset >= 0 and math.prod(self.shape) <= self.size_bytes
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         return self.shape if self.whole is None else self.whole
 
@@ -96,7 +106,7 @@ class Index(msgspec.Struct, frozen=True):
             raise Corrupt("the index of a rank is not the one that the manifest names: restore an older checkpoint")
         index = _decoded(data, Index)
         pieces = -(-index.stream_bytes // PIECE_BYTES)
-        fits = all(e.offset >= 0 and e.offset + e.size_bytes <= index.stream_bytes for e in index.entries)
+        fits = all(e.is_sound and e.offset + e.size_bytes <= index.stream_bytes for e in index.entries)
         if len(index.digests) != 16 * pieces or not fits or index.blob_bytes % PIECE_BYTES or index.blob_bytes <= 0:
             raise Corrupt("the index of a rank contradicts itself: restore an older checkpoint")
         return index

@@ -254,8 +254,8 @@ class Buckets:
         if served is not None:
             return served
         if not self._auto or not environment_has_credentials():
-            raise _no_bucket(name)
-        at_s, error = self._unknown.get(name, (-UNKNOWN_KEPT_S, _no_bucket(name)))
+            raise no_bucket(name)
+        at_s, error = self._unknown.get(name, (-UNKNOWN_KEPT_S, no_bucket(name)))
         if self._clock.monotonic_s() - at_s < UNKNOWN_KEPT_S:
             raise error
         task = self._probing.get(name)
@@ -294,7 +294,7 @@ class Buckets:
         except ForebayError as error:
             await backend.aclose()
             missing = isinstance(error, NoBackendBucket) and error.code != "OwnBackend"
-            told = _no_bucket(name) if missing else error
+            told = no_bucket(name) if missing else error
             if isinstance(error, NoBackendBucket | Denied | Invalid):
                 if len(self._unknown) >= UNKNOWN_MAX:
                     self._unknown.clear()
@@ -348,7 +348,7 @@ class Buckets:
         self._close_versions(name)
         kept = self._kept.pop(name, None)
         if kept is None and served is None:
-            raise _no_bucket(name)
+            raise no_bucket(name)
         await self._meta.delete(PREFIX + name)
         self._changed()
 
@@ -390,7 +390,8 @@ async def _try_out(served: Served) -> None:
         log.warning("%s takes writes but not deletes: %s stays there: %s", served.bucket.url, TRIED_KEY, error)
 
 
-def _no_bucket(name: str) -> NotFound:
+def no_bucket(name: str) -> NotFound:
+    """Nobody made the bucket."""
     return NotFound(
         f"there is no bucket {name!r}: add it with `forebay bucket add {name} URL`, or check the name",
         code="NoSuchBucket",

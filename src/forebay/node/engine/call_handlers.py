@@ -31,7 +31,7 @@ from forebay.core.s3rules.compat.cors import check_rules
 from forebay.core.types import Bucket, check_bucket_name, check_key
 from forebay.core.versions import versions_of
 from forebay.core.volumes import LostObject
-from forebay.node.engine.buckets import Buckets
+from forebay.node.engine.buckets import Buckets, no_bucket
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.derived import Keeping, derived_bytes
 from forebay.node.engine.evictions import Room
@@ -415,6 +415,8 @@ class Verbs:
 
     async def _lost(self, call: calls.LostCall) -> list[LostObject]:
         store = self._engine.store
+        if all(bucket.name != call.bucket for bucket in self._engine.buckets.all()):
+            raise no_bucket(call.bucket)
         if call.keys:
             named = (store.lost_of(call.bucket, key) for key in call.keys[: limits.LIST_KEYS_MAX])
             found = [lost for lost in named if lost is not None]

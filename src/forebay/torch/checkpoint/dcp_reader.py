@@ -165,7 +165,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def _tensor(self, path: str, template: Any) -> torch.Tensor:
         """A tensor inside a value."""
         assert self._source is not None, "metadata is read first"
-        parts = self._source.parts(path, 0)
+        parts = self._source.whole(path, 0)
         tensor = torch.empty(parts[0].entry.whole_shape, dtype=dtype_of(parts[0].entry.dtype))
         target = Target(path, tensor, tuple((0, size) for size in tensor.shape))
         read_all(self._source, (cut for part in parts if (found := overlap(part, target)) for cut in found.cut()))

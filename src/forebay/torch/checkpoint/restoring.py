@@ -88,6 +88,13 @@ class Source:
             raise Corrupt(f"the checkpoint names {path} and has no bytes of it: restore an older one")
         return found
 
+    def whole(self, path: str, rank: int) -> list[Saved]:
+        """As `parts`; `Corrupt` if they are not all of the tensor, before anybody takes memory for it."""
+        found = self.parts(path, rank)
+        if sum(math.prod(part.entry.shape) for part in found) != math.prod(found[0].entry.whole_shape):
+            raise Corrupt(f"the checkpoint has only a part of {path}: restore an older one")
+        return found
+
     def _all(self) -> dict[str, list[Saved]]:
         if self._shared is None:
             self._shared = {}
@@ -160,6 +167,8 @@ class Plan:
             if self._strict:
                 self.differences.append(f"{path} is {dtype_name(template.dtype)} and was saved as {entry.dtype}")
             template = torch.empty_like(template, dtype=dtype) if is_distributed(template) else None  # it is converted
+        if template is None:
+            self._source.whole(path, self._ranks.rank)
         result, target = _placed(path, shape, dtype, template)
         self._targets[path] = (result, target)
         return result

@@ -168,13 +168,15 @@ def rebuild(node: Any, tensor: Callable[[str, Any], torch.Tensor], template: Any
     return _rebuilt_plain(kind, body)
 
 
+_PLAIN: dict[str, Callable[[Any], Any]] = {"f": float, "i": int, "b": base64.b64decode}
+
+
 def _rebuilt_plain(kind: str, body: Any) -> Any:
-    if kind == "f":
-        return float(body)
-    if kind == "i":
-        return int(body)
-    if kind == "b":
-        return base64.b64decode(body)
+    if kind in _PLAIN:
+        try:
+            return _PLAIN[kind](body)
+        except (ValueError, TypeError):
+            raise Corrupt(f"the checkpoint's tree has a {kind!r} that is none: restore an older one") from None
     if kind == "y":
         return dtype_of(body)
     if kind == "p":
