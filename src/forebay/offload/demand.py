@@ -136,6 +136,16 @@ class Demand(Company):
         with self._books:
             self._learn(self._names(name))
 
+    def learn(self, names: Iterable[str]) -> None:
+        """These came into being."""
+        with self._books:
+            self._learn(names)
+
+    def make_room(self, size_bytes: int) -> None:
+        """So much is about to come into being."""
+        with self._books:
+            self._room_for(size_bytes)
+
     def pack(self, tensor: Any) -> Any:
         return tensor if self.tickets is None else self.tickets.pack(tensor)
 

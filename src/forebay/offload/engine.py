@@ -15,9 +15,9 @@ or from the next point outside the backward pass. After PATIENCE such steps in a
 everything fits into the budget, nothing moves and nothing of this is on the way.
 
 Between steps part of the model is away. Whatever touches it from Python has it loaded first (`guard`). A forward pass
-without gradients loads what it uses, within the budget. One with gradients, `model.state_dict()` and
-`optimizer.state_dict()` load all of it. To save or change everything in another way, or from another thread, use
-`with off.whole():`.
+without gradients loads what it uses, within the budget. So do `state_dict` and `load_state_dict` of an `Offload`, one
+tensor after the other. A forward pass with gradients, `model.state_dict()` and `optimizer.state_dict()` load all of it.
+To save or change everything in another way, or from another thread, use `with off.whole():`.
 
 Refused, with the reason: a model that is compiled as a whole (its saved tensors come back all at once, so nothing is
 gained), other saved-tensor hooks around the step (only the innermost are called), optimizers that cannot step in
@@ -52,6 +52,7 @@ from forebay.offload.planning.plan import SIZE_BYTES_MIN
 from forebay.offload.planning.trace import KINDS, Trace
 from forebay.offload.report import Report, explain, report_of
 from forebay.offload.runner import Runner, StepFacts
+from forebay.offload.states import copied, load_optimizer
 from forebay.offload.tickets import Tickets
 from forebay.offload.tiers.device_memory import accelerators
 from forebay.offload.tiers.disk_tier import DiskTier
@@ -64,6 +65,7 @@ from forebay.offload.tracing.dispatch import in_backward
 from forebay.offload.tracing.points import CHUNK, GRADIENT, Points
 from forebay.offload.tracing.profile import Profiler
 from forebay.offload.tracing.saved import SavedNumbers
+from forebay.offload.tracing.storages import Storages
 from forebay.offload.tracing.timing import SegmentTimer, scaled
 
 PLAIN_STEPS = 1  # in which optimizers make their state
@@ -133,7 +135,7 @@ class Offload:
         self._unlike = self._watched = 0
         self._followed = self._review = self._since = 0
         self._refused = ""  # why there is no plan any more
-        self._inside = self._closed = self._evaluates = False
+        self._inside = self._closed = self._evaluates = self._in_part = False
         self._here_bytes: dict[str, int] = {}
         self._input_bytes = 0  # of a forward pass in the profiled step, the largest
         self._moved = (0, 0)  # bytes written and read before this step
@@ -390,8 +392,52 @@ class Offload:
             for movable in self._globals.values():
                 movable.written()
 
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": …, "optimizer": …}`: what their own `state_dict` says, in copies in host memory. They are made one
+        after the other, within the budget. Between steps."""
+        with self._in_parts():
+            state = {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
+            copies: dict[str, Any] = copied(state, self._demand.bring)
+            return copies
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave, or the two of the same model and optimizer from elsewhere; within the budget, in the
+        place of what is there. Between steps. `RuntimeError` and `ValueError` as of torch if it does not fit them: what
+        was loaded before that stays."""
+        with self._in_parts():
+            self.model.load_state_dict(state["model"])  # each of its copies passes the guard, which brings the weight
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+            def learn(parameter: Any) -> None:
+                if (name := names.get(id(parameter))) is not None:
+                    self._demand.learn(self._states(name, parameter))
+
+            load_optimizer(self.optimizer, state["optimizer"], self._demand.make_room, learn)
+
+    @contextmanager
+    def _in_parts(self) -> Iterator[None]:
+        """Between steps, what comes sends away what was used longest ago."""
+        if self._closed:
+            raise Closed("this Offload is closed: ask model and optimizer themselves")
+        if self._inside:
+            raise Invalid("this Offload is in the middle of a step: save and load between two of them")
+        self._end_evaluation()
+        self._parameters = dict(self.model.named_parameters())
+        ledger = Storages(self._device, self._demand.size_of)
+        self._in_part = True
+        self._guard.put()
+        self._demand.begin(ledger)
+        try:
+            yield
+        finally:
+            self._demand.end()
+            ledger.close()
+            self._in_part = False
+            if self.choice is not None and self._runner is None and not self._books.away_bytes:
+                self._guard.take_off()
+
     def _come_back_outside(self, *_: Any) -> None:
-        if not self._inside:
+        if not (self._inside or self._in_part):
             self._come_back()
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
