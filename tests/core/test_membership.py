@@ -30,6 +30,7 @@ from forebay.core.errors import ForebayError
 from forebay.sim.agreed import Agreed
 
 TTL_S = 10.0
+NONSENSE = b"nonsense"
 KEYS = [f"key-{number}" for number in range(600)]
 
 
@@ -53,7 +54,11 @@ class Town:
 
     @staticmethod
     def _maps(changes: list) -> list[Map]:
-        return [msgspec.json.decode(value, type=Map) for key, value, _ in changes if key == MAP]
+        return [
+            msgspec.json.decode(value, type=Map)
+            for key, value, _ in changes
+            if key == MAP and value not in (None, NONSENSE)
+        ]
 
     def start(self, name: str, weight: float = 1.0, incarnation: str = "") -> Membership:
         membership = Membership(name, incarnation or f"{name}.{self.now_s}", NodeRecord(name, weight), LeaseHold(TTL_S))
@@ -240,3 +245,30 @@ def test_who_lost_its_lease_may_not_acknowledge_what_it_began() -> None:
     town.quiet()
     assert node.right(town.now_s, "b", "key") is not None, "it came in again"
     assert not node.still(town.now_s, right), "others may have acted meanwhile"
+
+
+def test_what_cannot_be_read_is_nobodys_word() -> None:
+    town = Town()
+    first, second = town.start("a"), town.start("b")
+    town.quiet()
+    epoch = town.map.epoch
+
+    for key in (NODES + "b", ALIVE + "b"):  # the node writes its own entries again
+        town.agreed.transact({key: NONSENSE}, {})
+        for name, node in list(town.nodes.items()):
+            if name == "a":
+                town._look(name, node)
+        assert key in first.unreadable
+        town.quiet()
+        assert not first.unreadable
+        assert town.map.owners.keys() == {"a", "b"}
+    held = town.map.epoch
+
+    town.agreed.transact({MAP: NONSENSE}, {})
+    town.quiet()
+    assert first.unreadable == {MAP}
+    assert not any(one.right(town.now_s, "b", key) for one in (first, second) for key in KEYS)
+    town.agreed.transact({MAP: None}, {})
+    town.quiet()
+    assert town.map.epoch > held >= epoch, "who acted by an older one takes this up as any other"
+    assert all(first.right(town.now_s, "b", key) or second.right(town.now_s, "b", key) for key in KEYS)

@@ -23,7 +23,7 @@ from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall, Item
 from forebay.core.messages.calls import CachedPage
 from forebay.core.messages.native import ChosenPart, Completion
-from forebay.core.messages.node_state import MapNode, NodeMap, NodeState
+from forebay.core.messages.node_state import ClusterNode, MapNode, NodeMap, NodeState
 from forebay.core.metrics import METRICS, Snapshot
 from forebay.core.types import Bucket, ListEntry, ListPage
 from forebay.node.front.native.routes import ROUTES, find
@@ -63,6 +63,7 @@ ANSWERS: dict[str, Any] = {
     "volume_add": calls.VolumeState("", "/disk", "new"),
     "volume_give_up": calls.VolumeState("v1", "/disk", "missing"),
     "map": NodeMap(1, [MapNode("n1", "http://x")]),
+    "wish": ClusterNode("n1", "http://x", "draining", "draining", 0.5, 1, "gives its keys away"),
     "metrics": Snapshot({"forebay_connections_open": 3.0}),
     **dict.fromkeys(("prefetch", "refresh", "flush", "pin", "unpin", "evict"), JOB),
 }
@@ -84,6 +85,8 @@ def body_for(route: Any) -> Any:
         return calls.LostCall("b")
     if route.body is calls.VolumeNamed:
         return calls.VolumeNamed("v1")
+    if route.body is calls.WishCall:
+        return calls.WishCall("n1", "draining")
     if route.body is calls.CopyCall:
         return calls.CopyCall("b", "k", "b", "k")
     if route.body is Completion:

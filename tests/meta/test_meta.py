@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from forebay.core.errors import Invalid, NotFound, Precondition
 from forebay.core.limits import META_CHANGES_MAX
 from forebay.meta.etcd import EtcdMeta
-from forebay.meta.seam import Change, Entry, MetaStore
+from forebay.meta.seam import Change, Entry, Heard, MetaStore
 from forebay.meta.sqlite import SqliteMeta
 from forebay.ports.clock import SystemClock
 from forebay.sim.agreed import Agreed, MemoryMeta
@@ -158,16 +158,19 @@ def test_a_watch_tells_what_is_there_and_then_every_transaction_once_whole_in_or
     async def story(meta: MetaStore) -> None:
         before = await meta.transact({"a/1": b"one", "a/2": b"two", "b/1": b"not theirs"})
         async with aclosing(meta.watch("a/")) as watch, aclosing(meta.watch("none/")) as empty:
-            assert await anext(watch) == [Change("a/1", b"one", before), Change("a/2", b"two", before)]
-            assert await anext(empty) == []
+            there = [Change("a/1", b"one", before), Change("a/2", b"two", before)]
+            assert await anext(watch) == Heard(there, before)
+            assert await anext(empty) == Heard([], before)
             first = await meta.transact({"a/1": None, "a/3": b"three", "b/2": b""})
             await meta.put("b/1", b"not theirs")
             with pytest.raises(Precondition):
                 await meta.put("a/1", b"refused", revision=first)
             await meta.delete("a/1")
-            assert sorted(await anext(watch)) == [Change("a/1", None, first), Change("a/3", b"three", first)]
+            heard = await anext(watch)
+            assert sorted(heard.changes) == [Change("a/1", None, first), Change("a/3", b"three", first)]
+            assert heard.revision == first
             last = await meta.put("a/3", b"")
-            assert await anext(watch) == [Change("a/3", b"", last)]
+            assert await anext(watch) == Heard([Change("a/3", b"", last)], last)
         await meta.put("a/4", b"unheard")
 
     run(open_meta, story)

@@ -33,8 +33,8 @@ class Watched:
 
     async def _follow(self) -> None:
         async with aclosing(self._meta.watch(self._prefix)) as lists:
-            async for changes in lists:
-                assert changes or not self.heard, "an empty list says nothing"
+            async for changes, revision in lists:
+                assert all(change.revision <= revision for change in changes), "the state after them is of `revision`"
                 self.heard.append(changes)
                 for change in changes:
                     assert change.key.startswith(self._prefix)

@@ -49,6 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "volume": ("volume", "Show, add and give up volumes."),
     "job": ("job", "List, watch and cancel jobs."),
     "key": ("key", "Make keys for clients of a node."),
+    "drain": ("drain", "Have a node of the cluster give its keys away and go."),
     "status": ("status", "Show the node, its volumes and its buckets."),
     "logs": ("logs", "Print the log of the node on this machine."),
     "config": ("config", "Save nodes by name."),

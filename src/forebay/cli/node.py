@@ -53,6 +53,13 @@ AutoBuckets = Annotated[
     typer.Option("--auto-buckets/--no-auto-buckets", help="Look for unknown buckets at s3:// under their own name."),
 ]
 
+Cluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="ETCD-URL", help="Be one of many nodes: etcd://HOST:PORT,HOST:PORT/NAME."),
+]
+Advertise = Annotated[
+    str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where other nodes reach this one.")
+]
 FlushTimeout = Annotated[
     float | None,
     typer.Option(
@@ -81,7 +88,7 @@ Audit = Annotated[
 # fmt: off
 _AS_THEY_ARE = (
     "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
-    "flush_timeout", "log_format", "audit",
+    "flush_timeout", "log_format", "audit", "cluster", "advertise",
 )
 # fmt: on
 
@@ -117,6 +124,8 @@ def node(
     domain: Domain = None,
     allow_backend: AllowBackends = None,
     auto_buckets: AutoBuckets = None,
+    cluster: Cluster = None,
+    advertise: Advertise = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
     audit: Audit = None,

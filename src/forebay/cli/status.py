@@ -79,6 +79,7 @@ def text(state: NodeState, place: str, now_s: float) -> str:
                 ("passing by", f"{show.size(state.pass_bytes)} in memory, for want of a disk"),
             ][: 5 if state.pass_bytes else 4]
         ),
+        *_cluster(state),
         "",
         show.columns(
             ("VOLUME", "STATE", "USED", "CAPACITY", "FULL", "OBJECTS", "PATH"),
@@ -120,6 +121,30 @@ def text(state: NodeState, place: str, now_s: float) -> str:
     else:
         parts.append("no buckets yet: add one with `forebay bucket add NAME s3://…`")
     return "\n".join(parts)
+
+
+def _cluster(state: NodeState) -> list[str]:
+    """The nodes of the cluster, a line each; nothing for a node alone."""
+    cluster = state.cluster
+    if cluster is None:
+        return []
+    rows = [
+        (
+            node.node_id + (" *" if node.node_id == cluster.node_id else ""),
+            node.state,
+            show.percent(node.share, 1.0),
+            str(node.epoch or "-"),
+            node.address,
+            node.doing,
+        )
+        for node in cluster.nodes
+    ]
+    known = (
+        f"map {cluster.epoch} is {'active' if cluster.active else 'being taken up'}" if cluster.epoch else "no map yet"
+    )
+    lines = ["", f"cluster {cluster.name}: {known}; this node (*) {'holds' if cluster.holds else 'HOLDS NO'} lease"]
+    lines += [show.columns(("NODE", "STATE", "KEYS", "MAP", "ADDRESS", "DOING"), rows, right=(2, 3))] if rows else []
+    return [*lines, f"TROUBLE: {cluster.trouble}"] if cluster.trouble else lines
 
 
 def _dirty(buckets: list[BucketState], now_s: float) -> list[str]:

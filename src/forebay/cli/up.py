@@ -52,6 +52,8 @@ def up(
     domain: node_verb.Domain = None,
     allow_backend: node_verb.AllowBackends = None,
     auto_buckets: node_verb.AutoBuckets = None,
+    cluster: node_verb.Cluster = None,
+    advertise: node_verb.Advertise = None,
     flush_timeout: node_verb.FlushTimeout = None,
     loosen: node_verb.Loosen = False,
     audit: node_verb.Audit = None,

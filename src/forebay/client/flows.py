@@ -40,11 +40,12 @@ from forebay.core.messages.calls import (
     LostCall,
     ObjectState,
     VolumeNamed,
+    WishCall,
     Written,
 )
 from forebay.core.messages.doorwire import DoorAt
 from forebay.core.messages.http1 import Request, Response, Sink, Source, encode_path, with_query
-from forebay.core.messages.node_state import NodeMap, NodeState
+from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
 
@@ -314,6 +315,12 @@ def job_cancel(name: str) -> Flow[JobState]:
 # --- node ------------------------------------------------------------------------------------------------------------
 def status() -> Flow[NodeState]:
     state: NodeState = yield from ask_json(Request("GET", "/-/v1/status"), "the node's status", NodeState)
+    return state
+
+
+def wish(node: str, word: Wish) -> Flow[ClusterNode]:
+    call = _post("/-/v1/cluster/wish", WishCall(node, word))
+    state: ClusterNode = yield from ask_json(call, f"node {node}", ClusterNode)
     return state
 
 

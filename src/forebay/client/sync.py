@@ -40,7 +40,7 @@ from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ObjectState, Written
 from forebay.core.messages.http1 import Request, Response
-from forebay.core.messages.node_state import NodeMap, NodeState
+from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
@@ -491,6 +491,10 @@ class Client:
     def status(self) -> NodeState:
         """The node's processes, volumes and buckets."""
         return self.run(flows.status())
+
+    def wish(self, node: str, word: Wish) -> ClusterNode:
+        """Say what a node of the cluster shall be: named by its id, the beginning of its id, or its address."""
+        return self.run(flows.wish(node, word))
 
     def lost(self, bucket: str, prefix: str = "") -> Iterator[LostObject]:
         """Objects that were acknowledged, that no backend has, and whose bytes are gone."""

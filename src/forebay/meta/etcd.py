@@ -25,11 +25,11 @@ from contextlib import aclosing
 from typing import Any
 
 from forebay.core.cluster.mirror import Mirror
-from forebay.core.errors import Busy, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.limits import META_PATIENCE_S
 from forebay.meta.etcd_link import Address, Fields, Members
 from forebay.meta.held_lease import HeldLease
-from forebay.meta.seam import Change, Entry, Lease, check_size
+from forebay.meta.seam import Change, Entry, Heard, Lease, check_size
 from forebay.ports.clock import Clock
 
 PORT = 2379
@@ -85,16 +85,15 @@ class EtcdMeta:
         check_size(changes, when or {})
         return (await self._change(changes, when or {}, lease))[1]
 
-    async def watch(self, prefix: str) -> AsyncGenerator[list[Change], None]:
+    async def watch(self, prefix: str) -> AsyncGenerator[Heard, None]:
         mirror = Mirror()
-        listed, told = False, False
+        listed = False
         while True:
             try:
                 if not listed:
                     changes = mirror.listed(*await self.range(prefix))
-                    if changes or not told:
-                        yield changes
-                    listed = told = True
+                    yield Heard(changes, mirror.revision)
+                    listed = True
                 async with aclosing(self._events(prefix, mirror.revision + 1)) as events:
                     async for happened in events:
                         if happened is None:
@@ -102,10 +101,10 @@ class EtcdMeta:
                                 listed = False
                                 break
                         elif changes := mirror.heard(happened):
-                            yield changes
+                            yield Heard(changes, mirror.revision)
             except _Compacted:
                 listed = False
-            except (Unavailable, Busy):
+            except ForebayError:  # whoever holds a lease hears why
                 await asyncio.sleep(AGAIN_S)
 
     async def grant(self, ttl_s: float) -> Lease:

@@ -14,8 +14,8 @@ once: when it raises `Unavailable` it may or may not have happened, and the writ
 
 Invariants. (1) Revisions only grow; all changes of one transaction share one, no two transactions do. (2) A transaction
 happens only if every entry that it names has the revision named (0: the entry is absent), and then whole. (3) Who
-applies what a watch gives, list by list, holds the state under the prefix at some revision after each, and at last that
-of now. (4) An entry under a lease goes no earlier than the lease's time after its last renewal.
+applies what a watch gives, list by list, holds the state under the prefix at the revision named after each, and at last
+that of now. (4) An entry under a lease goes no earlier than the lease's time after its last renewal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from forebay.ports.clock import Clock
 if typing.TYPE_CHECKING:
     from forebay.meta.held_lease import HeldLease
 
-__all__ = ["Change", "Entry", "Lease", "MetaStore"]
+__all__ = ["Change", "Entry", "Heard", "Lease", "MetaStore"]
+
+
+class Heard(NamedTuple):
+    """What a watch gives: whoever applies `changes` has the state of `revision`."""
+
+    changes: list[Change]
+    revision: int
 
 
 class Lease(NamedTuple):
@@ -69,9 +76,10 @@ class MetaStore(Protocol):
         revision; else `Precondition`, and nothing is changed. `Invalid` beyond META_CHANGES_MAX keys."""
         ...
 
-    def watch(self, prefix: str) -> AsyncGenerator[list[Change], None]:
-        """First what is there (perhaps nothing: an empty list), then what changes, without end. Close it
-        (`contextlib.aclosing`). Lists are never empty but for the first."""
+    def watch(self, prefix: str) -> AsyncGenerator[Heard, None]:
+        """First what is there (perhaps nothing), then what changes, without end and whatever happens to the store.
+        Close it (`contextlib.aclosing`). A list is empty where looking anew showed that nothing is different: only the
+        revision is news."""
         ...
 
     async def grant(self, ttl_s: float) -> Lease:

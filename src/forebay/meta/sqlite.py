@@ -23,7 +23,7 @@ from pathlib import Path
 
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.meta.held_lease import HeldLease
-from forebay.meta.seam import Change, Entry, Lease, check_size
+from forebay.meta.seam import Change, Entry, Heard, Lease, check_size
 from forebay.ports.clock import Clock
 
 FORMAT = 1
@@ -90,15 +90,17 @@ class SqliteMeta:
         check_size(changes, when or {})
         return self._change(changes, when or {}, lease)[1]
 
-    async def watch(self, prefix: str) -> AsyncGenerator[list[Change], None]:
-        entries, _ = await self.range(prefix)
+    async def watch(self, prefix: str) -> AsyncGenerator[Heard, None]:
+        entries, revision = await self.range(prefix)
         told: asyncio.Queue[list[Change]] = asyncio.Queue()
         watcher = (prefix, told)
         self._watchers.append(watcher)
         try:
-            yield sorted((Change(*entry) for entry in entries), key=lambda change: (change.revision, change.key))
+            there = sorted((Change(*entry) for entry in entries), key=lambda change: (change.revision, change.key))
+            yield Heard(there, revision)
             while True:
-                yield await told.get()
+                changes = await told.get()
+                yield Heard(changes, changes[-1].revision)
         finally:
             self._watchers.remove(watcher)
 

@@ -32,6 +32,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--loosen", action="store_const", const=True, help="let in who was not let in at the last start"
     )
+    parser.add_argument("--cluster", help="be one of many nodes: etcd://HOST:PORT,HOST:PORT/NAME")
+    parser.add_argument("--advertise", help="HOST:PORT where other nodes reach this one")
     parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
     parser.add_argument("--audit", help="what the audit log tells of: off (the default), changes or reads")
     parser.add_argument("--log-format", help="lines of text (the default) or json")

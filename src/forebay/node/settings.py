@@ -25,24 +25,26 @@ from forebay.core.errors import Invalid, NotFound
 from forebay.core.quantity import parse_size
 from forebay.core.reach import Reach
 from forebay.core.spelling import did_you_mean
+from forebay.meta.etcd import parse_url as parse_etcd_url
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
 HUNG_AFTER_MAX_S = 3600.0
 FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
+LEASE_MIN_S, LEASE_MAX_S = 2.0, 300.0  # etcd gives no shorter ones; a longer one leaves keys without a home for minutes
 LOG_BYTES_LEAST = 64 * 1024  # of a log that is put aside when it is full
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
 
 
-def parse_listen(text: str) -> tuple[str, int]:
+def parse_listen(text: str, flag: str = "--listen") -> tuple[str, int]:
     """`HOST:PORT`, `[IPv6]:PORT`, `HOST` or `:PORT` as (host, port); else `Invalid`."""
     host, colon, port = text.rpartition(":")
     if text.endswith("]") or not colon:
         host, port = text, str(PORT_DEFAULT)
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdigit() or int(port) > 65535:
-        raise Invalid(f"--listen {text!r} is not HOST:PORT: the port is a number from 0 (any free one) to 65535")
+        raise Invalid(f"{flag} {text!r} is not HOST:PORT: the port is a number from 0 (any free one) to 65535")
     return host, int(port)
 
 
@@ -74,7 +76,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`core/machines/pulse.py`); 0 is never. `loosen`: the node may let in who was not let in at its last start
     (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may hold.
     `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
-    (`core/reach.py`).
+    (`core/reach.py`). `cluster` is the URL of the etcd where nodes agree, with the cluster's name; `advertise` is where
+    other nodes reach this one; `lease_s` is how long they wait for it once it is silent.
     """
 
     dir: str
@@ -98,6 +101,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loosen: bool = False
     connections_share: float = limits.ADDRESS_SHARE
     allow_backends: tuple[str, ...] = ()
+    cluster: str = ""
+    advertise: str = ""
+    lease_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -121,6 +127,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 < self.connections_share <= 1:
             raise Invalid(f"connections_share {self.connections_share:g} is no part of all: give more than 0, up to 1")
         Reach(self.allow_backends)
+        if not LEASE_MIN_S <= self.lease_s <= LEASE_MAX_S:
+            raise Invalid(f"lease {self.lease_s:g} is outside {LEASE_MIN_S:g} to {LEASE_MAX_S:g}, in seconds")
+        if self.cluster:
+            parse_etcd_url(self.cluster)
+            if parse_listen(self.listen)[0] in ("0.0.0.0", "::") and not self.advertise:
+                raise Invalid("the node listens at every address: say with --advertise HOST:PORT where others reach it")
+        if self.advertise:
+            host, port = parse_listen(self.advertise, "--advertise")
+            if not port or host in ("0.0.0.0", "::"):
+                raise Invalid(f"--advertise {self.advertise} is no place to reach the node at: give HOST:PORT")
         host, _ = parse_listen(self.listen)
         if not self.identities and not is_loopback(host):
             raise Invalid(
@@ -146,6 +162,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
         scheme = "https" if self.tls_cert else "http"
         return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+
+    @property
+    def advertised(self) -> str:
+        """The URL that other nodes use."""
+        if not self.advertise:
+            return self.endpoint
+        host, port = parse_listen(self.advertise)
+        return f"{'https' if self.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def fronts_resolved(self) -> int:
@@ -232,6 +256,7 @@ def from_json(line: bytes) -> Settings:
 _FILE_NAMES = {  # what people write -> the field
     "capacity": "capacity_bytes",
     "flush_timeout": "flush_timeout_s",
+    "lease": "lease_s",
     "log_size": "log_bytes_max",
 }
 _SIZES = ("capacity_bytes", "log_bytes_max")

@@ -32,7 +32,17 @@ class SystemClock:
     monotonic_s = staticmethod(time.monotonic)
 
 
+class BoottimeClock(SystemClock):
+    """The machine's clocks, of which the monotonic one goes on while the machine is suspended: for what others count
+    meanwhile, such as leases."""
+
+    @staticmethod
+    def monotonic_s() -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 system: Clock = SystemClock()
+boottime: Clock = BoottimeClock()
 
 
 def wall_s() -> float:

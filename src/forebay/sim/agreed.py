@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 from forebay.core.errors import NotFound, Precondition
 from forebay.meta.held_lease import HeldLease
-from forebay.meta.seam import Change, Entry, Lease, check_size
+from forebay.meta.seam import Change, Entry, Heard, Lease, check_size
 from forebay.ports.clock import Clock
 
 
@@ -101,15 +101,16 @@ class MemoryMeta:
         check_size(changes, when or {})
         return self._agreed.transact(changes, when or {}, lease)
 
-    async def watch(self, prefix: str) -> AsyncGenerator[list[Change], None]:
+    async def watch(self, prefix: str) -> AsyncGenerator[Heard, None]:
         heard: asyncio.Queue[list[Change]] = asyncio.Queue()
         there = [Change(*entry) for entry in self._agreed.under(prefix)]
+        revision = self._agreed.revision
         self._agreed.told.append(heard.put_nowait)
         try:
-            yield sorted(there, key=lambda change: (change.revision, change.key))
+            yield Heard(sorted(there, key=lambda change: (change.revision, change.key)), revision)
             while True:
                 if changes := [change for change in await heard.get() if change.key.startswith(prefix)]:
-                    yield changes
+                    yield Heard(changes, changes[-1].revision)
         finally:
             self._agreed.told.remove(heard.put_nowait)
 

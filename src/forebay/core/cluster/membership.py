@@ -24,6 +24,10 @@ are when the map is written.
 noticed by nobody; for less than a lease, it pauses; beyond that its keys move, and move back. Lateness of whoever looks
 cannot make another look dead, because the store counts, and is asked in the same transaction.
 
+*What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
+presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
+who acts by the one before cannot be known, so no map follows until an operator has deleted it.
+
 Rejected: an elected leader (a lease more, and a second way to be wrong; conditions do what it would); acknowledging
 maps in an entry of its own (two entries could disagree; presence goes with the lease); counting heartbeats between
 nodes (a majority of opinions about a node is not the node's own knowledge that it must stop).
@@ -44,7 +48,18 @@ import msgspec
 
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.mirror import Change
-from forebay.core.cluster.records import ALIVE, MAP, NODES, Map, NodeRecord, Presence, State, Wanted, encoded
+from forebay.core.cluster.records import (
+    ALIVE,
+    MAP,
+    NODES,
+    UNREADABLE,
+    Map,
+    NodeRecord,
+    Presence,
+    State,
+    Wanted,
+    encoded,
+)
 
 T = TypeVar("T")
 LOOK_S = 0.25  # how often the shell steps with `Due`, at least
@@ -126,6 +141,7 @@ class Membership:
         self.map: Map | None = None
         self.nodes: dict[str, NodeRecord] = {}
         self.alive: dict[str, Presence] = {}
+        self.unreadable: set[str] = set()  # entries that are none
         self._record = record
         self._revisions: dict[str, int] = {}
         self._revision = -1  # of the copy; -1: there is none yet
@@ -148,6 +164,11 @@ class Membership:
         """Whether it has been allowed ever since: what was done may be acknowledged."""
         return self._present(now_s) and right.lease == self.hold.lease
 
+    def member(self, now_s: float) -> int:
+        """The lease under which this process may acknowledge what only its node has; 0 if it may not."""
+        own = self.nodes.get(self.node)
+        return self.hold.lease if own is not None and own.wanted == "active" and self._present(now_s) else 0
+
     def state(self, node: str) -> State:
         """What a node is doing, in one word."""
         record = self.nodes[node]
@@ -165,8 +186,8 @@ class Membership:
     @property
     def doubled(self) -> bool:
         """Whether another process lives under this node's name."""
-        present = self.alive.get(self.node)
-        return present is not None and present.incarnation != self.incarnation
+        present = self.alive.get(self.node, UNREADABLE)
+        return present.incarnation not in (self.incarnation, UNREADABLE.incarnation)
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def step(self, now_s: float, event: Event) -> list[Effect]:
@@ -196,14 +217,23 @@ class Membership:
         for key, value, revision in changes:
             self._revisions[key] = revision if value is not None else 0
             if key == MAP:
-                self.map = None if value is None else msgspec.json.decode(value, type=Map)
+                self.map = self._read(key, value, Map)
             elif key.startswith(NODES):
-                _keep(self.nodes, key.removeprefix(NODES), value, NodeRecord)
+                _keep(self.nodes, key.removeprefix(NODES), self._read(key, value, NodeRecord))
             elif key.startswith(ALIVE):
-                _keep(self.alive, key.removeprefix(ALIVE), value, Presence)
+                found = self._read(key, value, Presence)
+                _keep(self.alive, key.removeprefix(ALIVE), UNREADABLE if key in self.unreadable else found)
         if lived != set(self.alive):
             self._came_or_went_s = now_s
         self._missing_s = {node: self._missing_s.get(node, now_s) for node in self.nodes if node not in self.alive}
+
+    def _read(self, key: str, value: bytes | None, kind: type[T]) -> T | None:
+        self.unreadable.discard(key)
+        try:
+            return None if value is None else msgspec.json.decode(value, type=kind)
+        except msgspec.MsgspecError:
+            self.unreadable.add(key)
+            return None
 
     def _settle(self) -> list[Effect]:
         if self.map is None or self.map.active or self.map.epoch <= self._asked_epoch:
@@ -230,11 +260,16 @@ class Membership:
         """What is to be written under the lease."""
         if self.nodes[self.node].wanted == "gone" or self.doubled:
             return None  # the one is for its operator to take back, the other to end
+        if MAP in self.unreadable:
+            return None
         if self.map is None:
-            return self._changed({MAP: Map(1, True, {}, {})})
+            # one that was deleted is followed by a later one, which the living must take up as any other
+            epoch = max((self._asked_epoch, *(presence.epoch for presence in self.alive.values())))
+            return self._changed({MAP: Map(epoch + 1, True, {}, {})})
         present = self.alive.get(self.node)
-        if present is None:
+        if present in (None, UNREADABLE):
             return self._presence(self.map)
+        assert present is not None
         if present.lease != self.hold.lease:
             return None  # it went with the lease that it hung on, and the copy will say so
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
@@ -308,8 +343,8 @@ def wanted(record: bytes, wanted: Wanted) -> bytes:
     return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
 
 
-def _keep(known: dict[str, T], node: str, value: bytes | None, kind: type[T]) -> None:
+def _keep(known: dict[str, T], node: str, value: T | None) -> None:
     if value is None:
         known.pop(node, None)
     else:
-        known[node] = msgspec.json.decode(value, type=kind)
+        known[node] = value

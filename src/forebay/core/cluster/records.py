@@ -1,10 +1,11 @@
 """What nodes agree on, as it stands in the store: who they are, who lives, and which map holds.
 
-Theory. Three kinds of entries (`meta/seam.py`), each with one writer at a time:
+Theory. Four kinds of entries (`meta/seam.py`), each with one writer at a time:
 
 * `cluster/node/ID`: what is known of a node, and what its operator wants of it. It outlives the node's process.
 * `cluster/alive/ID`: its process, as long as it lives: the entry hangs on the process's lease. It says which map the
   process acts by.
+* `cluster/id`: drawn by whoever came first. A node that was here once remembers it, and so knows a wrong cluster.
 * `cluster/map`: who owns which keys. Its epoch only grows. A new map is *preparing* first: its `former` owners act only
   on what stays with them. When every living process acts by it, it is *active*.
 
@@ -27,6 +28,7 @@ import msgspec
 from forebay.core.placement import Members
 
 PREFIX = "cluster/"
+ID = PREFIX + "id"
 MAP = PREFIX + "map"
 NODES = PREFIX + "node/"
 ALIVE = PREFIX + "alive/"
@@ -49,6 +51,9 @@ class Presence(msgspec.Struct, frozen=True):
     incarnation: str
     epoch: int
     lease: int
+
+
+UNREADABLE = Presence("", 0, 0)  # of a process that lives, perhaps, and whose entry somebody overwrote
 
 
 class Map(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from forebay.core.errors import Invalid, NotFound
 from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
-from forebay.core.messages.node_state import NodeMap, NodeState
+from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListPage
 from forebay.core.volumes import LostObject, VolumeState
@@ -401,6 +401,13 @@ class VolumeNamed(msgspec.Struct, frozen=True):
     name: str
 
 
+class WishCall(msgspec.Struct, frozen=True):
+    """What a node of the cluster shall be: named by its id, the beginning of it, or its address."""
+
+    node: str
+    wish: Wish
+
+
 VERBS: dict[str, tuple[Any, Any]] = {
     "buckets": (Nothing, list[Bucket]),
     "bucket_put": (BucketPutCall, Bucket),  # create or change; the bucket as kept
@@ -448,6 +455,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "lost": (LostCall, list[LostObject]),  # at most LIST_KEYS_MAX
     "lost_give_up": (LostCall, list[LostObject]),  # these are given up; at most LIST_KEYS_MAX
     "map": (Nothing, NodeMap),
+    "wish": (WishCall, ClusterNode),
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
     "issuer_keys": (IssuerNamed, Nothing),  # answered when its keys are as of seconds ago; they come with a Welcome
 }

@@ -9,9 +9,11 @@ Invariant. A value holds what was true of the node at one moment.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
+from forebay.core.cluster.records import State
 from forebay.core.volumes import VolumeState
 
 Sees = Callable[[str], bool]  # whether a bucket of that name may be known
@@ -41,6 +43,35 @@ class BucketState(msgspec.Struct, frozen=True):
     flush_error: str = ""  # why the last flush failed, after the key; "" after a success
 
 
+Wish = Literal["active", "draining", "maintenance", "gone", "forgotten"]
+
+
+class ClusterNode(msgspec.Struct, frozen=True):
+    """One node of a cluster. `share`: the part of all keys that it owns; `epoch`: of the map that it acts by, 0 if it
+    does not live; `doing`: what it does, in words."""
+
+    node_id: str
+    address: str
+    state: State
+    wanted: Wish
+    share: float
+    epoch: int
+    doing: str
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """The cluster as a node knows it. `epoch`, `active`: of the map; `holds`: the node holds its lease; `trouble` keeps
+    it from its place."""
+
+    name: str
+    node_id: str
+    epoch: int
+    active: bool
+    holds: bool
+    trouble: str = ""
+    nodes: list[ClusterNode] = []
+
+
 class NodeState(msgspec.Struct, frozen=True):
     node_id: str
     version: str
@@ -55,6 +86,7 @@ class NodeState(msgspec.Struct, frozen=True):
     jobs_running: int = 0
     pass_bytes: int = 0
     derived_bytes: int = 0  # of the volumes' used bytes: indexes of shards, listings and the like, of no bucket
+    cluster: ClusterState | None = None
     catching_up: bool = False  # what was owed before the start is not all known yet: buckets owe at least what they say
 
 
@@ -65,7 +97,7 @@ def part_of(state: NodeState, sees: Sees) -> NodeState:
         for volume in state.volumes
     ]
     buckets = [bucket for bucket in state.buckets if sees(bucket.name)]
-    return msgspec.structs.replace(state, volumes=volumes, buckets=buckets)
+    return msgspec.structs.replace(state, volumes=volumes, buckets=buckets, cluster=None)
 
 
 class MapNode(msgspec.Struct, frozen=True):

@@ -142,6 +142,7 @@ class Welcome(_Message):
     pid: int = 0  # the engine's
     wire_version: int = WIRE_VERSION
     trusted: bytes = b""  # issuers and their keys; see core/oidc.py
+    away: str = ""  # why clients should go to another node; "" if they need not
 
 
 class Opened(_Message):

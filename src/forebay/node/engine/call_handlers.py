@@ -23,7 +23,7 @@ from forebay.core.backend_options import hide_secrets, with_secrets
 from forebay.core.errors import Bug, Busy, Denied, Exists, Invalid, NotFound
 from forebay.core.machines.opening import fresh_until_s
 from forebay.core.messages import calls
-from forebay.core.messages.node_state import BucketState, FrontState, MapNode, NodeMap, NodeState
+from forebay.core.messages.node_state import BucketState, ClusterNode, FrontState, MapNode, NodeMap, NodeState
 from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.quantity import counted
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
@@ -47,6 +47,7 @@ from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.seat import Seat
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.copies import Copies
@@ -98,6 +99,7 @@ class Engine(Protocol):
     uploads: UploadBook
     tags: Tags
     issuers: Issuers
+    seat: Seat | None
 
     def flush(self) -> None: ...
 
@@ -132,6 +134,7 @@ class Verbs:
             "volume_add": engine.volumes.add,
             "volume_give_up": engine.volumes.give_up,
             "map": self._map,
+            "wish": self._wish,
             "metrics": self._metrics,
             "issuer_keys": engine.issuers.refresh,
             "prestage": engine.prestaging.ask,
@@ -388,6 +391,7 @@ class Verbs:
             jobs_running=engine.jobs.running,
             pass_bytes=engine.cold.pass_bytes,
             derived_bytes=derived_bytes(usages),
+            cluster=None if engine.seat is None else engine.seat.state(),
             catching_up=not engine.catching_up.is_done,
         )
 
@@ -440,7 +444,15 @@ class Verbs:
         return found
 
     async def _map(self, _: calls.Nothing) -> NodeMap:
+        seat = self._engine.seat
+        if seat is not None:
+            return seat.map()
         return NodeMap(1, [MapNode(self._engine.node_id, self._engine.settings.endpoint)])
+
+    async def _wish(self, call: calls.WishCall) -> ClusterNode:
+        if self._engine.seat is None:
+            raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
+        return await self._engine.seat.want(call.node, call.wish)
 
     async def _metrics(self, _: calls.Nothing) -> Snapshot:
         return merge([self.snapshot(), *await self._engine.fronts.snapshots()])
@@ -471,6 +483,8 @@ class Verbs:
         for process, reason, count in engine.restarts:
             values[series("forebay_process_restarts_total", process=process, reason=reason)] = count
         values |= engine.flusher.metrics() | engine.volumes.metrics()
+        if engine.seat is not None:
+            values |= engine.seat.metrics()
         snapshot = Snapshot(values | vitals("engine", engine.started_s), counted.histograms)
         snapshot.check()
         return snapshot

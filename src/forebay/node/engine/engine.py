@@ -31,15 +31,18 @@ from forebay.backends.bounds import Bounds
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters
+from forebay.core.cluster.records import NodeRecord
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.machines.hints import Hints
 from forebay.core.machines.pulse import interval_s
 from forebay.core.machines.stall import LOOK_S
-from forebay.core.messages.calls import PutCall, Written
+from forebay.core.messages.calls import JobCall, PutCall, Written
 from forebay.core.messages.wire import Welcome
 from forebay.core.reach import Reach
 from forebay.core.record import present_blocks
 from forebay.core.types import Bucket
+from forebay.meta.etcd import EtcdMeta
+from forebay.meta.etcd import parse_url as parse_etcd_url
 from forebay.meta.sqlite import SqliteMeta
 from forebay.node.engine.buckets import PREFIX as BUCKETS
 from forebay.node.engine.buckets import Buckets, OpenBackend, decode_bucket
@@ -59,6 +62,7 @@ from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.pages import Pages
 from forebay.node.engine.read.prestage import Prestaging
+from forebay.node.engine.seat import Remembered, Seat, recall, weight_of
 from forebay.node.engine.volumes import Volumes
 from forebay.node.engine.write.appends import Appends
 from forebay.node.engine.write.begun_uploads import Begun
@@ -113,6 +117,7 @@ class Engine:
         self.clock = clock
         self.node_id = ""
         self.started_s = clock.wall_s()
+        self.seat: Seat | None = None  # None: the node is alone
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
@@ -134,6 +139,8 @@ class Engine:
         self._identities.read()
         self._meta = SqliteMeta(self.settings.meta_file)
         try:
+            cluster = parse_etcd_url(self.settings.cluster)[1] if self.settings.cluster else ""
+            remembered = await recall(self._meta, cluster, loosen=self.settings.loosen)
             self.known = KnownVolumes(self._meta, self.clock)
             await self._remember_volumes()
             self.node_id = await self._know_myself()
@@ -143,6 +150,8 @@ class Engine:
             raise
         self._assemble()
         try:
+            if self.settings.cluster:
+                self.seat = self._take_seat(remembered)
             await self.buckets.load()
             self.catching_up.start()
             self.room.restore(self.buckets.all(), self.catching_up.whole)
@@ -155,6 +164,8 @@ class Engine:
             raise
         self.store.serve()
         self.fronts.beat()
+        if self.seat is not None:
+            self.seat.start()
         late: list[Callable[[], Awaitable[None]]] = [self._sweep, self.uploads.tend, self.begun.tend, self.hinting.tend]
         if self.catching_up.is_done:
             await self.jobs.resume()
@@ -265,6 +276,7 @@ class Engine:
             through=Through(self.begun),
             flush=self.flush,
             known=self.known,
+            member=lambda: 0 if self.seat is None else self.seat.member(),
         )
         self.streams = Streams(self.store, self.buckets, self.writes)
         self.copies = Copies(
@@ -346,6 +358,40 @@ class Engine:
             beat_s=interval_s(self.settings.hung_after_s),
         )
 
+    def _take_seat(self, remembered: Remembered) -> Seat:
+        settings = self.settings
+        addresses, name = parse_etcd_url(settings.cluster)
+        at = os.stat(settings.dir)
+        return Seat(
+            EtcdMeta(addresses, name),
+            self._meta,
+            remembered,
+            self.node_id,
+            NodeRecord(settings.advertised, weight_of(self._capacity_bytes())),
+            lease_s=settings.lease_s,
+            place=f"{boot_id()} {at.st_dev} {at.st_ino}",
+            clock=system_clock.boottime,
+            chance=self._chance,
+            owes=self._owes_bytes,
+            changed=lambda: self.fronts.greet_again(),
+            drain=self._drain,
+        )
+
+    def _owes_bytes(self) -> int:
+        """How much would be lost with this node's disks; at least 1 if anything."""
+        if not self.catching_up.is_done:
+            return 1
+        owed = sum(usage.owned_bytes for usage in self.store.usage())
+        for bucket in self.buckets.all():
+            owed += self.flusher.totals(bucket.name).objects + len(self.volumes.missing(bucket.name))
+        return owed
+
+    async def _drain(self) -> None:
+        """Bring to the backends what only this node has."""
+        for bucket in self.buckets.all():
+            if self.flusher.totals(bucket.name).objects:
+                await self.jobs.start("flush", JobCall(bucket.name))
+
     async def _know_myself(self) -> str:
         entry = await self._meta.get("node/id")
         if entry is not None:
@@ -392,6 +438,8 @@ class Engine:
         if owed.objects:
             self.settings.owed_file.write_text(json.dumps({"objects": owed.objects, "bytes": owed.bytes}))
         await self.writes.commits.aclose()
+        if self.seat is not None:
+            await self.seat.aclose()
         await self.cold.aclose()
         await self.fronts.aclose()
         await self.room.aclose()
@@ -425,6 +473,7 @@ class Engine:
             self._identities.encoded,
             pid=os.getpid(),
             trusted=self.issuers.encoded,
+            away="" if self.seat is None else self.seat.away,
         )
 
     def told(self, line: bytes) -> None:

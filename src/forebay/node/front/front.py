@@ -230,4 +230,6 @@ class Front:
             return self.link.trouble
         if self._welcomed is None or not self._welcomed.volumes:
             return "no volume is usable: reads pass through to the backend"
+        if self._welcomed.away:
+            return self._welcomed.away
         return "stopping" if self.server is None or self.server.draining else ""

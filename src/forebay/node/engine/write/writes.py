@@ -46,7 +46,17 @@ import xxhash
 
 from forebay.backends.seam import Body
 from forebay.core import limits
-from forebay.core.errors import Busy, Closed, Denied, ForebayError, Invalid, NotFound, NotSupported, Precondition
+from forebay.core.errors import (
+    Busy,
+    Closed,
+    Denied,
+    ForebayError,
+    Invalid,
+    NotFound,
+    NotSupported,
+    Precondition,
+    Unavailable,
+)
 from forebay.core.machines import sent_bodies
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
@@ -115,6 +125,7 @@ class Writes:
         through: Through,
         flush: Callable[[], None],
         known: KnownVolumes | None = None,
+        member: Callable[[], int] = lambda: 0,
     ) -> None:
         self.locks = KeyLocks()
         self.moved_on: Callable[[str, str], None] = lambda bucket, key: None  # called for each new version and delete
@@ -128,6 +139,7 @@ class Writes:
         self._clock = clock
         self._workers = workers
         self._known = known
+        self._member = member  # the lease under which what no backend has may be acknowledged; 0 for a node alone
         self._closed = False
         self._sections: set[asyncio.Task[Any]] = set()
         self._entered: Counter[str] = Counter()
@@ -155,16 +167,33 @@ class Writes:
             task.exception()  # mark it retrieved: the waiter has it, if there is one
 
     @asynccontextmanager
-    async def entered(self, bucket: str) -> AsyncIterator[Served]:
+    async def entered(self, bucket: str, *, answers: bool = True) -> AsyncIterator[Served]:
         """Spans a write in this bucket, whose settings stay the same meanwhile. `NotFound` if there is no such
-        bucket."""
+        bucket; `Unavailable` if somebody hears of it, no backend does, and the node may not `answer` for it. At the
+        end it may have happened all the same."""
         while bucket in self._quiet:
             await self._quiet[bucket].wait()
         self._entered[bucket] += 1
         try:
-            yield await self._buckets.get(bucket)
+            served = await self._buckets.get(bucket)
+            if not answers or served.bucket.write == "through":
+                yield served
+                return
+            lease = self._member()
+            yield served
+            self._check_lease(lease)
         finally:
             self._leave(bucket)
+
+    def _check_lease(self, lease: int) -> None:
+        """Whether the node was allowed to act ever since it had this lease."""
+        try:
+            if self._member() == lease:
+                return
+            why = "this node lost its place in the cluster for a while"
+        except Unavailable as error:
+            why = error.message
+        raise Unavailable(f"{why}. It may have been written: look before you write it again")
 
     def _leave(self, bucket: str) -> None:
         self._entered[bucket] -= 1
@@ -268,6 +297,7 @@ class Writes:
             if served is None or served.bucket.write == "through" or not self.locks.take_free(name):
                 return False
             taken = True
+            lease = self._member()
             if served.bucket.write == "back" and not self._owes.admits(served.bucket, call.size_bytes):
                 self.locks.give(name)
                 return False
@@ -282,17 +312,22 @@ class Writes:
                 self.locks.give(name)
             return False
         self._entered[bucket] += 1
-        self.commits.begin(put, functools.partial(self._begun, name, done))
+        self.commits.begin(put, functools.partial(self._begun, name, lease, done))
         return True
 
     def _begun(
         self,
         name: tuple[str, str],
+        lease: int,
         done: Callable[[Written | ForebayError], None],
         outcome: Record | ForebayError | None,
     ) -> None:
         self.locks.give(name)
         self._leave(name[0])
+        try:
+            self._check_lease(lease)
+        except Unavailable as error:
+            outcome = error
         done(outcome if isinstance(outcome, ForebayError) else _written(outcome))
 
     async def put_called(self, served: Served, call: PutCall, send: Send | None = None) -> Written:
@@ -377,7 +412,7 @@ class Writes:
         await self.finish(self._give_up(bucket, key))
 
     async def _give_up(self, bucket: str, key: str) -> None:
-        async with self.entered(bucket), self.lock(bucket, key):
+        async with self.entered(bucket, answers=False), self.lock(bucket, key):
             if self._store.lost_of(bucket, key) is not None:
                 log.warning("%s/%s is lost, and was given up", bucket, key)
                 await self.commit(Delete(bucket, key))

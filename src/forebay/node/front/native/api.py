@@ -361,6 +361,9 @@ class Native:
         elif route.body is calls.VolumeNamed:
             self._auth.require(self._auth.bearer(request), "admin")
             arguments = decode_body(request, calls.VolumeNamed)
+        elif route.body is calls.WishCall:
+            self._auth.require(self._auth.bearer(request), "admin")
+            arguments = decode_body(request, calls.WishCall)
         elif route.body is calls.JobCall:
             arguments = self._job_call(request, route)
             status = 202

@@ -18,7 +18,7 @@ from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import batch, calls
 from forebay.core.messages.doorwire import DoorAt
 from forebay.core.messages.native import Completion
-from forebay.core.messages.node_state import NodeMap, NodeState
+from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState
 from forebay.core.types import Bucket, ListPage
 from forebay.core.volumes import LostObject, VolumeState
 from forebay.node.front.http.requests import decode_component
@@ -239,6 +239,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "door", "GET", "/-/v1/door", "Where clients on the node's host get descriptors instead of bytes.",
         answer=DoorAt,
+    ),
+    Route(
+        "wish", "POST", "/-/v1/cluster/wish", "Have a node drained, maintained, taken back, given up or forgotten.",
+        "admin", body=calls.WishCall, answer=ClusterNode,
     ),
     Route("map", "GET", "/-/v1/map", "The nodes of the cluster and their weights.", answer=NodeMap),
 )  # fmt: skip

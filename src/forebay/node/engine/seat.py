@@ -1,0 +1,400 @@
+"""A node's seat among others: it is registered, its lease is held, the map is followed, and who asks is told.
+
+Theory. What is decided is decided by `core/cluster/membership.py`. Here is what carries it out: a watch that tells the
+machine what is agreed, a lease, transactions, and a look every LOOK_S. No request waits for any of it. Whoever is about
+to acknowledge something that only this node will have asks `member`, before and after: it answers from memory and a
+clock.
+
+*Which cluster.* Whoever comes first draws the cluster's id. A node remembers name and id in its directory. So a node
+that is pointed at another cluster by a slip is told, and stays out; one whose etcd was emptied brings the id back.
+
+*A quick return.* The lease of a process that was killed would keep the node's place until it ends. So the node
+remembers its lease too, and ends it when it comes back. Only in the same directory of the same machine since the same
+boot: there the directory's lock says that the process is gone. In a copy of the directory the process may live, and its
+lease is left alone.
+
+Rejected: asking etcd before the node serves (a node whose etcd is away would not start); a process of its own for the
+lease (it would live on while the engine hangs, and vouch for it).
+
+Invariants. (1) Nothing is written before it is known that the store is of the right cluster. (2) `member` is 0 unless
+others wait for this process's lease to end before they act in its place. (3) A lease is revoked only by its own node,
+when no process of it acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+
+from forebay.core.cluster.membership import LOOK_S, Answered, Due, Event, Membership, Owes, Settle, Settled, Told, Write
+from forebay.core.cluster.membership import wanted as wanted_record
+from forebay.core.cluster.records import ID, NODES, PREFIX, UNREADABLE, NodeRecord
+from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
+from forebay.core.metrics import series
+from forebay.meta.seam import Entry, MetaStore
+from forebay.ports.chance import Chance
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.cluster")
+
+AGAIN_S = 1.0  # between attempts to find out which cluster it is
+ASKS_MAX = 5  # of a wish for a node whose entry changes meanwhile
+MEMORY = "node/cluster"
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What the directory knows of the cluster. `place` is where and since when the process with `lease` ran."""
+
+    name: str
+    id: str = ""
+    lease: int = 0
+    place: str = ""
+
+
+async def recall(memory: MetaStore, name: str, *, loosen: bool) -> Remembered:
+    """What the directory knows of cluster `name`; "" is none. `Invalid` if it belongs to another, unless `loosen` says
+    that it may leave that."""
+    entry = await memory.get(MEMORY)
+    known = Remembered("") if entry is None else msgspec.json.decode(entry.value, type=Remembered)
+    if known.name == name:
+        return known
+    if known.name and not loosen:
+        now = f"start it with --cluster …/{known.name}" if not name else f"it is not of {name}: correct the name"
+        raise Invalid(
+            f"this directory's node is of the cluster {known.name}: {now}, or give another --dir. If it shall leave "
+            "that cluster, drain it there first, then add --loosen"
+        )
+    if known.name:
+        await memory.delete(MEMORY)
+    return Remembered(name)
+
+
+def weight_of(capacity_bytes: int) -> float:
+    """What a node of this size weighs: in steps of 3 to 6 %, so that a start with a few bytes more moves no key."""
+    step = 1 << max(0, capacity_bytes.bit_length() - 5)
+    return float(max(1, round(capacity_bytes / step) * step))
+
+
+class Seat:
+    """See the module's header. `memory` is the node's own store, `place` names its directory on this machine since its
+    boot, `owes` says how many bytes only this node has, `changed` hears when `away` does."""
+
+    def __init__(
+        self,
+        meta: MetaStore,
+        memory: MetaStore,
+        known: Remembered,
+        node_id: str,
+        record: NodeRecord,
+        *,
+        lease_s: float,
+        place: str,
+        clock: Clock,
+        chance: Chance,
+        owes: Callable[[], int],
+        changed: Callable[[], None],
+        drain: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._meta, self._memory, self._known = meta, memory, known
+        self._clock, self._chance, self._place = clock, chance, place
+        self._owes, self._changed, self._drain = owes, changed, drain
+        self._held = meta.hold(lease_s, clock)
+        self._machine = Membership(node_id, chance.token_hex(8), record, self._held.hold)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wrong = ""  # which cluster it is instead
+        self._joined = self._draining = self._closed = False
+        self._trouble = ""
+        self._said = ""  # the last `away` or trouble that was logged
+        self.away = ""  # why clients should go to another node; "" if they need not
+
+    def start(self) -> None:
+        """Begin; it goes on in the background, whatever the store does."""
+        self._spawn(self._live())
+
+    async def aclose(self) -> None:
+        """Give the seat up: the lease ends now. Call it when nothing is acknowledged any more."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._meta.aclose()
+
+    # --- what others ask ---------------------------------------------------------------------------------------------
+    def member(self) -> int:
+        """The lease under which the node may acknowledge what only it has, the same as long as it may. `Unavailable`
+        if it may not."""
+        lease = 0 if self._closed or self._wrong else self._machine.member(self._clock.monotonic_s())
+        if not lease:
+            why = self.away or self.trouble or "it is not registered yet"
+            raise Unavailable(
+                f"this node may not acknowledge writes that its backend does not have ({why}): write at another node",
+                retry_after_s=LOOK_S,
+            )
+        return lease
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the node from its place; "" if nothing does."""
+        if self._wrong:
+            return self._wrong
+        if self._machine.doubled:
+            node = self._machine.node
+            other = self._machine.nodes[node].address if node in self._machine.nodes else "an unknown address"
+            return (
+                f"a process lives under this node's id, {node}, at {other}: if it was this node before a crash, its "
+                "lease ends in seconds; else one of the two directories is a copy: stop that node, and give it an "
+                "empty --dir"
+            )
+        unreadable = ", ".join(sorted(self._machine.unreadable))
+        if unreadable:
+            return (
+                f"the entries {unreadable} of the cluster {self._known.name} cannot be read: delete them with etcdctl"
+            )
+        return self._held.trouble or self._trouble
+
+    def state(self) -> ClusterState:
+        """The cluster, as this node knows it."""
+        machine, now_s = self._machine, self._clock.monotonic_s()
+        holds = not self._wrong and self._held.hold.holds(now_s)
+        nodes = [self._node(node) for node in sorted(machine.nodes)]
+        epoch, active = (0, False) if machine.map is None else (machine.map.epoch, machine.map.active)
+        return ClusterState(self._known.name, machine.node, epoch, active, holds, self.trouble, nodes)
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges of the cluster, as this node knows it."""
+        state = self.state()
+        values = {"forebay_cluster_holds": float(state.holds), "forebay_cluster_epoch": float(state.epoch)}
+        for word, count in Counter(node.state for node in state.nodes).items():
+            values[series("forebay_cluster_nodes", state=word)] = count
+        return values
+
+    def map(self) -> NodeMap:
+        """The nodes that own keys, or will when the map is active."""
+        machine = self._machine
+        owners = machine.map.owners if machine.map is not None else {}
+        nodes = [MapNode(node, self._address(node), weight) for node, weight in owners.items()]
+        return NodeMap(machine.map.epoch if machine.map is not None else 0, nodes)
+
+    def _address(self, node: str) -> str:
+        record = self._machine.nodes.get(node)
+        return "" if record is None else record.address
+
+    async def want(self, name: str, word: Wish) -> ClusterNode:
+        """Have a node be `word` from now on: named by its id, the beginning of its id, or its address. `Invalid`,
+        `NotFound`, `Exists` for a wish that does not fit what it is."""
+        if self._wrong or not self._machine.nodes:
+            raise Unavailable(f"this node does not know the cluster ({self.trouble or 'not yet'}): ask another node")
+        for _ in range(ASKS_MAX):
+            node = self._named(name)
+            entry = await self._meta.get(NODES + node)
+            if entry is None:
+                raise NotFound(f"the cluster knows no node {name}: `forebay status` lists its nodes")
+            try:
+                return await self._wish(node, entry, word)
+            except msgspec.MsgspecError:
+                raise Invalid(f"the entry of node {node} cannot be read: delete {NODES}{node} with etcdctl") from None
+            except Precondition:
+                continue
+        raise Unavailable(f"the entry of node {name} changes all the time: try again")
+
+    def _named(self, name: str) -> str:
+        nodes = self._machine.nodes
+        found = [node for node, record in nodes.items() if name in (node, record.address)]
+        found = found or [node for node in nodes if name and node.startswith(name)]
+        if len(found) > 1:
+            raise Invalid(f"{name} may be any of {', '.join(found)}: write more of the id")
+        if not found:
+            raise NotFound(f"the cluster knows no node {name}: `forebay status` lists its nodes")
+        return found[0]
+
+    async def _wish(self, node: str, entry: Entry, word: Wish) -> ClusterNode:
+        record = msgspec.json.decode(entry.value, type=NodeRecord)
+        if word in ("gone", "forgotten") and node in self._machine.alive:
+            raise Exists(f"node {node} lives: drain it, so that nothing is lost")
+        if word == "forgotten":
+            if record.wanted != "gone":
+                raise Exists(f"node {node} may come back with what only it has: drain it, or give it up, first")
+            await self._meta.delete(entry.key, revision=entry.revision)
+        elif word != record.wanted:
+            await self._meta.put(entry.key, wanted_record(entry.value, word), revision=entry.revision)
+        log.info("node %s is wanted %s", node, word)
+        return msgspec.structs.replace(self._node(node), wanted=word)
+
+    def _node(self, node: str) -> ClusterNode:
+        machine = self._machine
+        record, present = machine.nodes[node], machine.alive.get(node)
+        owners = machine.map.owners if machine.map is not None else {}
+        share = owners.get(node, 0.0) / (sum(owners.values()) or 1.0)
+        epoch = 0 if present is None else present.epoch
+        return ClusterNode(node, record.address, machine.state(node), record.wanted, share, epoch, self._doing(node))
+
+    def _doing(self, node: str) -> str:
+        machine = self._machine
+        state, known, present = machine.state(node), machine.map, machine.alive.get(node)
+        if node == machine.node and self.trouble:
+            return "in trouble, see below"
+        if present == UNREADABLE:
+            return "its entry cannot be read"
+        if state == "missing":
+            if known is not None and node in known.owners:
+                return "was not heard of for a lease; its keys move"
+            return "is not heard of; others have its keys"
+        if known is not None and present is not None and present.epoch < known.epoch:
+            return f"takes up map {known.epoch}"
+        if known is not None and not known.active and present is not None:
+            return f"waits until all have taken up map {known.epoch}"
+        if state == "maintenance" and known is not None and node in known.owners:
+            return "gives its keys away"
+        return {
+            "joining": "waits to be taken in",
+            "active": "serves its keys",
+            "draining": "gives its keys away",
+            "leaving": "brings to the backends what only it has",
+            "maintenance": "owns no keys until it is taken back",
+            "gone": "owes nothing: it may be stopped",
+        }[state]
+
+    # --- living ------------------------------------------------------------------------------------------------------
+    async def _live(self) -> None:
+        await self._find_cluster()
+        if self._known.lease and self._known.place == self._place:
+            with suppress(ForebayError):
+                await self._meta.revoke(self._known.lease)
+        async with self._held:
+            self._spawn(self._follow())
+            self._spawn(self._remember_lease())
+            while True:
+                self._look()
+                await asyncio.sleep(LOOK_S)
+
+    async def _find_cluster(self) -> None:
+        """Return when the store is known to be of the right cluster, and has its id."""
+        while True:
+            if await self._is_right():
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _is_right(self) -> bool:
+        """Look once."""
+        try:
+            entry = await self._meta.get(ID)
+            if entry is None:
+                drawn = self._known.id or self._chance.token_hex(8)
+                with suppress(Precondition):
+                    await self._meta.put(ID, drawn.encode(), revision=0)
+                return False  # whoever was first: look again
+            self._trouble = ""
+            self._judge(entry.value)
+            if not self._wrong and not self._known.id:
+                await self._remember(id=entry.value.decode("utf-8", "replace"))
+        except ForebayError as error:
+            self._trouble = error.message
+        self._tell()
+        return not self._wrong and not self._trouble
+
+    def _judge(self, id: bytes) -> None:
+        found = id.decode("utf-8", "replace")
+        self._wrong = ""
+        if self._known.id not in ("", found):
+            self._wrong = (
+                f"the cluster {self._known.name} there has the id {found}, and this node is of one with the id "
+                f"{self._known.id}: correct --cluster, or give the node an empty --dir"
+            )
+
+    async def _remember(self, **values: Any) -> None:
+        self._known = msgspec.structs.replace(self._known, **values)
+        await self._memory.put(MEMORY, msgspec.json.encode(self._known))
+
+    async def _remember_lease(self) -> None:
+        lease = 0
+        while True:
+            lease = await self._held.number(other_than=lease)
+            await self._remember(lease=lease, place=self._place)
+
+    async def _follow(self) -> None:
+        async with aclosing(self._meta.watch(PREFIX)) as told:
+            async for heard in told:
+                for change in heard.changes:
+                    if change.key == ID:
+                        self._judge(self._known.id.encode() if change.value is None else change.value)
+                        if change.value is None:  # the store was emptied
+                            self._spawn(self._find_cluster())
+                self._step(Told(tuple(heard.changes), heard.revision))
+
+    def _look(self) -> None:
+        own = self._machine.nodes.get(self._machine.node)
+        if own is not None and own.wanted == "draining":
+            if not self._draining:
+                self._draining = True
+                self._spawn(self._drain())
+            self._step(Owes(self._owes()))
+        else:
+            self._draining = False
+        self._step(Due())
+
+    def _step(self, event: Event) -> None:
+        if self._closed:
+            return
+        machine, before = self._machine, self._machine.map
+        events: list[Event] = [event]
+        while events:
+            for effect in machine.step(self._clock.monotonic_s(), events.pop(0)):
+                match effect:
+                    case Settle(epoch):
+                        events.append(Settled(epoch))  # what asks `member` asks again at its end, and nothing else acts
+                    case Write() if self._wrong:
+                        events.append(Answered(0))
+                    case Write():
+                        self._spawn(self._write(effect))
+        machine.check()
+        if machine.map is not None and machine.map != before:
+            word = "active" if machine.map.active else "preparing"
+            log.info("map %d is %s: %s", machine.map.epoch, word, ", ".join(machine.map.owners) or "nobody")
+        self._tell()
+
+    async def _write(self, write: Write) -> None:
+        revision = -1
+        try:
+            revision = await self._meta.transact(write.changes, when=write.when, lease=write.lease)
+        except (Precondition, NotFound):
+            revision = 0
+        except ForebayError as error:
+            log.warning("the cluster's store took no change: %s", error)
+        finally:
+            self._step(Answered(revision))
+
+    def _tell(self) -> None:
+        """Say what is new for people and for those who send requests here."""
+        own = self._machine.nodes.get(self._machine.node)
+        wish = "" if own is None or own.wanted == "active" else own.wanted
+        away = f"the node is {wish}" if wish else ""
+        if self._wrong or self._machine.doubled:
+            away = self.trouble
+        if away != self.away:
+            self.away = away
+            self._changed()
+        said = self.trouble or away
+        if said != self._said:
+            self._said = said
+            (log.warning if said else log.info)("cluster %s: %s", self._known.name, said or "all is well again")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
+            log.error("the node leaves its cluster, since a part of it broke", exc_info=error)
+            self._wrong = "a fault of Forebay ended the node's part in it: restart the node, and report its log"
+            for other in self._tasks:
+                other.cancel()
+            self._tell()
