@@ -27,11 +27,12 @@ class Pair(NamedTuple):
             new.replace(ours)
 
 
-def make(folder: Path, name: str, *, days: float = 30, pass_phrase: bytes = b"") -> Pair:
-    """A pair in `folder` that ends in `days`."""
+def make(folder: Path, name: str, *, days: float = 30, pass_phrase: bytes = b"", common: bool = True) -> Pair:
+    """A pair in `folder` that ends in `days`. Not `common`: the name is an organization's."""
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    kind = x509.NameOID.COMMON_NAME if common else x509.NameOID.ORGANIZATION_NAME
+    subject = x509.Name([x509.NameAttribute(kind, name)])
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     end = datetime.now(UTC) + timedelta(days=days)
     serial = x509.random_serial_number()

@@ -22,6 +22,7 @@ from bench import servers
 from forebay.core.cluster.records import ID, PREFIX
 from forebay.meta.etcd import EtcdMeta
 from forebay.meta.etcd_link import Address, named
+from tests.meta.secure_etcd import PASSWORD, USER, SecureEtcd
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -215,10 +216,36 @@ def test_a_node_works_while_etcd_is_away_and_acknowledges_nothing_that_only_it_h
         single.members[0].kill()
 
 
+def test_a_node_shows_a_certificate_and_says_who_it_is(
+    node: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    with SecureEtcd() as secure:
+        secure.want_users("ours")
+        files = [f"--cluster-{name}={path}" for name, path in zip(("ca", "cert", "key"), secure.access, strict=False)]
+        who = [f"--cluster-user={USER}", f"--cluster-password-file={password}"]
+        one = node(*flags(tmp_path, url([secure.address], "ours")), *files, *who)
+        until_all_are("active", one)
+        at = ["--dir", str(one.dir / "node"), "--no-measure", "--cluster", url([secure.address], "ours"), *files]
+        run = subprocess.run(
+            [sys.executable, "-m", "forebay.cli.main", "doctor", *at, *who], capture_output=True, text=True
+        )
+        assert re.search(r"ok +etcd +127.0.0.1:\d+: version 3", run.stdout), run.stdout + run.stderr
+        password.unlink()
+        one.stop()
+        one.start(wait=False)
+        assert one.process is not None
+        assert one.process.wait(90) == 1
+        assert "--cluster-password-file" in one.log
+
+
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for given, words in (
         (["--cluster", "http://h:1"], "is no etcd URL"),
         (["--cluster", "etcd://h:1", "--advertise", "0.0.0.0:1"], "is no place to reach the node at"),
+        (["--cluster-user", "ann"], "are given without --cluster"),
+        (["--cluster", "etcd://h:1", "--cluster-key", "x"], "without --cluster-cert"),
         (["--cluster", "etcd://h:1", "--advertise", "h:x"], "--advertise 'h:x' is not HOST:PORT"),
     ):
         command = [sys.executable, "-m", "forebay.node", "--dir", str(tmp_path / "node"), *given]

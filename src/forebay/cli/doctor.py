@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli import node as node_verb
 from forebay.cli import show
 from forebay.cli.options import AsJson, Debug, Dir, Url
 from forebay.cli.outcome import one_line, verb
@@ -30,6 +31,11 @@ def doctor(
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="ETCD-URL", help="Look at this etcd: etcd://HOST:PORT,HOST:PORT.")
     ] = None,
+    cluster_ca: node_verb.ClusterCa = None,
+    cluster_cert: node_verb.ClusterCert = None,
+    cluster_key: node_verb.ClusterKey = None,
+    cluster_user: node_verb.ClusterUser = None,
+    cluster_password_file: node_verb.ClusterPassword = None,
     url: Url = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -40,8 +46,12 @@ def doctor(
     "what", "change"}]}.
     """
     from forebay.health.facts import collect
+    from forebay.meta.etcd_link import Access
 
-    findings = judge(collect(dir, url, volume or (), measure=measure, cluster=cluster))
+    given = (cluster_ca, cluster_cert, cluster_key, cluster_user, cluster_password_file)
+    access = Access(*(each or "" for each in given))
+    access.check()
+    findings = judge(collect(dir, url, volume or (), measure=measure, cluster=cluster, access=access))
     if as_json:
         show.document({"worst": worst(findings), "findings": findings})
     else:

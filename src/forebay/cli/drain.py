@@ -42,7 +42,9 @@ def drain(
     """Have a node of the cluster give its keys away and go.
 
     It takes nothing new, and brings to the backends what only it has. Then it is gone, and may be stopped: nothing is
-    lost with it. Any node of the cluster can be asked. Ctrl-C stops waiting, not the node. With --json a ClusterNode (docs/protocol.md).
+    lost with it. Any node of the cluster can be asked. Ctrl-C stops waiting, not the node.
+
+    With --json a ClusterNode (docs/protocol.md).
     """
     wishes: dict[Wish, bool] = {"maintenance": maintenance, "active": undo, "gone": give_up, "forgotten": forget}
     chosen: list[Wish] = [wish for wish, given in wishes.items() if given]

@@ -60,6 +60,22 @@ Cluster = Annotated[
 Advertise = Annotated[
     str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where other nodes reach this one.")
 ]
+ClusterCa = Annotated[
+    str | None, typer.Option("--cluster-ca", metavar="FILE", help="Who vouches for etcd's members, as PEM: use TLS.")
+]
+ClusterCert = Annotated[
+    str | None, typer.Option("--cluster-cert", metavar="FILE", help="The certificate to show to etcd, as PEM.")
+]
+ClusterKey = Annotated[
+    str | None, typer.Option("--cluster-key", metavar="FILE", help="Its private key. Default: in the same file.")
+]
+ClusterUser = Annotated[str | None, typer.Option("--cluster-user", metavar="NAME", help="etcd's user.")]
+ClusterPassword = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster-password-file", metavar="FILE", help="The user's password. Default: $FOREBAY_CLUSTER_PASSWORD."
+    ),
+]
 FlushTimeout = Annotated[
     float | None,
     typer.Option(
@@ -89,6 +105,7 @@ Audit = Annotated[
 _AS_THEY_ARE = (
     "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
     "flush_timeout", "log_format", "audit", "cluster", "advertise",
+    "cluster_ca", "cluster_cert", "cluster_key", "cluster_user", "cluster_password_file",
 )
 # fmt: on
 
@@ -126,6 +143,11 @@ def node(
     auto_buckets: AutoBuckets = None,
     cluster: Cluster = None,
     advertise: Advertise = None,
+    cluster_ca: ClusterCa = None,
+    cluster_cert: ClusterCert = None,
+    cluster_key: ClusterKey = None,
+    cluster_user: ClusterUser = None,
+    cluster_password_file: ClusterPassword = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
     audit: Audit = None,

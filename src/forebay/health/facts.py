@@ -40,7 +40,7 @@ from forebay.health.findings import (
     VersionFacts,
 )
 from forebay.meta.etcd import parse_url as parse_etcd_url
-from forebay.meta.etcd_link import GREETING, Address, Members, named
+from forebay.meta.etcd_link import GREETING, Access, Address, Members, named
 from forebay.ports import clock
 
 PATIENCE_S = 5.0  # for each thing that is asked over the network
@@ -52,7 +52,13 @@ T = TypeVar("T")
 
 
 def collect(
-    dir: str | None, url: str | None, volumes: Iterable[str], *, measure: bool, cluster: str | None = None
+    dir: str | None,
+    url: str | None,
+    volumes: Iterable[str],
+    *,
+    measure: bool,
+    cluster: str | None = None,
+    access: Access = Access(),  # it is a value
 ) -> Facts:
     """Everything `judge` wants to know. `Invalid` if `cluster` is no etcd URL."""
     addresses = parse_etcd_url(cluster)[0] if cluster else []
@@ -70,7 +76,7 @@ def collect(
         node=node,
         buckets=probed,
         versions=look_at_versions(node.state.version if node.state else ""),
-        etcd=asyncio.run(look_at_etcd(addresses)) if addresses else None,
+        etcd=asyncio.run(look_at_etcd(addresses, access)) if addresses else None,
     )
 
 
@@ -329,10 +335,10 @@ def compare_clock(url: str) -> ClockFacts:
     return ClockFacts(url, now_s - said - 0.5)  # the header is cut to whole seconds
 
 
-async def look_at_etcd(addresses: list[Address]) -> EtcdFacts:
+async def look_at_etcd(addresses: list[Address], access: Access = Access()) -> EtcdFacts:
     """Ask each member alone, and then all of them what only a majority can answer."""
-    members = await asyncio.gather(*map(_look_at_member, addresses))
-    together = Members(addresses, PATIENCE_S)
+    members = await asyncio.gather(*(_look_at_member(address, access) for address in addresses))
+    together = Members(addresses, PATIENCE_S, access)
     try:
         began_s = clock.monotonic_s()
         await together.read(*GREETING)
@@ -344,8 +350,8 @@ async def look_at_etcd(addresses: list[Address]) -> EtcdFacts:
         await together.aclose()
 
 
-async def _look_at_member(address: Address) -> MemberFacts:
-    alone = Members([address], PATIENCE_S)
+async def _look_at_member(address: Address, access: Access) -> MemberFacts:
+    alone = Members([address], PATIENCE_S, access)
     try:
         status = await alone.read("/v3/maintenance/status", {})
         own = status["header"].get("member_id", "")

@@ -27,7 +27,7 @@ from typing import Any
 from forebay.core.cluster.mirror import Mirror
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.limits import META_PATIENCE_S
-from forebay.meta.etcd_link import Address, Fields, Members
+from forebay.meta.etcd_link import Access, Address, Fields, Members
 from forebay.meta.held_lease import HeldLease
 from forebay.meta.seam import Change, Entry, Heard, Lease, check_size
 from forebay.ports.clock import Clock
@@ -59,10 +59,16 @@ class EtcdMeta:
     """`MetaStore` in the etcd whose members have these client addresses. Opens nothing before it is used."""
 
     def __init__(
-        self, addresses: Sequence[Address], namespace: str = NAMESPACE, *, patience_s: float = META_PATIENCE_S
+        self,
+        addresses: Sequence[Address],
+        namespace: str = NAMESPACE,
+        *,
+        patience_s: float = META_PATIENCE_S,
+        access: Access = Access(),  # it is a value
     ) -> None:
-        self._members = Members(addresses, patience_s)
         self._under = f"{namespace}/"
+        # a user may be allowed to read nothing beside the namespace
+        self._members = Members(addresses, patience_s, access, ("/v3/kv/range", {"key": self._key(""), "limit": "1"}))
 
     async def get(self, key: str) -> Entry | None:
         answer = await self._members.read("/v3/kv/range", {"key": self._key(key)})

@@ -26,6 +26,7 @@ from forebay.core.quantity import parse_size
 from forebay.core.reach import Reach
 from forebay.core.spelling import did_you_mean
 from forebay.meta.etcd import parse_url as parse_etcd_url
+from forebay.meta.etcd_link import Access
 
 FRONTS_DEFAULT_MAX = 8  # a front fills a core at 100 k requests/s; more cores than this serve the trainer better
 PORT_DEFAULT = 9400
@@ -34,7 +35,8 @@ FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
 LEASE_MIN_S, LEASE_MAX_S = 2.0, 300.0  # etcd gives no shorter ones; a longer one leaves keys without a home for minutes
 LOG_BYTES_LEAST = 64 * 1024  # of a log that is put aside when it is full
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
-PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key")
+CLUSTER_FILES = ("cluster_ca", "cluster_cert", "cluster_key", "cluster_password_file")
+PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key", *CLUSTER_FILES)
 
 
 def parse_listen(text: str, flag: str = "--listen") -> tuple[str, int]:
@@ -77,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`node/last_start.py`). `connections_share`: the part of a front's connections that one client address may hold.
     `allow_backends`: patterns of the backends that identities without `admin:*` may give to their buckets
     (`core/reach.py`). `cluster` is the URL of the etcd where nodes agree, with the cluster's name; `advertise` is where
-    other nodes reach this one; `lease_s` is how long they wait for it once it is silent.
+    other nodes reach this one; `lease_s` is how long they wait for it once it is silent. `cluster_ca`, `cluster_cert`
+    and `cluster_key` are files for TLS with that etcd; `cluster_password_file` has the password of its `cluster_user`.
     """
 
     dir: str
@@ -104,6 +107,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str = ""
     advertise: str = ""
     lease_s: float = 10.0
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
+    cluster_user: str = ""
+    cluster_password_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -133,6 +141,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             parse_etcd_url(self.cluster)
             if parse_listen(self.listen)[0] in ("0.0.0.0", "::") and not self.advertise:
                 raise Invalid("the node listens at every address: say with --advertise HOST:PORT where others reach it")
+        elif any(self.access):
+            raise Invalid("files or a user for etcd are given without --cluster: say which etcd")
         if self.advertise:
             host, port = parse_listen(self.advertise, "--advertise")
             if not port or host in ("0.0.0.0", "::"):
@@ -170,6 +180,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.endpoint
         host, port = parse_listen(self.advertise)
         return f"{'https' if self.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def access(self) -> Access:
+        """How etcd knows this node."""
+        return Access(
+            self.cluster_ca, self.cluster_cert, self.cluster_key, self.cluster_user, self.cluster_password_file
+        )
 
     @property
     def fronts_resolved(self) -> int:
@@ -241,7 +258,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def own_files(self) -> list[str]:
         """Files that are no bucket's, since they hold secrets."""
-        return [path for path in (self.identities, self.identity_key, self.tls_key or self.tls_cert) if path]
+        files = (self.identities, self.identity_key, self.tls_key or self.tls_cert)
+        return [path for path in (*files, self.cluster_key or self.cluster_cert, self.cluster_password_file) if path]
 
     def to_json(self) -> bytes:
         """One line, for a child process."""

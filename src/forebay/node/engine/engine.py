@@ -363,7 +363,7 @@ class Engine:
         addresses, name = parse_etcd_url(settings.cluster)
         at = os.stat(settings.dir)
         return Seat(
-            EtcdMeta(addresses, name),
+            EtcdMeta(addresses, name, access=settings.access),
             self._meta,
             remembered,
             self.node_id,

@@ -44,6 +44,7 @@ def run(settings: Settings) -> int:
     except OSError as error:
         where = settings.log_file.parent
         raise Invalid(f"no log can be written in {where} ({error.strerror}): give another --dir") from None
+    settings.access.check()
     tls_files(settings)  # what is wrong with them is said here, by the process that the user looks at
     if not settings.tls_cert and not is_loopback(settings.host):
         log.warning(
