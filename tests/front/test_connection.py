@@ -327,6 +327,24 @@ def test_a_slow_reader_that_goes_on_is_not_cut(tmp_path: Path, eventually: Event
         assert client.answer().body == data
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /b/k HTTP/1.1\r\n"])
+def test_a_front_that_did_not_run_for_long_cuts_no_client_for_it(
+    tmp_path: Path, eventually: Eventually, sent: bytes
+) -> None:
+    """What a client sent meanwhile waits in the kernel, and a connection seemed to be idle all the time."""
+    with serve(tmp_path) as node, node.connect() as client:
+        node.put("k", b"value")
+        client.send(sent)
+        server = node.front.server
+        eventually(lambda: server.connections)
+        server.clock = late = LateClock()
+        for _ in range(2):
+            late.later_s += 300.0
+            eventually(lambda: server.now_s == late.monotonic_s())
+        client.send(head("/b/k")[len(sent) :])
+        assert client.answer().body == b"value"
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 def test_clients_that_vanish_leave_nothing_behind(node: Node, eventually: Eventually) -> None:
     node.put("big", bytes(30_000_000))

@@ -23,7 +23,7 @@ from forebay.meta.etcd_link import Address
 from forebay.ports.clock import SystemClock
 from tests.meta.relay import Relay
 from tests.meta.watched import Watched
-from tests.patience import until_async
+from tests.patience import PATIENCE_S, until_async
 
 PATIENT_S = 60.0  # for calls that must succeed, however busy the machine is
 
@@ -135,7 +135,11 @@ def test_without_a_majority_calls_fail_in_time_and_the_lease_is_not_relied_on(cl
     asyncio.run(story())
 
 
-def test_a_watch_that_was_cut_off_goes_on_where_it_was(cluster: servers.EtcdCluster) -> None:
+def test_a_watch_that_was_cut_off_goes_on_where_it_was(
+    cluster: servers.EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_module, "LOOK_S", PATIENCE_S)  # a look would tell the difference alone
+
     async def story() -> None:
         async with Relay(cluster.addresses[0]) as relay:
             namespace = uuid.uuid4().hex

@@ -724,6 +724,10 @@ class Connection(Parts, asyncio.BufferedProtocol):
         self._transport.abort()
         self._server.closed(self)
 
+    def allow(self, paused_s: float) -> None:
+        """This process did not run for so long: what the client sent meanwhile has not been looked at."""
+        self._since_s += paused_s
+
     def check_deadline(self, now_s: float) -> None:
         """Once a second: has this phase lasted too long?"""
         waited_s = now_s - self._since_s

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # browser would run it, and let it ask the node whatever its user may.
 NO_PAGE = b"Server: forebay\r\nX-Content-Type-Options: nosniff\r\nContent-Security-Policy: sandbox\r\n"
 WORKERS = 16  # threads that store bodies; each disk is written to by a few of its own
+PAUSE_S = 1.0  # a tick so late says that this process did not run: that is not the clients' delay
 BACKLOG = 1024  # connections the kernel holds for us; a data loader opens hundreds at once
 
 
@@ -145,11 +146,15 @@ class Server:
             self._empty.set()
 
     def _tick(self) -> None:
-        self.now_s = now_s = self.clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
+        paused_s = now_s - self.now_s - self.timeouts.tick_s
+        self.now_s = now_s
         date = email.utils.formatdate(self.clock.wall_s(), usegmt=True)
         self.standing = b"Date: %s\r\n%b" % (date.encode(), NO_PAGE)
         self.lane.ok = STATUS_LINES[200] + self.standing
         for connection in list(self.connections):
+            if paused_s > PAUSE_S:
+                connection.allow(paused_s)
             connection.check_deadline(now_s)
         self.counts.unproved_bytes = self.admission.held_bytes
         self.admission.say(now_s)
