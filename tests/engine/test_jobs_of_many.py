@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from forebay.core.errors import Busy, Invalid
@@ -11,7 +12,7 @@ from forebay.core.machines.hints import HintsCall
 from forebay.core.messages import calls
 from forebay.node.engine.jobs import hints, runner
 from tests.engine.conftest import Rig
-from tests.engine.test_hinting import Job
+from tests.engine.test_hinting import Job, packed
 
 Rigged = Callable[..., None]
 
@@ -68,5 +69,12 @@ def test_nobody_takes_all_the_hints_there_are(rigged: Rigged, monkeypatch: pytes
         with pytest.raises(Invalid, match="2 of your jobs give hints"):
             await rig.front.call("hints", tell("c", "mallory"))
         await rig.front.call("hints", tell("c", "ops"))
+        monkeypatch.setattr(hints, "USES_OF_ONE_MAX", 3)
+        use = packed([(0, 0, 1), (0, 0, 1)])
+        await rig.front.call("hints", msgspec.structs.replace(tell("a", "mallory"), accesses=use))
+        await rig.front.call("hints", msgspec.structs.replace(tell("a", "mallory"), accesses=use))  # in place of it
+        with pytest.raises(Invalid, match="more than 3 uses ahead"):
+            await rig.front.call("hints", msgspec.structs.replace(tell("b", "mallory"), accesses=use))
+        await rig.front.call("hints", msgspec.structs.replace(tell("c", "ops"), accesses=use))
 
     rigged(story)

@@ -386,6 +386,11 @@ class Hints:
         ahead = job.access_base + bisect_right(ends, job.ahead)
         return HintsState(name, "", "", "", job.position, job.known, max(ahead, job.position))
 
+    def uses_ahead(self, name: str) -> int:
+        """How many uses of blocks are known that the job has not passed."""
+        job = self._job(name)
+        return job.end_of(job.known) - job.use
+
     def due(self, unit: int) -> float:
         """When a unit is needed next, in uses passed; NEVER if in no known use; -1.0 for a unit without hints."""
         places = self._units.get(unit)

@@ -59,6 +59,7 @@ log = logging.getLogger("forebay.hinting")
 
 FETCHES = 32  # half of what a bucket may have: readers who wait come first
 JOBS_OF_ONE_MAX = JOBS_MAX * 3 // 4  # of one identity: nobody takes all
+USES_OF_ONE_MAX = 8 * limits.HINT_ACCESSES_MAX  # 800 MB
 FLYING_BYTES_MAX = 256 * limits.MIB
 WINDOW_BYTES = 512 * limits.MIB  # half a second of a fast job, and 25 round trips of 20 ms
 WINDOW_SHARE = 0.03  # of a full cache: what waits for its use takes the place of what would be kept
@@ -146,6 +147,7 @@ class Hinting:
         accesses = array("I", call.accesses)
         async with self._telling:
             now_s = self._clock.monotonic_s()
+            self._check_room(name, sum(accesses[2::3]) - sum(accesses[1::3]))
             plan = self._plans.get(name)
             if plan is None or plan.source.listing.id != call.listing or plan.source.listing.prefix != call.prefix:
                 plan = await self._begin(name, call)
@@ -182,12 +184,17 @@ class Hinting:
             name.rpartition("/")[2], listing.bucket, listing.prefix, listing.id, said.position, said.known, said.ahead
         )
 
-    async def _begin(self, name: str, call: HintsCall) -> _Plan:
-        theirs = sum(one.rpartition("/")[0] == name.rpartition("/")[0] for one in self._plans)
-        if name not in self._plans and theirs >= JOBS_OF_ONE_MAX:
+    def _check_room(self, name: str, uses: int) -> None:
+        """`Invalid` if whoever tells so many uses would have too many jobs, or fill the engine's memory."""
+        others = [one for one in self._plans if one.rpartition("/")[0] == name.rpartition("/")[0] and one != name]
+        if len(others) >= JOBS_OF_ONE_MAX:
             raise Invalid(
                 f"{JOBS_OF_ONE_MAX} of your jobs give hints already: end one (DELETE /-/v1/hints/JOB), or go on without"
             )
+        if uses + sum(map(self.hints.uses_ahead, others)) > USES_OF_ONE_MAX:
+            raise Invalid(f"your jobs know more than {USES_OF_ONE_MAX} uses ahead: tell less of the future, or end one")
+
+    async def _begin(self, name: str, call: HintsCall) -> _Plan:
         place = (call.bucket, call.prefix, call.listing)
         source = self._sources.get(place)
         if source is None:
