@@ -16,6 +16,7 @@ import forebay
 from forebay.torch import DataLoader, ShardDataset
 from tests.node.conftest import NodeProcess
 from tests.torch.memory_source import numbered_shard
+from tests.torch.test_mds import written
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -46,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_block_runs(folder: Path):
-    assert len(BLOCKS) == 10, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
+    assert len(BLOCKS) == 11, "give what was added a test"  # those of trainers have theirs in test_frameworks.py
     seen: list[dict[str, Any]] = []
     names: dict[str, Any] = {
         "resuming": False,
@@ -59,6 +60,16 @@ def test_every_block_runs(folder: Path):
     exec("import torch\n" + text, names)
     assert [state["epoch"] for state in seen] == [1, 2]
     names["loader"].close()
+
+
+def test_shards_of_mosaic_are_read_where_they_lie(folder: Path):
+    (folder.parent / "mosaic").mkdir()
+    for key, data in written().objects.items():
+        (folder.parent / "mosaic" / Path(key).name).write_bytes(data)
+    names: dict[str, Any] = {"DataLoader": DataLoader}
+    exec(block("MdsDataset"), names)
+    with names["loader"] as loader:
+        assert sorted(-each["number"] for batch in loader for each in batch) == list(range(100))
 
 
 def test_a_run_goes_on_with_what_it_began_with(folder: Path):
