@@ -142,7 +142,7 @@ def _cluster(state: NodeState) -> list[str]:
     known = (
         f"map {cluster.epoch} is {'active' if cluster.active else 'being taken up'}" if cluster.epoch else "no map yet"
     )
-    lines = ["", f"cluster {cluster.name}: {known}; this node (*) {'holds' if cluster.holds else 'HOLDS NO'} lease"]
+    lines = ["", f"cluster {cluster.name}: {known}; this node (*) {'holds its' if cluster.holds else 'HOLDS NO'} lease"]
     lines += [show.columns(("NODE", "STATE", "KEYS", "MAP", "ADDRESS", "DOING"), rows, right=(2, 3))] if rows else []
     return [*lines, f"TROUBLE: {cluster.trouble}"] if cluster.trouble else lines
 

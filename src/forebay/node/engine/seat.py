@@ -109,7 +109,7 @@ class Seat:
         self._machine = Membership(node_id, chance.token_hex(8), record, self._held.hold)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wrong = ""  # which cluster it is instead
-        self._joined = self._draining = self._closed = False
+        self._draining = self._closed = False
         self._trouble = ""
         self._said = ""  # the last `away` or trouble that was logged
         self.away = ""  # why clients should go to another node; "" if they need not
@@ -218,6 +218,7 @@ class Seat:
         record = msgspec.json.decode(entry.value, type=NodeRecord)
         if word in ("gone", "forgotten") and node in self._machine.alive:
             raise Exists(f"node {node} lives: drain it, so that nothing is lost")
+        as_it_is = self._node(node)
         if word == "forgotten":
             if record.wanted != "gone":
                 raise Exists(f"node {node} may come back with what only it has: drain it, or give it up, first")
@@ -225,7 +226,7 @@ class Seat:
         elif word != record.wanted:
             await self._meta.put(entry.key, wanted_record(entry.value, word), revision=entry.revision)
         log.info("node %s is wanted %s", node, word)
-        return msgspec.structs.replace(self._node(node), wanted=word)
+        return msgspec.structs.replace(as_it_is, wanted=word)
 
     def _node(self, node: str) -> ClusterNode:
         machine = self._machine
@@ -316,7 +317,10 @@ class Seat:
         lease = 0
         while True:
             lease = await self._held.number(other_than=lease)
-            await self._remember(lease=lease, place=self._place)
+            try:
+                await self._remember(lease=lease, place=self._place)
+            except ForebayError as error:  # a return will wait for the lease's end, that is all
+                log.warning("the lease is not remembered: %s", error)
 
     async def _follow(self) -> None:
         async with aclosing(self._meta.watch(PREFIX)) as told:
@@ -333,11 +337,17 @@ class Seat:
         if own is not None and own.wanted == "draining":
             if not self._draining:
                 self._draining = True
-                self._spawn(self._drain())
+                self._spawn(self._begin_to_drain())
             self._step(Owes(self._owes()))
         else:
             self._draining = False
         self._step(Due())
+
+    async def _begin_to_drain(self) -> None:
+        try:
+            await self._drain()
+        except ForebayError as error:  # what is owed is brought to the backends all the same, later
+            log.warning("nothing was hurried: %s", error)
 
     def _step(self, event: Event) -> None:
         if self._closed:

@@ -1,0 +1,135 @@
+"""A node's seat in its cluster, over a store in memory: what its directory remembers, and wishes that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from forebay.core.cluster.records import NodeRecord
+from forebay.core.errors import Busy, Exists, Invalid, NotFound, Unavailable
+from forebay.node.engine.seat import MEMORY, Remembered, Seat, recall, weight_of
+from forebay.ports import chance, clock
+from forebay.sim.agreed import Agreed, MemoryMeta
+from tests.patience import until_async
+
+
+class Forgetful(MemoryMeta):
+    """A directory whose disk is full after the first write."""
+
+    writes = 0
+
+    async def put(self, key: str, value: bytes, *, revision: int | None = None, lease: int = 0) -> int:
+        self.writes += 1
+        if self.writes > 1:
+            raise Unavailable("the disk is full")
+        return await super().put(key, value, revision=revision, lease=lease)
+
+
+async def refused() -> None:
+    raise Busy("no job is begun now")
+
+
+def seat_of(agreed: Agreed, node: str, memory: MemoryMeta | None = None, owes: int = 0) -> Seat:
+    return Seat(
+        MemoryMeta(agreed),
+        memory or MemoryMeta(Agreed()),
+        Remembered("ours"),
+        node,
+        NodeRecord(f"http://{node}:9400", 1.0),
+        lease_s=10.0,
+        place="here",
+        clock=clock.boottime,
+        chance=chance.system,
+        owes=lambda: owes,
+        changed=lambda: None,
+        drain=refused,
+    )
+
+
+def is_member(seat: Seat) -> bool:
+    with suppress(Unavailable):
+        return seat.member() > 0
+    return False
+
+
+def state_of(seat: Seat, node: str) -> str:
+    return next((each.state for each in seat.state().nodes if each.node_id == node), "")
+
+
+def run(story: Callable[[Agreed], Awaitable[None]]) -> None:
+    asyncio.run(story(Agreed()))  # type: ignore[arg-type]
+
+
+def test_a_full_disk_and_a_refused_job_cost_the_node_nothing() -> None:
+    async def story(agreed: Agreed) -> None:
+        memory = Forgetful(Agreed())
+        seat = seat_of(agreed, "n1", memory)
+        seat.start()
+        await until_async(lambda: is_member(seat) and memory.writes > 1)
+        assert not seat.trouble
+        await seat.want("n1", "draining")
+        await until_async(lambda: state_of(seat, "n1") == "gone")
+        assert not seat.trouble
+        await seat.aclose()
+
+    run(story)
+
+
+def test_wishes_that_do_not_fit_are_refused() -> None:
+    async def story(agreed: Agreed) -> None:
+        one, two = seat_of(agreed, "n1"), seat_of(agreed, "n2", owes=1)
+        with pytest.raises(Unavailable, match="ask another node"):
+            await one.want("n1", "draining")
+        for seat in (one, two):
+            seat.start()
+        await until_async(lambda: all(state_of(seat, node) == "active" for seat in (one, two) for node in ("n1", "n2")))
+        for name, wish, kind in (
+            ("n3", "draining", NotFound),
+            ("n", "draining", Invalid),
+            ("n2", "gone", Exists),
+            ("n2", "forgotten", Exists),
+        ):
+            with pytest.raises(kind):
+                await one.want(name, wish)  # type: ignore[arg-type]
+        await one.want("http://n2:9400", "draining")
+        await until_async(lambda: state_of(one, "n2") == "leaving")  # and stays so: it owes something
+        assert not is_member(two)
+        await two.aclose()
+        await until_async(lambda: state_of(one, "n2") == "missing")
+        with pytest.raises(Exists, match="may come back"):
+            await one.want("n2", "forgotten")
+        await one.want("n2", "gone")
+        await one.want("n2", "forgotten")
+        await until_async(lambda: state_of(one, "n2") == "")
+        await one.aclose()
+
+    run(story)
+
+
+def test_a_directory_remembers_its_cluster() -> None:
+    async def story(agreed: Agreed) -> None:
+        memory = MemoryMeta(agreed)
+        assert await recall(memory, "", loosen=False) == Remembered("")
+        seat = seat_of(Agreed(), "n1", memory)
+        seat.start()
+        await until_async(lambda: is_member(seat))
+        await seat.aclose()
+        known = await recall(memory, "ours", loosen=False)
+        assert known.id
+        for name in ("", "theirs"):
+            with pytest.raises(Invalid, match="is of the cluster ours"):
+                await recall(memory, name, loosen=False)
+        assert await recall(memory, "theirs", loosen=True) == Remembered("theirs")
+        assert await memory.get(MEMORY) is None
+
+    run(story)
+
+
+def test_a_few_bytes_more_weigh_nothing() -> None:
+    assert weight_of(10**12) == weight_of(10**12 + 10**9)
+    assert weight_of(0) == weight_of(1) == 1.0
+    for size in (3, 1000, 10**9, 10**13 + 7):
+        assert weight_of(size) == pytest.approx(size, rel=1 / 30)
