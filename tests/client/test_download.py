@@ -167,6 +167,17 @@ def test_a_directory_is_no_target(client: Client, tmp_path: Path) -> None:
         client.download("corpus", "a", str(tmp_path))
 
 
+def test_a_folder_that_takes_the_targets_name_meanwhile_leaves_no_part(
+    node: FakeNode, client: Client, tmp_path: Path
+) -> None:
+    node.objects["corpus"]["a"] = DATA  # and `get -r` of a bucket with a/b makes the folder
+    with pytest.raises(Invalid, match="out has become a directory"):
+        client.download(
+            "corpus", "a", str(tmp_path / "out"), progress=lambda *_: (tmp_path / "out").mkdir(exist_ok=True)
+        )
+    assert parts(tmp_path) == []
+
+
 def test_a_device_is_written_to_and_never_replaced(node: FakeNode, client: Client) -> None:
     node.objects["corpus"]["a"] = DATA
     assert client.download("corpus", "a", "/dev/null").size_bytes == len(DATA)

@@ -175,7 +175,13 @@ def _publish(part: Part, size_bytes: int, target: str) -> None:
         raise Corrupt(f"{size} bytes arrived of {size_bytes}; the part was removed: try again")
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(part.fd, stat.S_IMODE(os.stat(target).st_mode))
-    os.replace(part.path, target)
+    try:
+        os.replace(part.path, target)
+    except IsADirectoryError:  # in a bucket `a` may be an object and the folder of `a/b`
+        os.unlink(part.path)
+        raise Invalid(
+            f"{target} has become a directory: on a disk a name is a file or a folder, so name another"
+        ) from None
 
 
 def kept_bytes(path: str) -> int:
