@@ -12,6 +12,7 @@ import pytest
 
 from bench.servers import SeaweedFS
 from bench.shaper import Shaper
+from forebay.core.limits import BLOCK_BYTES
 from forebay.torch import DataLoader, ShardDataset
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess
@@ -67,7 +68,9 @@ def test_an_epoch_sends_no_more_than_its_ranges(
     capacity: int,
     shuffle: Any,
     batch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("forebay.torch.foretelling._HEARD_S", 60.0)  # also where the cores are busy
     bucket = f"small-cache-{sample_bytes}-{capacity // MIB}"
     seaweed.create_bucket(bucket)
     for number in range(SHARDS):
@@ -83,16 +86,21 @@ def test_an_epoch_sends_no_more_than_its_ranges(
             sent, epochs = [], []
             for _ in range(2):
                 before = link.counters()["response_bytes"]
-                epochs.append([name for some in loader for name in some])
+                epochs.append([])
+                for some in loader:
+                    epochs[-1] += some
+                    if loader._foretelling is not None:  # a step takes longer than a word to the node
+                        loader._foretelling.heard(loader._cursor)
                 sent.append(link.counters()["response_bytes"] - before)
             samples = len(dataset)
             for found in epochs:
                 assert len(found) == len(set(found)) == samples
+            loader.close()  # and the node fetches nothing for the next epoch
             before = link.counters()["response_bytes"]
             read_directly(link.endpoint, bucket, samples, sample_bytes)
             direct = link.counters()["response_bytes"] - before
-            assert sent[1] <= 1.1 * direct, (sent, direct)
-            assert sent[0] <= 1.1 * direct, (sent, direct)
+            # A block that is fetched for the next epoch counts here, and at the edges one may be fetched in vain.
+            assert max(sent) <= 1.1 * direct + 2 * BLOCK_BYTES, (sent, direct)
             if shuffle == "auto":
                 assert (loader.schedule.shuffle, loader.schedule.window_bytes) == ("block", 2 * MIB)
             else:

@@ -103,17 +103,10 @@ class Foretelling:
         with self._said_all:
             self._said_all.wait_for(lambda: self._done is cursor or self.failed, _HEARD_S)
 
-    def begins(self, cursor: Cursor) -> None:
-        """As `at`, for the start of an epoch: as `heard` if nothing that lies there was told."""
-        if self._known == self._said:
-            self.heard(cursor)
-        else:
-            self.at(cursor)
-
     def comes(self, cursor: Cursor) -> None:
         """All before a window was given out, and now that is looked into: as `heard` where it needs all the room."""
         found = self._epochs.get(cursor.epoch)
-        if found is not None and found.alone:
+        if found.alone if found else cursor.epoch not in self._untold:  # else it was not looked at yet
             self.heard(cursor)
 
     def end(self) -> None:

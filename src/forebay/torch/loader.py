@@ -302,7 +302,7 @@ class DataLoader:
                 self.schedule.coming = self._foretelling.comes
                 weakref.finalize(self, self._foretelling.end)  # a loader that is forgotten says nothing more
         elif self._foretelling is not None:
-            self._foretelling.begins(self._cursor)
+            self._foretelling.heard(self._cursor)
         self._foretold = True
 
     def _hush(self) -> None:
