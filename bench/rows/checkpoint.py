@@ -14,8 +14,8 @@ The steps beside which a save drains are multiplications of matrices in one thre
 are compared with the steps just before the save, since other steps ran at another time on a shared machine. What the
 save has not sent when the fifth step ends is in the notes: a drain that is over early slows nothing.
 
-Memory is what the process has more (RssAnon), at the most, while it saves in waves of a cap, than before it made its
-first wave.
+Memory is what the process has more (RssAnon and RssShmem), at the most, while it saves in waves of a cap, than before
+it made its first wave.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ def _save_measures(row: Row, took: dict[str, list[float]]) -> tuple[Measure, ...
 def _memory(row: Row, node: Node, state: dict[str, Any], cap_bytes: int) -> Measure:
     with _saver(node, "runs/waves", staging_bytes=cap_bytes) as checkpoints:
         checkpoints.save(0, {"nothing": 0}, wait=True)  # connections, threads
-        before = _anonymous_bytes()
+        before = _own_bytes()
         done, most = threading.Event(), [0]
 
         def look() -> None:
             while not done.wait(LOOK_S):
-                most[0] = max(most[0], _anonymous_bytes())
+                most[0] = max(most[0], _own_bytes())
 
         looker = threading.Thread(target=look)
         looker.start()
@@ -205,11 +205,13 @@ def _memory(row: Row, node: Node, state: dict[str, Any], cap_bytes: int) -> Meas
     )
 
 
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise load.LoadFailed("this kernel does not say RssAnon")
+def _own_bytes() -> int:
+    """Memory that is no file's: of this process alone, and what a node may read."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    if len(found) != 2:
+        raise load.LoadFailed("this kernel does not say RssAnon and RssShmem")
+    return sum(found)
 
 
 def drain(lab: Lab, row: Row) -> Result:

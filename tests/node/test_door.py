@@ -89,9 +89,9 @@ class Guest:
             self.messages += self.frames.wrote(size)
         return self.messages.pop(0)
 
-    def open(self, *objects: tuple[str, str]) -> list[Any]:
+    def open(self, *objects: tuple[str, str], proves: bool = False) -> list[Any]:
         self.number += 1
-        self.say(DoorOpen(self.number, list(objects)))
+        self.say(DoorOpen(self.number, list(objects), proves))
         opened = self.hear()
         assert isinstance(opened, DoorOpened), opened
         assert opened.number == self.number
@@ -264,6 +264,24 @@ def test_what_is_not_whole_is_cold(shared: NodeProcess, bucket: Path, guest: Inv
     assert asked.open((name, "huge")) == [DoorCold()]
     warm(shared, bucket, "huge")
     asked.file(name, "huge")
+
+
+def test_who_compares_the_bytes_gets_what_the_front_did_not_compare(shared: NodeProcess, guest: Invite) -> None:
+    body = pattern(65 * MIB)  # more than a guest waits for
+    shared.json("PUT", "buckets/written", {"name": "written", "url": "local://", "write": "local"})
+    assert shared.ask("PUT", "/-/v1/objects/written/huge", body=body)[0] == 200
+    asked = guest(shared)
+    (file,) = asked.open(("written", "huge"), proves=True)
+    assert isinstance(file, DoorFile)
+    assert not file.compared
+    assert os.pread(asked.fds[-1], MIB, 64 * MIB) == body[64 * MIB :]
+    with Client(shared.endpoint) as client:
+        buffer = bytearray(MIB)
+        assert client.door.readinto("written", "huge", MIB, buffer, proves=True) == MIB
+        assert buffer == body[MIB : 2 * MIB]
+        assert client.door.readinto("written", "huge", MIB, buffer) is None, "what is open is for who compares"
+    file, _ = asked.file("written", "huge")
+    assert file.compared, "the front has done it by now"
 
 
 def test_uses_are_counted_and_must_make_sense(shared: NodeProcess, bucket: Path, guest: Invite) -> None:

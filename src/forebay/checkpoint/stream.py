@@ -8,8 +8,9 @@ a row of a large tensor costs two pieces at most.
 Several threads share a stream by *cells*: runs of READ_BYTES from a multiple of READ_BYTES on. No piece is in two, so
 none is read twice. A thread has a `Stream` of its own, whose buffer for pieces is kept from read to read.
 
-On the node's host bytes come from the object's file (`client.door`), elsewhere over HTTP. A read of several pieces is
-one request of up to READ_BYTES: a request for each 4 MiB would cost a round trip each.
+On the node's host bytes come from the object's file (`client.door`), a little at a time, so that they are digested
+while they are in the CPU's cache; the node need not have compared them. Elsewhere they come over HTTP. A read of
+several pieces is one request of up to READ_BYTES: a request for each 4 MiB would cost a round trip each.
 
 A piece that does not match is read once more from the node before it counts as damaged: the first copy may have been
 hit on its way.
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from forebay.core import limits
-from forebay.core.checkpoint import PIECE_BYTES, Index, piece_digest
+from forebay.core.checkpoint import PIECE_BYTES, Index, PieceDigest, piece_digest
 from forebay.core.errors import Corrupt
 from forebay.core.types import RangeSpec
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 READERS = 4  # threads: one digests while others wait for bytes
 READ_BYTES = 16 * limits.MIB  # of one request; a multiple of PIECE_BYTES that stays in a processor cache shared by few
+CACHED_BYTES = 512 * limits.KIB  # digested while they are in a core's own cache
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 _mine = threading.local()
@@ -96,11 +98,13 @@ class Stream:
 
     def _read_whole(self, position: int, buffer: memoryview) -> None:
         """Whole pieces of one blob into `buffer`, compared."""
-        self._fetch(position, buffer)
-        for at in range(0, len(buffer), PIECE_BYTES):
+        begin = self._by_door(position, buffer)
+        if begin < len(buffer):
+            self._fetch(position + begin, buffer[begin:])
+        for at in range(begin, len(buffer), PIECE_BYTES):
             view = buffer[at : at + PIECE_BYTES]
             if not self._matches(position + at, view):
-                self._fetch(position + at, view, by_http=True)
+                self._fetch(position + at, view)
                 if not self._matches(position + at, view):
                     blob, offset = divmod(position + at, self._index.blob_bytes)
                     raise Corrupt(
@@ -111,11 +115,24 @@ class Stream:
     def _matches(self, position: int, view: memoryview) -> bool:
         return piece_digest(view) == self._index.digest(position // PIECE_BYTES)
 
-    def _fetch(self, position: int, buffer: memoryview, by_http: bool = False) -> None:
+    def _by_door(self, position: int, buffer: memoryview) -> int:
+        """How many bytes of `buffer`, in whole pieces, were filled from the object's file and match."""
+        blob, offset = divmod(position, self._index.blob_bytes)
+        name, read = self._names[blob], self._client.door.readinto
+        for begin in range(0, len(buffer), PIECE_BYTES):
+            end, digest = min(begin + PIECE_BYTES, len(buffer)), PieceDigest()
+            for at in range(begin, end, CACHED_BYTES):
+                part = buffer[at : min(at + CACHED_BYTES, end)]
+                if read(self._bucket, name, offset + at, part, proves=True) != len(part):
+                    return begin
+                digest.update(part)
+            if digest.hexdigest() != self._index.digest((position + begin) // PIECE_BYTES):
+                return begin
+        return len(buffer)
+
+    def _fetch(self, position: int, buffer: memoryview) -> None:
         blob, offset = divmod(position, self._index.blob_bytes)
         name = self._names[blob]
-        if not by_http and self._client.door.readinto(self._bucket, name, offset, buffer) == len(buffer):
-            return
         got = self._client.get_into(self._bucket, name, buffer, range=RangeSpec(offset, offset + len(buffer) - 1))
         if got.body_bytes != len(buffer):
             raise Corrupt(f"{self._bucket}/{name} ends too early: restore an older checkpoint")

@@ -19,6 +19,9 @@ fetched when a shard is asked for repeatedly.
 A fork gives the child copies of all descriptors. The child closes them at once (the parent's stay, with their leases)
 and finds the door anew when it needs it.
 
+Bytes in memory that this process shares (`shared.py`) are handed over at the door instead of being sent, each body at a
+connection of its own, which the answer ends.
+
 Rejected: mmap (above); a connection for each thread (one question takes tens of microseconds); asking before each read
 whether a descriptor is current (as slow as HTTP).
 
@@ -42,11 +45,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from forebay.client.connection import CUT
+from forebay.client.shared import SharedMemory
 from forebay.core import limits
-from forebay.core.errors import Corrupt, ForebayError
+from forebay.core.errors import Corrupt, ForebayError, Unavailable, from_wire
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages import doorwire
 from forebay.core.messages.batch import Item
+from forebay.core.messages.calls import Written
 from forebay.core.messages.doorwire import (
     DOOR_VERSION,
     DoorAt,
@@ -57,6 +63,8 @@ from forebay.core.messages.doorwire import (
     DoorInline,
     DoorOpen,
     DoorOpened,
+    DoorTake,
+    DoorTook,
     DoorUsed,
     DoorWelcome,
 )
@@ -92,7 +100,9 @@ class Found(NamedTuple):
 class _Held:
     """An open object. Closed when nobody refers to it."""
 
-    __slots__ = ("block_bytes", "etag", "fd", "fresh_until_s", "object_id", "size_bytes", "touched", "used_s")
+    __slots__ = (
+        "block_bytes", "compared", "etag", "fd", "fresh_until_s", "object_id", "size_bytes", "touched", "used_s",
+    )  # fmt: skip
 
     def __init__(self, fd: int, file: DoorFile, now_s: float) -> None:
         self.fd = fd
@@ -101,6 +111,7 @@ class _Held:
         self.etag = file.etag
         self.fresh_until_s = file.fresh_until_s
         self.block_bytes = max(1, file.block_bytes)
+        self.compared = file.compared
         self.touched: set[int] = set()  # blocks read and not reported
         self.used_s = now_s
 
@@ -265,7 +276,7 @@ class HostDoor:
                     continue
                 start, end, etag = begin + start, begin + end, index.etag
             held = files.get(name)
-            if held is None or held.fresh_until_s <= now_s:
+            if held is None or held.fresh_until_s <= now_s or not held.compared:
                 missing.setdefault(name, []).append(at)
                 if item.member:
                     inside[at] = Item(*name, start, end, "", etag)
@@ -358,10 +369,18 @@ class HostDoor:
         return body
 
     def readinto(
-        self, bucket: str, key: str, start: int, buffer: bytearray | memoryview, *, etag: str = ""
+        self,
+        bucket: str,
+        key: str,
+        start: int,
+        buffer: bytearray | memoryview,
+        *,
+        etag: str = "",
+        proves: bool = False,
     ) -> int | None:
-        """Bytes of the object from `start` on into `buffer`, as many as both have; how many."""
-        found = self._open(bucket, key)
+        """Bytes of the object from `start` on into `buffer`, as many as both have; how many. `proves`: the caller has
+        digests of them and compares, so the node need not have."""
+        found = self._open(bucket, key, proves)
         if found is None or (etag and etag != found.etag) or not 0 <= start <= found.size_bytes:
             return None
         with memoryview(buffer).cast("B") as whole:
@@ -384,16 +403,16 @@ class HostDoor:
         found = self._open(bucket, key)
         return Found(found.size_bytes, found.etag, None) if isinstance(found, _Held) else found
 
-    def _open(self, bucket: str, key: str) -> _Held | Found | None:
+    def _open(self, bucket: str, key: str, proves: bool = False) -> _Held | Found | None:
         """One object, open, or itself where it is small."""
         if self._off:
             return None
         self._look()
         name = (bucket, key)
         held = self._files.get(name)
-        if held is None or held.fresh_until_s <= clock.wall_s():
+        if held is None or held.fresh_until_s <= clock.wall_s() or not (proves or held.compared):
             with self._lock:
-                found = [found for _, found in self._asked([name])]
+                found = [found for _, found in self._asked([name], proves)]
             return found[0] if found else None
         held.used_s = clock.monotonic_s()
         return held
@@ -403,6 +422,37 @@ class HostDoor:
         held = self._files.get((bucket, key))
         if held is not None:
             self._distrust((bucket, key), held)
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+    def hand_over(
+        self, bucket: str, key: str, memory: SharedMemory, size_bytes: int, sums: Sequence[int], patience_s: float
+    ) -> Written | None:
+        """Have the node make the first `size_bytes` of `memory` the object; `sums` are the xxh3-64 of each 4 MiB. None
+        where there is no door that takes bodies, with nothing done. Raises what HTTP would answer; `Unavailable` with
+        code `Cut` if no answer came, and the node may have taken it."""
+        with self._lock:
+            entered = None if self._off else self._enter()
+        if entered is None:
+            return None
+        sock, welcome = entered
+        with sock:
+            if not welcome.takes:
+                return None
+            _wait_at_most(sock, patience_s)
+            asked = doorwire.encode(DoorTake(1, bucket, key, size_bytes, list(sums)))
+            try:
+                sent = socket.send_fds(sock, [asked], [memory.fd])
+                sock.sendall(memoryview(asked)[sent:])
+                took = _first(sock)
+            except OSError as error:
+                took, why = None, str(error) or "it was too slow"
+            else:
+                why = "the connection ended"
+        if not isinstance(took, DoorTook):
+            raise Unavailable(f"the node did not say whether it took {bucket}/{key} ({why}): try again", code=CUT)
+        if took.error is not None:
+            raise from_wire(took.error)
+        return took.written
 
     # --- what is open ------------------------------------------------------------------------------------------------
     def _keep(self, name: Name, fd: int, file: DoorFile) -> _Held:
@@ -506,7 +556,7 @@ class HostDoor:
         except _Lost:
             self._disconnect()
 
-    def _asked(self, names: list[Name]) -> Iterator[tuple[Name, _Held | Found | None]]:
+    def _asked(self, names: list[Name], proves: bool = False) -> Iterator[tuple[Name, _Held | Found | None]]:
         """Ask the door for these, and give each as its answer comes. Ends early when there is no door."""
         most = limits.DOOR_FILES_MAX
         parts = deque(names[at : at + most] for at in range(0, len(names), most))
@@ -518,7 +568,7 @@ class HostDoor:
                     self._say_closed()
                     self._number += 1
                     self._waiting.append((self._number, parts[0]))
-                    self._send(DoorOpen(self._number, parts.popleft()))
+                    self._send(DoorOpen(self._number, parts.popleft(), proves))
                 if self._answers:
                     yield from self._answers.popleft()
                 else:
@@ -587,41 +637,46 @@ class HostDoor:
 
     def _connect(self) -> bool:
         """Find the door and be let in, if it is time to try; whether there is one."""
+        entered = self._enter()
+        if entered is not None:
+            self._sock = entered[0]
+        return entered is not None
+
+    def _enter(self) -> tuple[socket.socket, DoorWelcome] | None:
+        """A new connection, and what the door said."""
         now_s = clock.monotonic_s()
         if now_s < self._try_at_s:
-            return False
+            return None
         self._try_at_s = now_s + AWAY_S  # unless it turns out to be near
         try:
             at = self._ask_where()
         except ForebayError as error:
             if error.retry != "never":
                 self._lost()
-            return False
+            return None
         if not _PATH.fullmatch(at.path):
-            return False
+            return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE_S), 0))
+            _wait_at_most(sock, PATIENCE_S)
             sock.connect(at.path)
             sock.sendall(doorwire.encode(DoorHello(self._token())))
-            welcome = _welcome(sock)
+            welcome = _first(sock)
         except ConnectionError:  # it is there, but nobody behind it now
             sock.close()
             self._lost()
-            return False
+            return None
         except OSError:
             sock.close()
-            return False
+            return None
         except BaseException:
             sock.close()
             raise
-        if welcome is None or welcome.node_id != at.node_id:
+        if not isinstance(welcome, DoorWelcome) or (welcome.version, welcome.node_id) != (DOOR_VERSION, at.node_id):
             sock.close()
-            return False
-        self._sock = sock
+            return None
         self._try_at_s = 0.0
-        return True
+        return sock, welcome
 
     def _lost(self) -> None:
         """The door is not where it was: try again later, each time later."""
@@ -659,8 +714,13 @@ def _cut(found: Found, item: Item) -> bytes | None:
     return body[item.start : end] if 0 <= item.start < end <= len(body) else None
 
 
-def _welcome(sock: socket.socket) -> DoorWelcome | None:
-    """The answer to a hello; None when we are not let in, or not understood."""
+def _wait_at_most(sock: socket.socket, patience_s: float) -> None:
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6)))
+
+
+def _first(sock: socket.socket) -> doorwire.FromDoor | None:
+    """The answer to the only question at a connection; None when there is none, or none that is understood."""
     frames = doorwire.answer_frames()
     while True:
         with frames.room() as room:
@@ -669,9 +729,7 @@ def _welcome(sock: socket.socket) -> DoorWelcome | None:
             return None
         try:
             for message in frames.wrote(size):
-                if isinstance(message, DoorWelcome) and message.version == DOOR_VERSION:
-                    return message
-                return None
+                return message
         except Corrupt:
             return None
 

@@ -31,6 +31,7 @@ from forebay.client.hinting import Hints
 from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
+from forebay.client.shared import SharedMemory
 from forebay.client.sinks import IntoBuffer, IntoFd
 from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
@@ -360,6 +361,17 @@ class Client:
             return self.run(
                 put_data(bucket, key, data, PutOptions.of(content_type, metadata, etag, only_new), progress)
             )
+        finally:
+            self.changed(bucket, key)
+
+    def put_shared(self, bucket: str, key: str, memory: SharedMemory, size_bytes: int, sums: Sequence[int]) -> Written:
+        """As `put`, of the first `size_bytes` of `memory`; `sums` are the xxh3-64 of each 4 MiB of them. A node on this
+        host reads the memory itself, and refuses what does not match (`Invalid`, `BadDigest`); another is sent it."""
+        written: Written | None = None
+        try:
+            if size_bytes > limits.ETAG_MD5_BYTES_MAX:
+                written = self.door.hand_over(bucket, key, memory, size_bytes, sums, self._calling.patience_s)
+            return written or self.put(bucket, key, memory.view(size_bytes))
         finally:
             self.changed(bucket, key)
 

@@ -223,6 +223,9 @@ def piece_digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+PieceDigest = xxhash.xxh3_64  # the same of a piece that comes in parts
+
+
 # --- what may go -----------------------------------------------------------------------------------------------------
 def prunable(sequences: list[int], keep: int, durable: int | None) -> list[int]:
     """Which checkpoints go if the newest `keep` stay. `durable`: the newest one that the bucket has whole, None if

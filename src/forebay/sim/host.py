@@ -98,7 +98,7 @@ class Host:
             (builtins, "open", self._open_file),
             (io, "open", self._open_file),
             (files, "syncfs", self._syncfs),
-            (files, "begin_writeback", lambda fd: None),
+            (files, "begin_writeback", lambda fd, start=0, size=0: None),
             (lmdb, "open", self._open_environment),
             (sqlite3, "connect", self._connect),
             (socket, "socket", Tracked),

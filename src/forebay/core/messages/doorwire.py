@@ -6,6 +6,8 @@ client says `DoorHello`, is answered with `DoorWelcome` or `DoorRefused`, and th
     DoorOpen(number, objects)       ->   <-  DoorOpened(number, results)   one result for each object, in order
     DoorUsed(hits, reads, bytes)    ->                                     what was read meanwhile, about once a second
     DoorClosed(object_ids)          ->                                     descriptors that the client no longer has
+    DoorTake(number, bucket, key, …) ->                                    this memory is to be the object
+                                         <-  DoorTook(number, …)           it is, or why not
                                          <-  DoorDropped(object_ids)       evicted or replaced: close these
 
 The descriptors of a `DoorOpened` travel with its first byte, as many as it has `DoorFile` results, in their order; so a
@@ -13,6 +15,10 @@ receiver that keeps descriptors in a queue takes those of a message when the mes
 most DOOR_FILES_MAX objects, since that many descriptors fit one answer; to ask for more, send several: a front takes up
 to DOOR_ASKS_MAX before it has answered the first. Results are told apart by a number, not by a name: there may be a
 hundred thousand a second.
+
+The other way round, a client hands over memory that it shares instead of sending the bytes in it: the descriptor of a
+`DoorTake` travels with its first byte. It is that of a memfd that cannot shrink (F_SEAL_SHRINK), so reading from it
+never waits for anybody and never finds it short. A connection hands over one body at a time.
 
 Rejected: descriptors for small objects too (a file each where the index has the bytes at hand); one question for each
 object (a way through two sockets costs more than either side's work).
@@ -31,6 +37,7 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ErrorOnWire
+from forebay.core.messages.calls import Written
 
 DOOR_VERSION = 1
 _ROOM_BYTES = 64 * limits.KIB  # received at once where no longer frame is expected
@@ -56,10 +63,12 @@ class DoorHello(_Message):
 
 
 class DoorOpen(_Message):
-    """Objects as (bucket, key), 1 to DOOR_FILES_MAX of them; `number` is the client's, for the answer."""
+    """Objects as (bucket, key), 1 to DOOR_FILES_MAX of them; `number` is the client's, for the answer. `proves`: the
+    client has digests of its own, and compares what it reads; so the front need not."""
 
     number: int
     objects: list[tuple[str, str]]
+    proves: bool = False
 
 
 class DoorUsed(_Message):
@@ -75,10 +84,22 @@ class DoorClosed(_Message):
     object_ids: list[int]
 
 
+class DoorTake(_Message):
+    """Make the first `size_bytes` of the memory that came along the object. `sums`: the xxh3-64 of each 4 MiB of them,
+    as the client's memory had them. For fronts whose `DoorWelcome` says `takes`."""
+
+    number: int
+    bucket: str
+    key: str
+    size_bytes: int
+    sums: list[int]
+
+
 # --- front to client -------------------------------------------------------------------------------------------------
 class DoorWelcome(_Message):
     node_id: str
     version: int = DOOR_VERSION
+    takes: bool = False
 
 
 class DoorRefused(_Message):
@@ -89,7 +110,8 @@ class DoorRefused(_Message):
 
 class DoorFile(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     """A whole object in a file; its descriptor comes with the message. It may be read without asking again until
-    `fresh_until_s` (Unix time). `block_bytes` is the unit of `DoorUsed`."""
+    `fresh_until_s` (Unix time). `block_bytes` is the unit of `DoorUsed`. Not `compared`: the front has not compared its
+    bytes with their checksums, and who asked does."""
 
     object_id: int
     size_bytes: int
@@ -97,6 +119,7 @@ class DoorFile(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     version: str
     fresh_until_s: float
     block_bytes: int = limits.BLOCK_BYTES
+    compared: bool = True
 
 
 class DoorInline(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
@@ -129,8 +152,16 @@ class DoorDropped(_Message):
     object_ids: list[int]
 
 
-ToDoor = DoorHello | DoorOpen | DoorUsed | DoorClosed
-FromDoor = DoorWelcome | DoorRefused | DoorOpened | DoorDropped
+class DoorTook(_Message):
+    """What the object is now, or the error that HTTP would have answered."""
+
+    number: int
+    written: Written | None
+    error: ErrorOnWire | None = None
+
+
+ToDoor = DoorHello | DoorOpen | DoorUsed | DoorClosed | DoorTake
+FromDoor = DoorWelcome | DoorRefused | DoorOpened | DoorDropped | DoorTook
 MessageT = TypeVar("MessageT")
 
 _encoder = msgspec.msgpack.Encoder()

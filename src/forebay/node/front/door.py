@@ -10,6 +10,8 @@ The front remembers what each client holds, and tells it what the engine dropped
 was away), or a decision may no longer hold (identities or a bucket changed), it ends the connections. A client that
 loses its connection closes what it was given and asks again.
 
+A client may also hand over a body instead of sending it, as memory that it shares (`objects/handed_memory.py`).
+
 Sockets are our own and not the loop's: no transport passes descriptors. One question is answered in one turn of the
 loop, at most DOOR_FILES_MAX objects, and only when the answer before has left.
 
@@ -29,14 +31,15 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 
 from forebay.core import limits
 from forebay.core.access import Identity
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotSupported
+from forebay.core.errors import Bug, Corrupt, ForebayError, Invalid, NotSupported
 from forebay.core.machines.opening import fresh_until_s, may_serve
 from forebay.core.messages import doorwire
+from forebay.core.messages.calls import Written
 from forebay.core.messages.doorwire import (
     DOOR_VERSION,
     DoorAt,
@@ -50,6 +53,8 @@ from forebay.core.messages.doorwire import (
     DoorOpen,
     DoorOpened,
     DoorRefused,
+    DoorTake,
+    DoorTook,
     DoorUsed,
     DoorWelcome,
 )
@@ -70,9 +75,12 @@ QUEUED_BYTES_MAX = 2 * limits.DOOR_ANSWER_BYTES_MAX  # an answer under way, and 
 COMPARED_BYTES_MAX = 64 * limits.MIB  # of an object that a client waits for: some 30 ms in memory
 TICK_S = 1.0
 READS_MAX, READ_BYTES_MAX = 1 << 32, 1 << 50  # in one report
+_FD_BYTES = socket.CMSG_SPACE(4)
 _COLD = DoorCold()
 
 
+# Makes memory that was handed over an object; it asks whether the client has gone.
+Take = Callable[[Identity, DoorTake, int, Callable[[], bool]], Coroutine[None, None, Written]]
 # Who asked for what (identity, operation, bucket, key), and why it was refused.
 Tell = Callable[[str, str, str, str, ForebayError | None], None]
 
@@ -88,6 +96,8 @@ class _Guest:
         self._asks: deque[DoorOpen] = deque()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
+        self._fds: deque[int] = deque()  # that came, of a message that is not complete
+        self._taking: asyncio.Task[None] | None = None
         self._comparing = False  # what the first of `_asks` is about
         self._compared = False
         self.identity: Identity | None = None
@@ -112,6 +122,9 @@ class _Guest:
         self._door.loop.remove_writer(self._fd)
         for _, fds in self._out:
             _close(fds)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
         self._out.clear()
         self._asks.clear()
         self._sock.close()
@@ -120,12 +133,15 @@ class _Guest:
     def _readable(self) -> None:
         try:
             with self._frames.room() as room:
-                size = self._sock.recv_into(room)
+                size, passed, got, _ = self._sock.recvmsg_into([room], _FD_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            size = 0
-        if not size:
+            size, passed, got = 0, [], 0
+        for level, kind, data in passed:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(array("i", data[: len(data) // 4 * 4]))
+        if not size or got & socket.MSG_CTRUNC or len(self._fds) > 1:
             self.close()
             return
         try:
@@ -151,6 +167,8 @@ class _Guest:
         elif isinstance(message, DoorClosed):
             for object_id in message.object_ids:
                 self.given.pop(object_id, None)
+        elif isinstance(message, DoorTake):
+            self._handed(message)
         else:
             self._used(message)
 
@@ -170,7 +188,32 @@ class _Guest:
             if self._door.tell is not None:
                 self._door.tell("", "DoorHello", "", "", error)
             return
-        self._post(DoorWelcome(self._door.node_id))
+        self._post(DoorWelcome(self._door.node_id, takes=self._door.take is not None))
+
+    def _handed(self, message: DoorTake) -> None:
+        if self._taking is not None or not self._fds or self._door.take is None:
+            raise Invalid("it hands over two bodies at once, or no memory")
+        self._taking = asyncio.ensure_future(self._took(message, self._fds.popleft(), self._door.take))
+
+    async def _took(self, message: DoorTake, fd: int, take: Take) -> None:
+        assert self.identity is not None
+        name, told = self.identity.name, DoorTook(message.number, None)
+        failed: ForebayError | None = None
+        try:
+            told.written = await take(self.identity, message, fd, lambda: self.closed)
+        except ForebayError as error:
+            failed, told.error = error, error.to_wire()
+        except Exception as error:
+            log.exception("a body that was handed over could not be taken")
+            failed = Bug(f"taking a body failed: {error!r}: please report it with the node's log")
+            told.error = failed.to_wire()
+        finally:
+            os.close(fd)
+            self._taking = None
+        if self._door.tell is not None:
+            self._door.tell(name, "DoorTake", message.bucket, message.key, failed)
+        if not self.closed:
+            self._post(told)
 
     def _used(self, used: DoorUsed) -> None:
         hits = used.hits
@@ -193,16 +236,17 @@ class _Guest:
         """One question. The next follows in another turn, when this answer has left."""
         if self._out or not self._asks or self.closed or self._comparing:
             return
-        if not self._compared and (waiting := self._door.compare(self, self._asks[0].objects)):
+        ask = self._asks[0]
+        if not (self._compared or ask.proves) and (waiting := self._door.compare(self, ask.objects)):
             self._comparing = True
             asyncio.gather(*waiting, return_exceptions=True).add_done_callback(self._done_comparing)
             return
         self._compared = False
-        ask = self._asks.popleft()
+        self._asks.popleft()
         assert self.identity is not None
         fds: list[int] = []
         try:
-            results = self._door.results(self, ask.objects, fds)
+            results = self._door.results(self, ask.objects, fds, ask.proves)
             message = DoorOpened(ask.number, results)
         except BaseException:
             _close(fds)
@@ -291,6 +335,7 @@ class Door:
         self.node_id = ""
         self.files_given = 0
         self.tell: Tell | None = None  # the audit log
+        self.take: Take | None = None  # None: bodies come over HTTP
         self.guests: set[_Guest] = set()
         self.loop: asyncio.AbstractEventLoop
         self._store = store
@@ -384,7 +429,9 @@ class Door:
         self._timer = self.loop.call_later(TICK_S, self._tick)
 
     # --- the decision ------------------------------------------------------------------------------------------------
-    def results(self, guest: _Guest, objects: list[tuple[str, str]], fds: list[int]) -> list[doorwire.Result]:
+    def results(
+        self, guest: _Guest, objects: list[tuple[str, str]], fds: list[int], proves: bool
+    ) -> list[doorwire.Result]:
         """One for each; the descriptors of `DoorFile` results are appended to `fds` in their order."""
         now_s = self.clock.wall_s()
         readable: dict[str, Bucket] = {}  # of these the guest may read everything
@@ -397,7 +444,7 @@ class Door:
             else:
                 if name not in readable and guest.identity and self.auth.may(guest.identity, "read", name):
                     readable[name] = bucket
-                results.append(self._result(guest, bucket, key, now_s, fds))
+                results.append(self._result(guest, bucket, key, now_s, fds, proves))
             if self.tell is not None and results[-1] is not _COLD and guest.identity is not None:
                 self.tell(guest.identity.name, "DoorOpen", name, key, denied)
         if len(self.link.touched_whole) >= limits.TOUCHES_MAX:
@@ -433,7 +480,9 @@ class Door:
             return error
         return bucket
 
-    def _result(self, guest: _Guest, bucket: Bucket, key: str, now_s: float, fds: list[int]) -> doorwire.Result:
+    def _result(
+        self, guest: _Guest, bucket: Bucket, key: str, now_s: float, fds: list[int], proves: bool
+    ) -> doorwire.Result:
         try:
             record = self._store.fresh(bucket, check_key(key), now_s)
         except Invalid as error:
@@ -449,7 +498,7 @@ class Door:
             return DoorInline(inline, record.etag, record.version)
         if not record.complete or len(guest.given) >= limits.DOOR_GIVEN_MAX:
             return _COLD
-        if not self._store.compared.whole(record.object_id):
+        if not proves and not self._store.compared.whole(record.object_id):
             return _COLD
         opened = self._store.open_apart(bucket.name, key, record)
         if opened is None:
@@ -467,7 +516,10 @@ class Door:
         if blocks == 1:  # who asks for it reads it; of larger ones the client reports which blocks
             self.link.touch(record.object_id, 0, 1)
         until_s = fresh_until_s(record.state, record.checked_s, bucket.freshness_s)
-        return DoorFile(record.object_id, record.size_bytes, record.etag, record.version, until_s, record.block_bytes)
+        compared = self._store.compared.whole(record.object_id)
+        return DoorFile(
+            record.object_id, record.size_bytes, record.etag, record.version, until_s, record.block_bytes, compared
+        )
 
 
 def _close(fds: list[int]) -> None:

@@ -30,6 +30,7 @@ from forebay.node.front.link import GRACE_S, Link
 from forebay.node.front.native.api import Native
 from forebay.node.front.objects.body_intake import Intake
 from forebay.node.front.objects.fast_lane import Lane
+from forebay.node.front.objects.handed_memory import HandedMemory
 from forebay.node.front.objects.listings import ListingAnswers
 from forebay.node.front.objects.members import Members
 from forebay.node.front.objects.puts import Puts
@@ -164,6 +165,7 @@ class Front:
             tls=self._tls,
             audit=self._audit,
         )
+        self.door.take = HandedMemory(self._reads, puts, self._auth, self.server.workers).take
         if self._audit is not None:
             self._audit.trail.start()
             self.door.tell = self._audit.at_door

@@ -209,9 +209,16 @@ class Sending:
         filled.ready()
         view = filled.view()
         first = filled.blob * layout.blob_bytes // PIECE_BYTES
-        for at in range(0, len(view), PIECE_BYTES):
-            self._digests[first + at // PIECE_BYTES] = form.piece_digest(view[at : at + PIECE_BYTES])
-        self._put(form.blob_name(self.terms.sequence, self.terms.token, self._rank, filled.blob), view)
+        digests = [form.piece_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)]
+        self._digests[first : first + len(digests)] = digests
+        name = form.blob_name(self.terms.sequence, self.terms.token, self._rank, filled.blob)
+        shared = filled.buffer.shared
+        if shared is None:
+            self._put(name, view)
+        else:
+            bucket, key = self.repository.bucket, self.repository.prefix + name
+            sums = [int(digest, 16) for digest in digests]
+            self.waited_for(lambda: self.repository.client.put_shared(bucket, key, shared, len(view), sums))
         with self._lock:
             self.handle.sent_bytes += len(view)
 

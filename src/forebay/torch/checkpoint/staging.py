@@ -10,6 +10,8 @@ From a GPU the copies are queued on the current stream into pinned memory. What 
 for them on the device, so `save` may return before they are done; whoever sends waits for the event. This has never
 run on a GPU.
 
+Where the system can, the buffers are memory that a node on this host reads by itself, so that nothing is sent.
+
 Between two tensors the buffer has zeros, never what an earlier save left there.
 
 Invariants. (1) A buffer is filled, or sent, or free: never two of them. (2) The bytes of a buffer do not change between
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forebay.client.shared import SharedMemory
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import PIECE_BYTES, Entry
 from forebay.core.errors import Invalid
@@ -71,16 +74,23 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
+class Buffer(NamedTuple):
+    """Memory for a blob. `shared`: the same memory, where a node may read it."""
+
+    tensor: torch.Tensor
+    shared: SharedMemory | None
+
+
 class Filled(NamedTuple):
     """A blob that is copied, or will be when `ready` says so."""
 
     blob: int
-    buffer: torch.Tensor
+    buffer: Buffer
     size_bytes: int
     ready: Callable[[], Any]
 
     def view(self) -> memoryview:
-        return memoryview(self.buffer.numpy())[: self.size_bytes]
+        return memoryview(self.buffer.tensor.numpy())[: self.size_bytes]
 
 
 class Arena:
@@ -90,7 +100,7 @@ class Arena:
         if memory_bytes is not None and memory_bytes < BUFFERS_MIN * PIECE_BYTES:
             raise Invalid(f"staging_bytes={memory_bytes}: at least {BUFFERS_MIN * PIECE_BYTES} are needed")
         self.memory_bytes = memory_bytes
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._buffer_bytes = 0
         self._made = 0
 
@@ -107,10 +117,10 @@ class Arena:
         if self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
             self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
         while self._made < wanted:
-            self._free.put(torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=pinned))
+            self._free.put(_buffer(self._buffer_bytes, pinned))
             self._made += 1
 
-    def take(self, when_none: Callable[[], None]) -> torch.Tensor:
+    def take(self, when_none: Callable[[], None]) -> Buffer:
         """A free buffer; waits for one, after `when_none` was called."""
         try:
             return self._free.get_nowait()
@@ -118,8 +128,18 @@ class Arena:
             when_none()
             return self._free.get()
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give(self, buffer: Buffer) -> None:
         self._free.put(buffer)
+
+
+def _buffer(size_bytes: int, pinned: bool) -> Buffer:
+    if not pinned:
+        try:
+            shared = SharedMemory(size_bytes)
+            return Buffer(torch.frombuffer(shared.map, dtype=torch.uint8), shared)
+        except OSError:
+            pass
+    return Buffer(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned), None)
 
 
 def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterator[Filled]:
@@ -127,7 +147,8 @@ def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterat
     copies = _copies(layout)
     pending = next(copies, None)
     for blob in range(layout.blobs):
-        buffer = arena.take(when_none)
+        taken = arena.take(when_none)
+        buffer = taken.tensor
         begin, size_bytes = blob * layout.blob_bytes, layout.blob_size(blob)
         filled, devices = 0, set()
         while pending is not None and pending.start < begin + size_bytes:
@@ -142,7 +163,7 @@ def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterat
             rest = source[here:]
             pending = _Copy(start + here, rest) if rest.numel() else next(copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
-        yield Filled(blob, buffer, size_bytes, _event(devices))
+        yield Filled(blob, taken, size_bytes, _event(devices))
 
 
 class _Copy(NamedTuple):

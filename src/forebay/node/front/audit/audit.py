@@ -113,7 +113,7 @@ class Audit:
     def at_door(self, identity: str, operation: str, bucket: str, key: str, error: ForebayError | None) -> None:
         """Somebody on this host asked at the door (`front/door.py`)."""
         status = 200 if error is None else error.status
-        if self._reads or status in (401, 403):
+        if self._reads or operation == "DoorTake" or status in (401, 403):
             said = {"request": "", "identity": identity, "address": "door", "operation": operation}
             self._say(said, bucket, key, status, "" if error is None else code_of(error), 0)
 

@@ -19,7 +19,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -30,12 +30,15 @@ from forebay.core.s3rules.chunked import AwsChunked
 from forebay.core.s3rules.signedbody import check_payload_sha256, signs_sha256
 from forebay.node.front.http.checksums import ALGORITHM_OF, Running, check_value, mismatch
 from forebay.node.front.http.requests import too_large
+from forebay.node.store.disk import files
 from forebay.node.store.disk.volume import stalled
 from forebay.node.store.disk.volume_threads import Desk, Late, create_temp, desk_of, remove_temp
 
 log = logging.getLogger("forebay.bodies")
 
 LOOP_WAIT_S = 2.0  # how long the loop waits for a disk that does not answer; then nobody waits for it
+COPIED_BYTES = limits.MIB  # at once: more, and the kernel looks for large pages that are hard to find (measured)
+WRITEBACK_BYTES = 16 * limits.MIB  # are worth a request to the disk
 FEW_PIECES = 16  # of one read: SDKs' chunks are 64 KiB and more
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
@@ -112,6 +115,8 @@ class Incoming:
         self.put_to: tuple[str, str] | None = None  # of a PutObject: bucket and key
         self.result: Received
         self.path = ""
+        self.synced_soon = False  # when it is whole: so its bytes may go to the disk while others come
+        self._begun = 0  # below it they do
         self._wanted = wanted
         self._place = place
         self._bytes_max = bytes_max if size_bytes is None else size_bytes
@@ -155,6 +160,28 @@ class Incoming:
             pieces = [memoryview(b"".join(pieces))]
         for piece in pieces:
             self._take(piece)
+
+    def take_from(self, fd: int, offset: int, size_bytes: int) -> None:
+        """Take the next `size_bytes` from another file, from `offset` on; for a body that is a file. In a thread of its
+        disk, so that each piece is read, hashed and written while it is in the CPU's cache. Errors as `write`."""
+        assert self._fd >= 0, "a body in memory"
+        if self._taken + size_bytes > self._bytes_max:
+            raise Invalid("the body is longer than was announced: say its true length", code="IncompleteBody")
+        self._by_disk(self._copy_from, fd, offset, size_bytes)
+
+    def _copy_from(self, fd: int, offset: int, size_bytes: int) -> None:
+        buffer = memoryview(bytearray(min(COPIED_BYTES, size_bytes)))
+        end = offset + size_bytes
+        while offset < end and not self.late:
+            with buffer[: min(len(buffer), end - offset)] as room:
+                size = os.preadv(fd, [room], offset)
+            if not size:
+                raise Invalid("the memory is shorter than the body: say its true length", code="IncompleteBody")
+            with buffer[:size] as piece:
+                self._hash(piece)
+                self._sum(piece)
+                self._write_out(piece, self._taken)
+            offset, self._taken = offset + size, self._taken + size
 
     def wrote(self) -> None:
         """Tell who follows the file how far it is."""
@@ -213,10 +240,7 @@ class Incoming:
                 f"the body is longer than the {self.size_bytes} bytes that were announced: say its true length",
                 code="IncompleteBody",
             )
-        for running in self._running:
-            running.update(piece)
-        if self._hash128 is not None:
-            self._hash128.update(piece)
+        self._hash(piece)
         body = self._body
         if body is not None and at + size > self._memory_bytes_max:
             if self._place is None:
@@ -229,8 +253,18 @@ class Incoming:
         else:
             self._store(piece, at)
 
+    def _hash(self, piece: memoryview) -> None:
+        for running in self._running:
+            running.update(piece)
+        if self._hash128 is not None:
+            self._hash128.update(piece)
+
     def _store(self, piece: memoryview, at: int) -> None:
         """Write `piece` to the file at `at`, and keep the sums of its blocks."""
+        self._sum(piece)
+        self._by_disk(self._write_out, piece, at)
+
+    def _sum(self, piece: memoryview) -> None:
         rest = piece
         while rest:
             part = rest[: self._block_left]
@@ -239,8 +273,11 @@ class Incoming:
             if not self._block_left:
                 self._end_block()
             rest = rest[len(part) :]
+
+    def _by_disk(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Have a thread of the disk do it."""
         try:
-            self._desk.carry(_patience_s(), self._write_out, piece, at)
+            self._desk.carry(_patience_s(), work, *arguments)
         except Late:
             self.late = True
             raise stalled(os.path.dirname(os.path.dirname(self.path)), "a body") from None
@@ -254,6 +291,9 @@ class Incoming:
         while piece and not self.late:  # the file is closed then
             written = os.pwrite(self._fd, piece, at)
             piece, at = piece[written:], at + written
+        if self.synced_soon and at - self._begun >= WRITEBACK_BYTES and not self.late:
+            files.begin_writeback(self._fd, self._begun, at - self._begun)
+            self._begun = at
 
     def _end_block(self) -> None:
         self._sums.append(self._block.intdigest())

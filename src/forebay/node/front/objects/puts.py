@@ -118,12 +118,17 @@ class Puts:
         self._streams = streams
         self._busy: set[asyncio.Task[Any]] = set()
 
-    def take(self, request: Request, caller: Caller | None, bucket: Bucket, key: str) -> Incoming:
-        """A sink for the body of the PUT `request`, whose caller may write. Raises what is wrong with the headers."""
+    def take(
+        self, request: Request, caller: Caller | None, bucket: Bucket, key: str, *, hashed: bool = True
+    ) -> Incoming:
+        """A sink for the body of the PUT `request`, whose caller may write. Not `hashed`: the ETag may be one of the
+        blocks' sums. Raises what is wrong with the headers."""
         options = _options_for(bucket, request)
         md5, hash128 = _digests(bucket)
+        hash128 = hash128 and hashed
         incoming = self.intake.open(request, caller, bucket, key, md5=md5, hash128=hash128)
         incoming.options = options
+        incoming.synced_soon = bucket.write != "through" and bucket.durability == "disk"
         size_bytes = incoming.size_bytes
         through = bucket.write == "through" and bool(bucket.url)
         long = size_bytes is not None and size_bytes >= limits.STREAM_BYTES_MIN

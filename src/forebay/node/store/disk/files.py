@@ -324,9 +324,12 @@ def syncfs(path: str) -> None:
         os.close(fd)
 
 
-def begin_writeback(fd: int) -> None:
-    """Start writing a file's dirty pages; does not wait. Several files synced after this share a commit."""
-    _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # only advice: a failure here shows in the later fsync
+def begin_writeback(fd: int, start: int = 0, size: int = 0) -> None:
+    """Start writing a file's dirty pages, of `size` bytes from `start` on or of all; waits only while the disk's queue
+    is full. A sync after this waits for less, and several files synced after this share a commit."""
+    _libc.sync_file_range(
+        fd, start, size, _SYNC_FILE_RANGE_WRITE
+    )  # only advice: a failure here shows in the later fsync
 
 
 def block_range(size_bytes: int, block_bytes: int, block: int) -> tuple[int, int]:

@@ -1,0 +1,127 @@
+"""Saves to a node on this host hand over their memory: nothing is sent, and what goes wrong is as with what is sent."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.client.sync import Client
+from forebay.core.errors import Unavailable
+from forebay.torch import Checkpointer
+from tests.node.conftest import NodeProcess
+
+pytestmark = pytest.mark.real
+MIB = 1 << 20
+
+
+def saver(node: NodeProcess, place: str, **more: Any) -> Checkpointer:
+    return Checkpointer(place, url=node.endpoint, **more)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((5_000_000,), value), "b": torch.full((3,), value)}  # 20 MB
+
+
+def put_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How large the bodies are that are sent over HTTP from now on."""
+    sizes: list[int] = []
+    put = Client.put
+
+    def seen(self: Client, bucket: str, key: str, data: Any, **more: Any) -> Any:
+        sizes.append(len(data))
+        return put(self, bucket, key, data, **more)
+
+    monkeypatch.setattr(Client, "put", seen)
+    return sizes
+
+
+@pytest.mark.parametrize("place", ["runs/handed", "straight/handed"])  # written back, and through
+def test_blobs_are_not_sent(node: NodeProcess, monkeypatch: pytest.MonkeyPatch, place: str):
+    sent = put_sizes(monkeypatch)
+    with saver(node, place, staging_bytes=8 * MIB) as checkpoints:  # in waves, so that buffers are used again
+        for step in (1, 2):
+            checkpoints.save(step, state(float(step)), wait=True)
+        assert max(sent) < MIB, "only indexes and manifests are"
+        found = state(0.0)
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert (restored.step, restored.skipped) == (2, [])
+        assert found["w"].unique().tolist() == found["b"].unique().tolist() == [2.0]
+        checkpoints.repository.verify(checkpoints.list()[1])
+
+
+def test_without_such_memory_they_are_sent(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):
+    def none(*_: Any) -> int:
+        raise OSError("no memory of that kind here")
+
+    sent = put_sizes(monkeypatch)
+    monkeypatch.setattr(os, "memfd_create", none)
+    with saver(node, "runs/sent") as checkpoints:
+        checkpoints.save(1, state(1.0), wait=True)
+        assert max(sent) > 20 * 10**6
+        found = state(0.0)
+        assert checkpoints.restore(found) is not None
+        assert found["w"].unique().tolist() == [1.0]
+
+
+def test_bytes_that_change_on_the_way_never_count(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):
+    """What the client digested is not what the node reads."""
+    put_shared = Client.put_shared
+    times = []
+
+    def flipped(self: Client, bucket: str, key: str, memory: Any, size_bytes: int, sums: Any) -> Any:
+        memory.view(size_bytes)[size_bytes // 2] ^= 1
+        times.append(key)
+        return put_shared(self, bucket, key, memory, size_bytes, sums)
+
+    with saver(node, "runs/flipped", patience_s=0.2) as checkpoints:
+        checkpoints.save(1, state(1.0), wait=True)
+        monkeypatch.setattr(Client, "put_shared", flipped)
+        with pytest.raises(Exception, match="other digests"):
+            checkpoints.save(2, state(2.0), wait=True)
+        found = state(0.0)
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert restored.step == 1
+
+
+def test_a_node_that_dies_while_it_reads_is_waited_for(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):
+    put_shared = Client.put_shared
+    killed = []
+
+    def cut(self: Client, *rest: Any) -> Any:
+        if not killed:
+            killed.append(True)
+            assert node.process is not None
+            node.process.kill()
+            node.process.wait()
+            with pytest.raises(Unavailable):
+                put_shared(self, *rest)
+            node.start()
+        return put_shared(self, *rest)
+
+    monkeypatch.setattr(Client, "put_shared", cut)
+    with saver(node, "runs/cut") as checkpoints:
+        checkpoints.save(1, state(1.0), wait=True)
+        found = state(0.0)
+        assert checkpoints.restore(found) is not None
+        assert found["w"].unique().tolist() == [1.0]
+
+
+def test_a_blob_that_rotted_is_asked_for_over_http_and_an_older_checkpoint_is_restored(node: NodeProcess):
+    """What is read from a file that nobody has compared counts only if it matches."""
+    with saver(node, "runs/rotted") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(float(step)), wait=True)
+        large = [path for path in (node.dir / "node" / "volumes").rglob("data/*/*/*") if path.stat().st_size > 10**7]
+        newest = max(large, key=lambda path: path.name)
+        with newest.open("r+b") as file:
+            file.seek(9 * MIB)
+            file.write(b"rotten")
+        found = state(0.0)
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert found["w"].unique().tolist() == [float(restored.step)], "never a mixture"
