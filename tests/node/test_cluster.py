@@ -245,6 +245,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
         (["--cluster", "http://h:1"], "is no etcd URL"),
         (["--cluster", "etcd://h:1", "--advertise", "0.0.0.0:1"], "is no place to reach the node at"),
         (["--cluster-user", "ann"], "are given without --cluster"),
+        (["--cluster", "etcd://h:1", "--peer-key", "x"], "is for nodes with identities"),
         (["--cluster", "etcd://h:1", "--cluster-key", "x"], "without --cluster-cert"),
         (["--cluster", "etcd://h:1", "--advertise", "h:x"], "--advertise 'h:x' is not HOST:PORT"),
     ):

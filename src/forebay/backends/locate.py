@@ -45,7 +45,7 @@ from forebay.core import limits
 from forebay.core.errors import Invalid, NotSupported
 from forebay.core.s3rules import keeping
 from forebay.core.spelling import did_you_mean
-from forebay.core.types import LOCAL_URL, LOOP_HEADER, Bucket
+from forebay.core.types import LOCAL_URL, LOOP_HEADER, PEER_HEADER, Bucket
 from forebay.core.versions import whose_versions
 from forebay.ports import chance
 from forebay.ports.clock import Clock, SystemClock
@@ -93,10 +93,13 @@ def _service(bucket: Bucket) -> tuple[str, ...]:
     return tuple(options.get(name, "").rstrip("/") for name in ("base_url", "endpoint", "account_name"))
 
 
-def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: Bounds | None = None) -> Backend:
+def locate(
+    bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: Bounds | None = None, *, peer: str = ""
+) -> Backend:
     """The bare backend of `bucket`, which `stack.open_backend` wraps. `Invalid` says what is wrong with it, `Denied`
     that it is not within `bounds`. `node`, if given, is the id of the node that asks: it goes with every request over
-    HTTP. A bucket of versions (`core/versions.py`) has the backend that reads them."""
+    HTTP, and so does `peer`, which requests between nodes say. A bucket of versions (`core/versions.py`) has the
+    backend that reads them."""
     clock, bounds, versions = clock or SystemClock(), bounds or Bounds(), bool(whose_versions(bucket.name))
     if versions:
         bucket = msgspec.structs.replace(bucket, name=whose_versions(bucket.name))
@@ -112,7 +115,7 @@ def locate(bucket: Bucket, clock: Clock | None = None, node: str = "", bounds: B
         return DirectoryBackend(path, clock, bounds.paths(bucket))
     client = _client_options(bucket.options)
     if node:
-        client["default_headers"] = {LOOP_HEADER: node}
+        client["default_headers"] = {LOOP_HEADER: node} | ({PEER_HEADER: peer} if peer else {})
     client["dial"] = bounds.dial(bucket)
     environment: Mapping[str, str] = {} if bucket.held else os.environ
     prefix = path.lstrip("/")

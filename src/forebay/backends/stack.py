@@ -1,8 +1,9 @@
 """Composes the layers around a backend, in one function.
 
 Theory. All behaviour is added by wrapping, so this function shows what happens to a request. From the bottom up: the
-backend answers; `faults` (tests, benchmarks, the demo) disturb it; `Counting` counts every request that is sent;
-`Retrying`, the only layer that retries, hides passing faults.
+backend answers; `faults` (tests, benchmarks, the demo) disturb it; `Counting` counts every request that is sent,
+and in a cluster is one that asks other nodes first (`wrap/peers.py`); `Retrying`, the only layer that retries, hides
+passing faults.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from forebay.backends.locate import locate
 from forebay.backends.seam import Backend
 from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.backends.wrap.faulty import FaultPlan, Faulty
+from forebay.backends.wrap.peers import Peers, PeersFirst
 from forebay.backends.wrap.retrying import Retrying
 from forebay.core.types import Bucket
 from forebay.ports import chance as system_chance
@@ -31,11 +33,13 @@ def open_backend(
     forked: bool = False,
     node: str = "",
     bounds: Bounds | None = None,
+    peers: Peers | None = None,
 ) -> Backend:
     """The backend of `bucket`, ready to use; it connects on first use. Close it with `aclose`.
 
     `forked`: this process was forked from one that may have used obstore, which hangs then, so no body is read with it.
     `node`: the id of the node that asks, so that it knows its own request (`LOOP_HEADER`).
+    `peers`: nodes that are asked for bytes first.
     `bounds`: what the node keeps its buckets from. `Invalid` says what is wrong with the URL or options, `Denied` that
     they are not within bounds.
     """
@@ -45,5 +49,9 @@ def open_backend(
         backend.by_wire = forked or (bounds is not None and bounds.dial(bucket) is not None)  # obstore dials by itself
     if faults is not None:
         backend = Faulty(backend, faults, clock=clock)
-    backend = Counting(backend, counters, clock)
+    shared = peers is not None and bucket.write == "through" and backend.scheme not in ("memory", "local")
+    if peers is not None and shared:
+        backend = PeersFirst(backend, counters, clock, bucket.name, peers)
+    else:
+        backend = Counting(backend, counters, clock)
     return Retrying(backend, clock, chance, counters)

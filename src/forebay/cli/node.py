@@ -76,6 +76,12 @@ ClusterPassword = Annotated[
         "--cluster-password-file", metavar="FILE", help="The user's password. Default: $FOREBAY_CLUSTER_PASSWORD."
     ),
 ]
+PeerKey = Annotated[
+    str | None, typer.Option("--peer-key", metavar="FILE", help="A secret by which nodes of a cluster know each other.")
+]
+PeerCa = Annotated[
+    str | None, typer.Option("--peer-ca", metavar="FILE", help="Who vouches for the other nodes' certificates, as PEM.")
+]
 FlushTimeout = Annotated[
     float | None,
     typer.Option(
@@ -105,7 +111,7 @@ Audit = Annotated[
 _AS_THEY_ARE = (
     "listen", "fronts", "capacity", "identities", "identity_key", "tls_cert", "tls_key", "domain", "auto_buckets",
     "flush_timeout", "log_format", "audit", "cluster", "advertise",
-    "cluster_ca", "cluster_cert", "cluster_key", "cluster_user", "cluster_password_file",
+    "cluster_ca", "cluster_cert", "cluster_key", "cluster_user", "cluster_password_file", "peer_key", "peer_ca",
 )
 # fmt: on
 
@@ -148,6 +154,8 @@ def node(
     cluster_key: ClusterKey = None,
     cluster_user: ClusterUser = None,
     cluster_password_file: ClusterPassword = None,
+    peer_key: PeerKey = None,
+    peer_ca: PeerCa = None,
     flush_timeout: FlushTimeout = None,
     loosen: Loosen = False,
     audit: Audit = None,

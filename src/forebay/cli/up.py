@@ -59,6 +59,8 @@ def up(
     cluster_key: node_verb.ClusterKey = None,
     cluster_user: node_verb.ClusterUser = None,
     cluster_password_file: node_verb.ClusterPassword = None,
+    peer_key: node_verb.PeerKey = None,
+    peer_ca: node_verb.PeerCa = None,
     flush_timeout: node_verb.FlushTimeout = None,
     loosen: node_verb.Loosen = False,
     audit: node_verb.Audit = None,

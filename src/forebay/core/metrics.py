@@ -75,6 +75,7 @@ METRICS: dict[str, Metric] = {
         Metric("forebay_backend_requests_total", "counter", "Requests to backends.", ("bucket", "verb")),
         Metric("forebay_backend_errors_total", "counter", "Backend requests that failed, by kind.", ("bucket", "kind")),
         Metric("forebay_backend_retries_total", "counter", "Backend requests made again after a failure.", ("bucket",)),
+        Metric("forebay_peer_read_bytes_total", "counter", "Body bytes received from other nodes.", ("bucket",)),
         Metric("forebay_backend_read_bytes_total", "counter", "Body bytes received from backends.", ("bucket",)),
         Metric("forebay_backend_written_bytes_total", "counter", "Body bytes that backends took.", ("bucket",)),
         Metric("forebay_backend_first_byte_seconds", "histogram", "Backend request to its first body byte."),

@@ -145,6 +145,7 @@ Durability = Literal["disk", "memory"]
 Conflict = Literal["keep-both", "ours", "theirs"]
 LOCAL_URL = "local://"  # the URL of a bucket without a backend
 LOOP_HEADER = "cdn-loop"  # RFC 8586: a node puts its id into what it asks backends, and knows it when it comes back
+PEER_HEADER = "x-forebay-peer"  # of a request between nodes: whom it takes for the home, and by which map
 LOOP_STATUS = 508
 DIRTY_AGE_MAX_S = 3600.0
 

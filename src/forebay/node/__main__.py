@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cluster-key", help="its private key as PEM; default: in the same file")
     parser.add_argument("--cluster-user", help="etcd's user")
     parser.add_argument("--cluster-password-file", help="the user's password; default: FOREBAY_CLUSTER_PASSWORD")
+    parser.add_argument("--peer-key", help="a secret by which nodes of a cluster know each other")
+    parser.add_argument("--peer-ca", help="who vouches for the other nodes' certificates, as PEM")
     parser.add_argument("--log-to-file", action="store_const", const=True, help="log to DIR/log/node.log")
     parser.add_argument("--audit", help="what the audit log tells of: off (the default), changes or reads")
     parser.add_argument("--log-format", help="lines of text (the default) or json")

@@ -35,7 +35,7 @@ FLUSH_TIMEOUT_MAX_S = 7 * 86400.0
 LEASE_MIN_S, LEASE_MAX_S = 2.0, 300.0  # etcd gives no shorter ones; a longer one leaves keys without a home for minutes
 LOG_BYTES_LEAST = 64 * 1024  # of a log that is put aside when it is full
 IDENTITY_CREDENTIAL = "forebay-identity-key"  # its name for systemd's LoadCredentialEncrypted=
-CLUSTER_FILES = ("cluster_ca", "cluster_cert", "cluster_key", "cluster_password_file")
+CLUSTER_FILES = ("cluster_ca", "cluster_cert", "cluster_key", "cluster_password_file", "peer_key", "peer_ca")
 PATHS = ("dir", "identities", "identity_key", "tls_cert", "tls_key", *CLUSTER_FILES)
 
 
@@ -81,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`core/reach.py`). `cluster` is the URL of the etcd where nodes agree, with the cluster's name; `advertise` is where
     other nodes reach this one; `lease_s` is how long they wait for it once it is silent. `cluster_ca`, `cluster_cert`
     and `cluster_key` are files for TLS with that etcd; `cluster_password_file` has the password of its `cluster_user`.
+    `peer_key` is a file by which nodes know each other, `peer_ca` says who vouches for the others' certificates.
     """
 
     dir: str
@@ -112,6 +113,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster_key: str = ""
     cluster_user: str = ""
     cluster_password_file: str = ""
+    peer_key: str = ""
+    peer_ca: str = ""
 
     def __post_init__(self) -> None:
         if not self.dir:
@@ -141,8 +144,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             parse_etcd_url(self.cluster)
             if parse_listen(self.listen)[0] in ("0.0.0.0", "::") and not self.advertise:
                 raise Invalid("the node listens at every address: say with --advertise HOST:PORT where others reach it")
-        elif any(self.access):
-            raise Invalid("files or a user for etcd are given without --cluster: say which etcd")
+        elif any(self.access) or self.peer_key or self.peer_ca:
+            raise Invalid("files, a user or a key of a cluster are given without --cluster: say which cluster")
+        if self.peer_key and not self.identities:
+            raise Invalid("--peer-key is for nodes with identities: others listen on loopback, and ask without a key")
         if self.advertise:
             host, port = parse_listen(self.advertise, "--advertise")
             if not port or host in ("0.0.0.0", "::"):
@@ -259,7 +264,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def own_files(self) -> list[str]:
         """Files that are no bucket's, since they hold secrets."""
         files = (self.identities, self.identity_key, self.tls_key or self.tls_cert)
-        return [path for path in (*files, self.cluster_key or self.cluster_cert, self.cluster_password_file) if path]
+        of_cluster = (self.cluster_key or self.cluster_cert, self.cluster_password_file, self.peer_key)
+        return [path for path in (*files, *of_cluster) if path]
 
     def to_json(self) -> bytes:
         """One line, for a child process."""

@@ -39,6 +39,7 @@ class BackendCounters:
     errors: Counter[str] = field(default_factory=Counter)
     retries: int = 0
     read_bytes: int = 0
+    peer_bytes: int = 0  # that other nodes sent in the backend's place
     first_byte_counts: list[int] = field(default_factory=lambda: [0] * (len(FIRST_BYTE_BUCKETS_S) + 1))
     first_byte_sum_s: float = 0.0
     written_bytes: int = 0

@@ -142,6 +142,7 @@ class Welcome(_Message):
     pid: int = 0  # the engine's
     wire_version: int = WIRE_VERSION
     trusted: bytes = b""  # issuers and their keys; see core/oidc.py
+    as_home: str = ""  # how other nodes name this one when they take it for a key's home
     away: str = ""  # why clients should go to another node; "" if they need not
 
 

@@ -54,6 +54,7 @@ class Tally:
                 values[series("forebay_backend_errors_total", bucket=bucket, kind=kind)] = count
             values[series("forebay_backend_retries_total", bucket=bucket)] = counters.retries
             values[series("forebay_backend_read_bytes_total", bucket=bucket)] = counters.read_bytes
+            values[series("forebay_peer_read_bytes_total", bucket=bucket)] = counters.peer_bytes
             values[series("forebay_backend_written_bytes_total", bucket=bucket)] = counters.written_bytes
             values[series("forebay_uploads_left_total", bucket=bucket)] = counters.uploads_left
             first_byte_sum_s += counters.first_byte_sum_s

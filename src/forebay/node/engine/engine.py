@@ -58,6 +58,7 @@ from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.peers import Peers, identity_of_peers, read_secret
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.pages import Pages
@@ -118,11 +119,13 @@ class Engine:
         self.node_id = ""
         self.started_s = clock.wall_s()
         self.seat: Seat | None = None  # None: the node is alone
+        self.peers: Peers | None = None
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
         self.bounds = Bounds(Reach(settings.allow_backends), settings.own_folders, settings.own_files)
-        self._identities = IdentitiesFile(settings.identities, settings.identity_key)
+        peers = [identity_of_peers(read_secret(settings.peer_key))] if settings.peer_key else []
+        self._identities = IdentitiesFile(settings.identities, settings.identity_key, peers)
         self._flushing: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -152,6 +155,7 @@ class Engine:
         try:
             if self.settings.cluster:
                 self.seat = self._take_seat(remembered)
+                self.peers = self._meet_peers(self.seat)
             await self.buckets.load()
             self.catching_up.start()
             self.room.restore(self.buckets.all(), self.catching_up.whole)
@@ -175,7 +179,7 @@ class Engine:
         self._background = [asyncio.create_task(each) for each in work]
 
     def _open_backend(self, bucket: Bucket, counters: BackendCounters) -> Backend:
-        return open_backend(bucket, counters=counters, node=self.node_id, bounds=self.bounds)
+        return open_backend(bucket, counters=counters, node=self.node_id, bounds=self.bounds, peers=self.peers)
 
     async def _remember_volumes(self) -> None:
         """Load the known volumes, before the node gets an id: a node that has an id and remembers no volumes is of an
@@ -377,6 +381,15 @@ class Engine:
             drain=self._drain,
         )
 
+    def _meet_peers(self, seat: Seat) -> Peers | None:
+        """The other nodes; None where they would not know each other."""
+        settings = self.settings
+        if settings.identities and not settings.peer_key:
+            log.warning("without --peer-key the node asks no other for bytes: each fetches for itself")
+            return None
+        secret = read_secret(settings.peer_key) if settings.peer_key else ""
+        return Peers(seat, self.node_id, self.clock, secret=secret, ca=settings.peer_ca)
+
     def _owes_bytes(self) -> int:
         """How much would be lost with this node's disks; at least 1 if anything."""
         if not self.catching_up.is_done:
@@ -444,6 +457,8 @@ class Engine:
         await self.fronts.aclose()
         await self.room.aclose()
         await self.buckets.aclose()
+        if self.peers is not None:
+            await self.peers.aclose()
         if self._flushing is not None:
             self._flushing.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._workers.shutdown)
@@ -474,6 +489,7 @@ class Engine:
             pid=os.getpid(),
             trusted=self.issuers.encoded,
             away="" if self.seat is None else self.seat.away,
+            as_home="" if self.seat is None else self.seat.as_home,
         )
 
     def told(self, line: bytes) -> None:

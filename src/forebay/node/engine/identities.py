@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
-from forebay.core.access import OIDC_NAMES, encode_identities
+from forebay.core.access import OIDC_NAMES, Identity, encode_identities
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.keyfile import KeyFile, identities_of, parse
 from forebay.core.oidc import Issuer
@@ -24,9 +25,11 @@ log = logging.getLogger("forebay.identities")
 
 
 class IdentitiesFile:
-    """`path` is the file, "" for a node without identities; `key_path` is the private key of its seals, or ""."""
+    """`path` is the file, "" for a node without identities; `key_path` is the private key of its seals, or "". `also`
+    are let in besides those of the file."""
 
-    def __init__(self, path: str, key_path: str = "") -> None:
+    def __init__(self, path: str, key_path: str = "", also: Sequence[Identity] = ()) -> None:
+        self._also = tuple(also)
         self.encoded = b""
         self.oidc: tuple[Issuer, ...] = ()
         self._file = KeyFile(())
@@ -67,7 +70,7 @@ class IdentitiesFile:
             if not file.is_sealed:
                 if stat.S_IMODE(mode) & 0o077 and any(entry.secret_access_key for entry in file.identities):
                     log.warning("%s can be read by other users, and its secrets are not sealed: chmod 600", self._path)
-                return encode_identities(identities_of(file, _never)), file
+                return encode_identities([*identities_of(file, _never), *self._also]), file
             if not self._key_path:
                 raise Invalid(
                     "its secrets are sealed: give the key with --identity-key FILE, or as the systemd credential "
@@ -75,7 +78,8 @@ class IdentitiesFile:
                 )
             from forebay.node.sealed_secrets import read_key  # 20 ms to import, and few nodes need it
 
-            return encode_identities(identities_of(file, read_key(Path(self._key_path)).open)), file
+            found = identities_of(file, read_key(Path(self._key_path)).open)
+            return encode_identities([*found, *self._also]), file
         except OSError as error:
             raise Invalid(f"{self._path} cannot be read ({error.strerror}): check --identities") from None
         except Invalid as error:

@@ -28,7 +28,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,14 @@ log = logging.getLogger("forebay.cluster")
 AGAIN_S = 1.0  # between attempts to find out which cluster it is
 ASKS_MAX = 5  # of a wish for a node whose entry changes meanwhile
 MEMORY = "node/cluster"
+
+
+class Home(NamedTuple):
+    """Where a key is at home, by the active map of `epoch`."""
+
+    node: str
+    address: str
+    epoch: int
 
 
 class Remembered(msgspec.Struct, frozen=True):
@@ -112,6 +120,7 @@ class Seat:
         self._draining = self._closed = False
         self._trouble = ""
         self._said = ""  # the last `away` or trouble that was logged
+        self._known_as = ""
         self.away = ""  # why clients should go to another node; "" if they need not
 
     def start(self) -> None:
@@ -138,6 +147,22 @@ class Seat:
                 retry_after_s=LOOK_S,
             )
         return lease
+
+    def home(self, bucket: str, key: str) -> Home | None:
+        """The node that everybody takes for the key's home; None while nobody can tell, or it does not live."""
+        machine = self._machine
+        known = machine.map
+        if known is None or not known.active or self._wrong or machine.doubled:
+            return None
+        node = known.home(bucket, key)
+        if node is None or node not in machine.alive or node not in machine.nodes:
+            return None
+        return Home(node, machine.nodes[node].address, known.epoch)
+
+    @property
+    def as_home(self) -> str:
+        """How other nodes name this one when they take it for a home, by the map that it knows."""
+        return f"{self._machine.node} {0 if self._machine.map is None else self._machine.map.epoch}"
 
     @property
     def trouble(self) -> str:
@@ -387,8 +412,8 @@ class Seat:
         away = f"the node is {wish}" if wish else ""
         if self._wrong or self._machine.doubled:
             away = self.trouble
-        if away != self.away:
-            self.away = away
+        if (away, self.as_home) != (self.away, self._known_as):
+            self.away, self._known_as = away, self.as_home
             self._changed()
         said = self.trouble or away
         if said != self._said:

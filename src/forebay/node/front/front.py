@@ -217,7 +217,7 @@ class Front:
             self._store.let_go()
             self.door.let_go()
         self._auth.update(welcome.identities, welcome.trusted, welcome.buckets)
-        self._auth.node = welcome.node_id.encode()
+        self._auth.node, self._auth.as_home = welcome.node_id.encode(), welcome.as_home.encode()
         self._reads.follow(welcome)
         self.door.follow(welcome)
         self._lane.follow()

@@ -14,6 +14,7 @@ import os
 import signal
 
 from forebay.core.errors import Invalid, Unavailable
+from forebay.node.engine.peers import read_secret
 from forebay.node.process import logs
 from forebay.node.process.supervisor import supervise
 from forebay.node.rotated_files import open_to_append
@@ -45,6 +46,8 @@ def run(settings: Settings) -> int:
         where = settings.log_file.parent
         raise Invalid(f"no log can be written in {where} ({error.strerror}): give another --dir") from None
     settings.access.check()
+    if settings.peer_key:
+        read_secret(settings.peer_key)
     tls_files(settings)  # what is wrong with them is said here, by the process that the user looks at
     if not settings.tls_cert and not is_loopback(settings.host):
         log.warning(

@@ -1,0 +1,107 @@
+"""Takes an object's bytes from the node that is its home, before the backend is asked for them.
+
+Theory. What an object is (version, size, headers) the backend says, as it does to a node alone: nothing changes about
+freshness, and no peer is believed. The bytes of exactly that version are asked of the home, which has them, is fetching
+them, or fetches them for all who ask: many nodes that read one cold object cost the backend its bytes once. The home is
+asked as any S3 client would ask it, with the version's ETag as If-Match.
+
+A peer in trouble is no error. Whatever it answers but the bytes, and if it does not answer within PATIENCE_S, the
+backend is asked; a body that breaks goes on there (`Retrying`, above this layer). This layer counts what it asks the
+backend, since only it knows what is asked there.
+
+Rejected: the home's word about the version (two freshness times would add up); asking the home for small objects
+without a look at the backend (the same); a layer of its own above `Counting` (each would have the seam's twenty
+methods for one).
+
+Invariants. (1) What is handed on is of the version that the backend named. (2) A read never fails for want of a peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any, Protocol
+
+from forebay.backends.seam import Backend, Fetch
+from forebay.backends.wrap.counting import BackendCounters, Counting
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.types import ObjectInfo, RangeSpec
+from forebay.ports.clock import Clock
+
+PATIENCE_S = 5.0  # until the home begins to answer: it may have to ask the backend first
+INFOS_MAX = 512  # objects that are being read
+
+
+class Peers(Protocol):
+    """The other nodes (`node/engine/peers.py`)."""
+
+    def home_of(self, bucket: str, key: str) -> Backend | None:
+        """The key's home, as a backend; None if that is this node, or nobody is to be asked."""
+        ...
+
+    def failed(self, bucket: str, key: str, error: BaseException) -> None:
+        """The key's home did not answer: it is not asked for a while."""
+        ...
+
+
+class PeerFetch:
+    """A body from a peer. `info` is what the backend said."""
+
+    def __init__(self, peers: PeersFirst, inner: Fetch, info: ObjectInfo) -> None:
+        self.info, self.start, self.end = info, inner.start, inner.end
+        self._peers, self._inner, self._chunks = peers, inner, inner.__aiter__()
+
+    def __aiter__(self) -> PeerFetch:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            chunk = await self._chunks.__anext__()
+        except ForebayError as error:
+            self._peers.failed(self.info.key, error)
+            raise
+        self._peers.counters.peer_bytes += len(chunk)
+        return chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class PeersFirst(Counting):
+    """See the module. `bucket` is the name under which all nodes serve it."""
+
+    def __init__(self, inner: Backend, counters: BackendCounters, clock: Clock, bucket: str, peers: Peers) -> None:
+        super().__init__(inner, counters, clock)
+        self.counters = counters
+        self._bucket, self._peers = bucket, peers
+        self._infos: OrderedDict[str, ObjectInfo] = OrderedDict()
+
+    def failed(self, key: str, error: BaseException) -> None:
+        """Ask the key's home no more for a while."""
+        self._peers.failed(self._bucket, key, error)
+
+    async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
+        peer = self._peers.home_of(self._bucket, key)
+        info = None if peer is None else await self._info(key, version)
+        if peer is not None and info is not None and info.etag:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    fetch = await peer.fetch(key, range, version=f'"{info.etag}"')
+                if fetch.info.size_bytes == info.size_bytes:
+                    return PeerFetch(self, fetch, info)
+                await fetch.aclose()
+            except (NotFound, Precondition, Invalid):
+                pass  # it has another version or none, or does not know the bucket
+            except (ForebayError, TimeoutError) as error:
+                self.failed(key, error)
+        return await super().fetch(key, range, version=version)
+
+    async def _info(self, key: str, version: str) -> ObjectInfo | None:
+        """What the backend says of the version, asked once for all pieces of it; None if it is another by now."""
+        known = self._infos.get(key) if version else None
+        if known is None or known.version != version:
+            known = self._infos[key] = await self.head(key)
+            self._infos.move_to_end(key)
+            if len(self._infos) > INFOS_MAX:
+                self._infos.popitem(last=False)
+        return known if version in ("", known.version) else None

@@ -1,0 +1,119 @@
+"""The other nodes, as those that a node asks for bytes before it asks the backend.
+
+Theory. Every node computes a key's home from the map (`seat.py`). It asks the home over S3, as an identity that proves
+itself by a signature (SigV4: HMAC-SHA256 over the request and its time), whose secret all nodes derive from one file,
+the peer key. So a node needs no list of the others' keys, nothing secret travels, and a stranger gets what any stranger
+gets. Nodes without identities listen on loopback alone, and ask each other without a signature.
+
+*No loops.* A request between nodes names the node that it takes for the home, and the epoch of its map. A node that is
+another, or acts by another map, refuses it, and the backend is asked. With the same map the home knows that it is the
+home, and asks the backend.
+
+A node that does not answer rests for REST_S. Backends of peers are made anew for each epoch, since the epoch is among
+their headers; bodies under way go on.
+
+Rejected: mTLS between nodes (a certificate for every node, with its address in it, from an authority that somebody has
+to run; nodes that speak TLS are trusted by `peer_ca`, or as the system says); a bearer token (whoever reads one request
+without TLS has it); a challenge (a round trip, and SigV4 has a clock and the path in what is signed).
+
+Invariants. (1) A request between nodes is never passed on. (2) Nothing is asked of a node that is not in the active
+map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from pathlib import Path
+
+from forebay.backends.locate import locate
+from forebay.backends.seam import Backend
+from forebay.core.access import Grant, Identity
+from forebay.core.errors import ForebayError, Invalid
+from forebay.core.types import Bucket
+from forebay.core.versions import whose_versions
+from forebay.node.engine.seat import Seat
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.peers")
+
+REST_S = 3.0
+KEY_CHARACTERS_MIN = 32
+NAME, ACCESS_KEY_ID = "peer-nodes", "FOREBAYPEERNODES"
+
+
+def read_secret(path: str) -> str:
+    """The secret that nodes derive from the peer key. `Invalid` if the file cannot be used."""
+    try:
+        key = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Invalid(f"--peer-key {path} cannot be read ({error}): make it with `openssl rand -hex 32`") from None
+    if len(key) < KEY_CHARACTERS_MIN:
+        raise Invalid(f"--peer-key {path} is short: make it with `openssl rand -hex 32`, the same on every node")
+    return hmac.digest(key.encode(), b"forebay peer nodes 1", hashlib.sha256).hex()
+
+
+def identity_of_peers(secret: str) -> Identity:
+    """Who the other nodes are to this one: they read for their clients, whom they have judged."""
+    return Identity(NAME, ACCESS_KEY_ID, secret, grants=(Grant("read", "*"),))
+
+
+class Peers:
+    """See the module's header. `secret` is "" among nodes without identities; `ca` is a PEM file, or ""."""
+
+    def __init__(self, seat: Seat, node_id: str, clock: Clock, *, secret: str, ca: str) -> None:
+        self._seat, self._node_id, self._clock = seat, node_id, clock
+        self._options = {"region": "us-east-1"}
+        if secret:
+            self._options |= {"access_key_id": ACCESS_KEY_ID, "secret_access_key": secret}
+        else:
+            self._options["skip_signature"] = "true"
+        if ca:
+            self._options["root_certificate"] = ca
+        self._epoch = 0
+        self._backends: dict[tuple[str, str], Backend] = {}
+        self._rests_until_s: dict[str, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def home_of(self, bucket: str, key: str) -> Backend | None:
+        """The key's home, as a backend; None if that is this node, or nobody is to be asked."""
+        home = self._seat.home(bucket, key)
+        if home is None or home.node == self._node_id or whose_versions(bucket):
+            return None
+        if self._rests_until_s.get(home.node, 0.0) > self._clock.monotonic_s():
+            return None
+        if home.epoch != self._epoch:
+            self._epoch = home.epoch
+            self._drop()
+        backend = self._backends.get((bucket, home.node))
+        if backend is None:
+            options = {**self._options, "endpoint": home.address}
+            place = Bucket(bucket, f"s3://{bucket}", options=options)
+            backend = locate(place, self._clock, self._node_id, peer=f"{home.node} {home.epoch}")
+            self._backends[bucket, home.node] = backend
+        return backend
+
+    def failed(self, bucket: str, key: str, error: BaseException) -> None:
+        """The key's home did not answer: it is not asked for a while."""
+        home = self._seat.home(bucket, key)
+        if home is None:
+            return
+        now_s = self._clock.monotonic_s()
+        if self._rests_until_s.get(home.node, 0.0) <= now_s:
+            said = error.message if isinstance(error, ForebayError) else "no answer"
+            log.warning("node %s at %s gave no bytes (%s): the backend is asked", home.node, home.address, said)
+        self._rests_until_s[home.node] = now_s + REST_S
+
+    async def aclose(self) -> None:
+        """Ask nobody any more."""
+        self._drop()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _drop(self) -> None:
+        for backend in self._backends.values():
+            task = asyncio.ensure_future(backend.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._backends.clear()

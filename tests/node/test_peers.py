@@ -1,0 +1,182 @@
+"""Nodes that ask each other before they ask the backend: one cold object costs it its bytes once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import botocore.exceptions
+import pytest
+from botocore.config import Config
+
+from bench import servers
+from forebay.core.placement import Members
+from tests.node.conftest import NodeProcess, pattern
+from tests.node.test_cluster import flags, until_all_are, url
+from tests.patience import until
+
+Make = Callable[..., NodeProcess]
+MIB = 1 << 20
+TURNS_MAX = 10
+SIZES = {"empty": 0, "small": 5_000, "one": MIB, "blocks": 9 * MIB + 17, "large": 20 * MIB}
+
+
+def fill(root: Path) -> dict[str, bytes]:
+    root.mkdir()
+    bodies = {key: pattern(size, seed) for seed, (key, size) in enumerate(SIZES.items())}
+    for key, body in bodies.items():
+        (root / key).write_bytes(body)
+    return bodies
+
+
+def home_of(node: NodeProcess, key: str) -> str:
+    nodes = node.json("GET", "map")["nodes"]
+    return Members({each["node_id"]: each["weight"] for each in nodes}).first("corpus", key)
+
+
+def spent(nodes: list[NodeProcess]) -> tuple[float, float]:
+    """Bytes that came from the backend, and from peers."""
+    names = ("forebay_backend_read_bytes_total", "forebay_peer_read_bytes_total")
+    backend, peers = (sum(one.metric(name) for one in nodes) for name in names)
+    return backend, peers
+
+
+def read(nodes: list[NodeProcess], bodies: dict[str, bytes]) -> None:
+    """Every node reads every object, all at once."""
+    asked = [(node, key) for key in bodies for node in nodes]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for (_, key), body in zip(asked, pool.map(lambda one: one[0].get("corpus", one[1]), asked), strict=True):
+            assert body == bodies[key]
+
+
+def test_what_all_nodes_read_at_once_costs_the_backend_its_bytes_once(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    bodies = fill(tmp_path / "bucket")
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at)) for _ in range(3)]
+    ids = until_all_are("active", *nodes)
+    for one in nodes:
+        one.add_bucket("corpus", f"file://{tmp_path / 'bucket'}")
+    costs = []
+    for turn in range(TURNS_MAX):  # a home that gets no processor for seconds is passed over: then it is no such turn
+        fresh = {f"{turn}-{key}": body for key, body in bodies.items()}
+        for key, body in fresh.items():
+            (tmp_path / "bucket" / key).write_bytes(body)
+        before = spent(nodes)
+        read(nodes, fresh)
+        costs.append([(now - then) / sum(SIZES.values()) for then, now in zip(before, spent(nodes), strict=True)])
+        if costs[-1][0] <= 1.02 and costs[-1][1] >= 1.98:
+            break
+    else:
+        pytest.fail(f"by the backend and by peers, in sizes of what was read: {costs}")
+
+    # a request of a node that goes by another map is refused, and nobody's cold read depends on it
+    first = nodes[0]
+
+    def asked_as(node_id: str, later: int = 0) -> int:
+        epoch = first.json("GET", "status")["cluster"]["epoch"]
+        return first.ask("GET", "/corpus/small", {"x-forebay-peer": f"{node_id} {epoch + later}"})[0]
+
+    assert asked_as(ids[0], 1000) == asked_as(ids[1]) == 503
+    until(lambda: asked_as(ids[0]) == 200)
+
+    # a home that hangs, that has another version, and that does not know the bucket
+    key = next(f"late-{number}" for number in range(1000) if home_of(first, f"late-{number}") == ids[1])
+    (tmp_path / "bucket" / key).write_bytes(bodies["one"])
+    engine = nodes[1].children()["engine"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        assert first.get("corpus", key) == bodies["one"]
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    until(lambda: until_all_are("active", *nodes))
+    old = next(f"old-{number}" for number in range(1000) if home_of(first, f"old-{number}") == ids[1])
+    (tmp_path / "bucket" / old).write_bytes(bodies["one"])
+    assert nodes[1].get("corpus", old) == bodies["one"]
+    (tmp_path / "bucket" / old).write_bytes(bodies["blocks"])
+    assert first.get("corpus", old) == bodies["blocks"]
+    nodes[1].json("DELETE", "buckets/corpus")
+    gone = next(f"gone-{number}" for number in range(1000) if home_of(first, f"gone-{number}") == ids[1])
+    (tmp_path / "bucket" / gone).write_bytes(bodies["one"])
+    assert first.get("corpus", gone) == bodies["one"]
+
+
+TOKEN = "token-of-ops"
+WHO = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def asked(node: NodeProcess, method: str, target: str, body: object = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    status, answer = node.ask(method, target, {**WHO, "Content-Type": "application/json"}, data)
+    assert status < 300, answer
+    return answer
+
+
+def state_of(node: NodeProcess) -> dict[str, object]:
+    found: dict[str, object] = json.loads(asked(node, "GET", "/-/v1/status"))["cluster"]
+    return found
+
+
+def peer_bytes(node: NodeProcess) -> float:
+    text = asked(node, "GET", "/-/metrics").decode()
+    return sum(map(float, re.findall(r'^forebay_peer_read_bytes_total\{bucket="corpus"\} (.*)$', text, re.MULTILINE)))
+
+
+def test_nodes_prove_who_they_are_and_a_stranger_gets_nothing(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    bodies = fill(tmp_path / "bucket")
+    identities = tmp_path / "identities.json"
+    ops = {"name": "ops", "allow": "admin:*", "token": TOKEN}
+    identities.write_text(json.dumps({"identities": [ops]}))
+    identities.chmod(0o600)
+    keys = [tmp_path / "peer.key", tmp_path / "other.key"]
+    for file in keys:
+        file.write_text(uuid.uuid4().hex + uuid.uuid4().hex)
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [
+        node(*flags(tmp_path, at), "--identities", str(identities), "--peer-key", str(file))
+        for file in (keys[0], keys[0], keys[1])
+    ]
+
+    def all_active() -> bool:
+        seen = [state_of(one) for one in nodes]
+        return all([each["state"] for each in one["nodes"]] == ["active"] * 3 for one in seen)  # type: ignore[attr-defined]
+
+    until(all_active)
+    for one in nodes:
+        bucket = {"name": "corpus", "url": f"file://{tmp_path / 'bucket'}", "freshness_s": 1e18}
+        asked(one, "PUT", "/-/v1/buckets/corpus", bucket)
+    for key, body in bodies.items():
+        for one in nodes:
+            assert asked(one, "GET", f"/-/v1/objects/corpus/{key}") == body
+    many = [f"key-{number}" for number in range(24)]
+    for key in many:
+        (tmp_path / "bucket" / key).write_bytes(bodies["small"])
+        for one in nodes:
+            assert asked(one, "GET", f"/-/v1/objects/corpus/{key}") == bodies["small"]
+    assert peer_bytes(nodes[0]) > 0, "of the second, which has the same key"
+    assert peer_bytes(nodes[1]) > 0
+    assert peer_bytes(nodes[2]) == 0, "nobody takes its key, and it asks the backend"
+
+    for headers in ({}, {"x-forebay-peer": "anything"}):
+        status, answer = nodes[0].ask("GET", "/corpus/small", headers)
+        assert status in (403, 503), answer
+    stranger = boto3.client(
+        "s3",
+        endpoint_url=nodes[0].endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="FOREBAYPEERNODES",
+        aws_secret_access_key=keys[0].read_text(),  # the file's own text is no secret of S3
+        config=Config(retries={"max_attempts": 0}),
+    )
+    with pytest.raises(botocore.exceptions.ClientError, match="SignatureDoesNotMatch"):
+        stranger.get_object(Bucket="corpus", Key="small")
