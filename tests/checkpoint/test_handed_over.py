@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from forebay.client.sync import Client
 from forebay.core.errors import Unavailable
 from forebay.torch import Checkpointer
+from forebay.torch.checkpoint.ranks import Share
+from forebay.torch.checkpoint.staging import Arena, lay_out, stage
+from tests.checkpoint.crash_trainer import fork
 from tests.node.conftest import NodeProcess
 
 pytestmark = pytest.mark.real
@@ -125,3 +129,21 @@ def test_a_blob_that_rotted_is_asked_for_over_http_and_an_older_checkpoint_is_re
         restored = checkpoints.restore(found)
         assert restored is not None
         assert found["w"].unique().tolist() == [float(restored.step)], "never a mixture"
+
+
+def test_a_forked_child_does_not_save_over_its_parents_copy(tmp_path: Path):
+    arena = Arena(None)
+    mine = lay_out([Share("w", torch.zeros(2_000_000), None, None)], None)
+    arena.prepare(mine, pinned=False)
+    (filled,) = stage(mine, arena, lambda: None)
+    arena.give(filled.buffer)
+
+    def child() -> None:
+        theirs = lay_out([Share("w", torch.ones(2_000_000), None, None)], None)
+        arena.prepare(theirs, pinned=False)
+        (copied,) = stage(theirs, arena, lambda: None)
+        assert bytes(copied.view()[:4]) == torch.ones(1).numpy().tobytes()
+
+    _, status = os.waitpid(fork(tmp_path / "child", child), 0)
+    assert status == 0, (tmp_path / "child.error").read_text()
+    assert not any(filled.view())

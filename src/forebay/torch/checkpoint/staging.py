@@ -10,7 +10,8 @@ From a GPU the copies are queued on the current stream into pinned memory. What 
 for them on the device, so `save` may return before they are done; whoever sends waits for the event. This has never
 run on a GPU.
 
-Where the system can, the buffers are memory that a node on this host reads by itself, so that nothing is sent.
+Where the system can, the buffers are memory that a node on this host reads by itself, so that nothing is sent. A forked
+child would share it with its parent, each saving over the other's copy: so it makes buffers of its own.
 
 Between two tensors the buffer has zeros, never what an earlier save left there.
 
@@ -20,6 +21,7 @@ the event of its last copy and its release.
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -103,6 +105,7 @@ class Arena:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._buffer_bytes = 0
         self._made = 0
+        self._pid = os.getpid()
 
     @property
     def held_bytes(self) -> int:
@@ -114,7 +117,9 @@ class Arena:
         if self.memory_bytes is not None:
             wanted = max(min(wanted, self.memory_bytes // layout.blob_bytes), min(wanted, BUFFERS_MIN))
         size = min(layout.blob_bytes, max(layout.stream_bytes, 1))
-        if self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
+        inherited = self._pid != os.getpid()
+        if inherited or self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
+            self._pid = os.getpid()
             self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
         while self._made < wanted:
             self._free.put(_buffer(self._buffer_bytes, pinned))
