@@ -12,8 +12,9 @@ with the real disks: their moves are late too, but begin as early as they can. O
 of its need and 2 to 32 GB/s this took 4 to 40 % off the step. Neither TERAIO nor G10 has it, and at 2 GB/s their greedy
 without it is slower than moving everything each time.
 
-`whole_layer` stands for offloaders without lifetimes (ZeRO-Infinity and its like): everything persistent leaves after
-every use and comes back one point ahead, whether or not memory is short.
+`whole_layer` knows no lifetimes: everything persistent leaves after every use and comes back one point ahead, whether
+or not memory is short. It is no measure of ZeRO-Infinity, which fetches as many layers ahead as its bucket holds and
+keeps what is used again soon.
 """
 
 from __future__ import annotations
