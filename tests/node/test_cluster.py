@@ -123,7 +123,7 @@ def test_nodes_find_each_other_one_drains_and_comes_back(node: Make, etcd: serve
     assert two.get("back", "only-here") == b"bytes"
     assert not takes_writes(two)
 
-    program("drain", two.endpoint, "--undo", "--url", one.endpoint)
+    program("drain", two.endpoint.removeprefix("http://"), "--undo", "--url", one.endpoint)
     until_all_are("active", one, two)
     until(lambda: is_ready(two) and takes_writes(two))
     status, body = one.ask("POST", "/-/v1/cluster/wish", {}, b'{"node": "nobody", "wish": "gone"}')

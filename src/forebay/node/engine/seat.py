@@ -231,7 +231,7 @@ class Seat:
 
     def _named(self, name: str) -> str:
         nodes = self._machine.nodes
-        found = [node for node, record in nodes.items() if name in (node, record.address)]
+        found = [node for node, at in nodes.items() if name in (node, at.address, at.address.partition("://")[2])]
         found = found or [node for node in nodes if name and node.startswith(name)]
         if len(found) > 1:
             raise Invalid(f"{name} may be any of {', '.join(found)}: write more of the id")

@@ -63,6 +63,32 @@ def named(place: str | os.PathLike[str], run: Named | None = None) -> Named:
     return run._replace(step=int(step))
 
 
+class Addressed:
+    """What DCP asks of a storage about the ids of checkpoints. An id may be given here, or by each save and load."""
+
+    def __init__(self, place: str | os.PathLike[str] | None) -> None:
+        self._run = None if place is None else named(place)
+        self._named = self._run
+        self._place = place
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        return self._place
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            named(checkpoint_id)
+        except Invalid:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self._named = named(checkpoint_id, self._run)
+            self._place = checkpoint_id
+
+
 # --- a flat state as a tree ------------------------------------------------------------------------------------------
 class _Leaf(NamedTuple):
     node: Any

@@ -39,7 +39,7 @@ from forebay.client.sync import Client
 from forebay.core.checkpoint import Manifest
 from forebay.core.errors import Invalid, NotFound, Unavailable
 from forebay.torch.checkpoint.checkpointer import OUTAGE_S
-from forebay.torch.checkpoint.dcp import PATIENCE_S, leaves_of, name_of, named, pickle_of
+from forebay.torch.checkpoint.dcp import PATIENCE_S, Addressed, leaves_of, name_of, pickle_of
 from forebay.torch.checkpoint.restoring import Read, Saved, Source, Target, overlap, read_all
 from forebay.torch.checkpoint.saving import asked, patiently
 from forebay.torch.checkpoint.tree import dtype_of, rebuild
@@ -47,7 +47,7 @@ from forebay.torch.checkpoint.tree import dtype_of, rebuild
 log = logging.getLogger("forebay.checkpoint")
 
 
-class StorageReader(dcp.StorageReader):  # type: ignore[misc]
+class StorageReader(Addressed, dcp.StorageReader):  # type: ignore[misc]
     """Loads a checkpoint from `place`, or from the `checkpoint_id` of a load: `bucket/path/of/the/run` for the newest
     of the run, `…/step-100` for one of that step.
 
@@ -64,30 +64,14 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         patience_s: float = PATIENCE_S,
         url: str | None = None,
     ) -> None:
-        self._run = None if place is None else named(place)
-        self._named = self._run
-        self._place = place
+        Addressed.__init__(self, place)
         self._patience_s = patience_s
         self._client = Client(url)
         self._source: Source | None = None
         self._saved: dict[MetadataIndex, Any] = {}
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        return self._place
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            named(checkpoint_id)
-        except Invalid:
-            return False
-        return True
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self._named = named(checkpoint_id, self._run)
-            self._place = checkpoint_id
+        Addressed.reset(self, checkpoint_id)
         self._source, self._saved = None, {}
 
     # --- what there is -----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from forebay.core.errors import ForebayError, Invalid
 from forebay.ports import clock
 from forebay.ports.chance import SystemChance
 from forebay.torch.checkpoint.checkpointer import OUTAGE_S, UNSEEN
-from forebay.torch.checkpoint.dcp import PATIENCE_S, Named, named, plain_of, trees_of
+from forebay.torch.checkpoint.dcp import PATIENCE_S, Addressed, Named, plain_of, trees_of
 from forebay.torch.checkpoint.ranks import Share
 from forebay.torch.checkpoint.saving import NICENESS, SaveHandle, Sending, Terms, asked
 from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
@@ -65,7 +65,7 @@ class _Sent(NamedTuple):
     nodes: dict[str, Any]
 
 
-class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
+class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
     """Saves what `torch.distributed.checkpoint` gives it, at `place` or at the `checkpoint_id` of a save.
 
     `place` is `bucket/path/of/the/run`, and may end with a step, as ids may: `…/step-100`. A save to an id that has a
@@ -88,9 +88,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     ) -> None:
         if keep is not None and keep < 1:
             raise Invalid(f"keep={keep}: at least one checkpoint must stay, or None to keep all")
-        self._run = None if place is None else named(place)
-        self._named = self._run
-        self._place = place
+        Addressed.__init__(self, place)
         self._keep = keep
         self._staging_bytes = staging_bytes
         self._patience_s = patience_s
@@ -106,22 +104,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self.__dict__.update(state)
         self._arena = Arena(self._staging_bytes)
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        return self._place
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            named(checkpoint_id)
-        except Invalid:
-            return False
-        return True
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self._named = named(checkpoint_id, self._run)
-            self._place = checkpoint_id
+        Addressed.reset(self, checkpoint_id)
         self._mine = None
 
     def storage_meta(self) -> StorageMeta:
