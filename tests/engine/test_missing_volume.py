@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.errors import Unavailable, VolumeMissing
+from forebay.core.machines.opening import DOWN_FOR_S
 from forebay.core.messages import calls
 from forebay.core.types import FRESH_IMMUTABLE
 from forebay.node.store.writer import remembered_volumes
@@ -143,6 +144,7 @@ def test_what_was_written_while_a_volume_was_away_is_not_hidden_by_its_return(
                 await put(rig, key, b"three")
         assert await read_all(rig) == {b"two", None}, "a write changes nothing of that"
         rig.remote.down = None
+        rig.clock.ahead_s += DOWN_FOR_S  # until then nobody would ask about what a write left in doubt
         assert await read_all(rig) == {b"two"}
         rig.remote.down = AWAY
         assert await read_all(rig) == {b"two"}, "confirmed, or fetched"

@@ -408,18 +408,29 @@ def test_a_key_of_which_nothing_is_here_costs_no_commit(rigged: Rigged) -> None:
     rigged(story)
 
 
-def test_what_a_stop_of_the_machine_brought_back_is_asked_about_once(rigged: Rigged) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_what_a_kill_left_in_doubt_is_asked_about_once(rigged: Rigged, tmp_path: Path, listed: bool) -> None:
+    """Until the backend answers anything it is better than nothing, and after that it may be known to be old."""
+
     async def story(rig: Rig) -> None:
         await prepared(rig, b"old")
         record = rig.engine.store.lookup("remote", "key")
         assert record is not None
-        rig.engine.store.confirm([("remote", "key", record.version, 0.0)])  # as a rebuilt index has it
+        rig.engine.store.confirm([("remote", "key", record.version, 0.0)])  # as the window of a write leaves it
         rig.engine.flush()
-        rig.remote.down = AWAY
-        assert await rig.front.get("key") == b"old", "better than nothing"
-        rig.remote.down = None
-        rig.clock.ahead_s = 10
-        rig.remote.place("key", SMALL)
-        await is_now(rig, SMALL)
+        async with killed(rig, tmp_path / "killed") as again:
+            rig.remote.place("key", SMALL)
+            if listed:
+                page = await again.front.call("list", calls.ListCall("remote"))
+                assert len(SMALL) in [entry.size_bytes for entry in page.entries if entry.key == "key"]
+            rig.remote.down = AWAY
+            if listed:
+                with pytest.raises(Unavailable):
+                    await again.front.get("key")
+            else:
+                assert await again.front.get("key") == b"old", "better than nothing"
+            rig.remote.down = None
+            rig.clock.ahead_s = 10
+            await is_now(again, SMALL)
 
     rigged(story)
