@@ -527,6 +527,16 @@ ROWS: tuple[Row, ...] = (
         quick_cache_bytes=64 * MIB,
         peer="limit",
     ),
+    Row(
+        "model-streamer",
+        "client",
+        "run:ai's model streamer loads a safetensors file of 512 MiB, warm",
+        "bench.rows.streamer:load",
+        (Objects("model", 512 * MIB, 1),),
+        (Objects("model", 64 * MIB, 1),),
+        goals={"rate / seaweedfs": at_least(1.0), "rate / nginx": at_least(0.95)},
+        peer="best peer",
+    ),
     _small_cache(100_000),
     _small_cache(10_000),
     *(

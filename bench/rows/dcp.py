@@ -9,18 +9,13 @@ byte on the way, which no other does.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
 
 from bench import dcp_job
-from bench.load import LoadFailed
 from bench.parts import Lab
+from bench.peer_process import PeerProcess
 from bench.report import Result
 from bench.rows.loader import peer_env, peers_python
 from bench.servers import MissingProgram
@@ -41,17 +36,19 @@ def dcp(lab: Lab, row: Row) -> Result:
         node = stack.enter_context(lab.node())
         node.add_local(BUCKET, durability="disk")
         work = {"endpoint": node.endpoint, "bucket": BUCKET, "folder": str(folder), "size_bytes": size_bytes}
-        sides = {side: stack.enter_context(_job(lab, sys.executable, side, work, {})) for side in (OURS, FILES)}
+        sides = {
+            side: stack.enter_context(PeerProcess(lab, dcp_job, sys.executable, side, work)) for side in (OURS, FILES)
+        }
         try:
             python = peers_python()
             env = peer_env(node.endpoint)
-            sides[CONNECTOR] = stack.enter_context(_job(lab, python, CONNECTOR, work, env))
+            sides[CONNECTOR] = stack.enter_context(PeerProcess(lab, dcp_job, python, CONNECTOR, work, env))
         except MissingProgram as error:
             notes = (f"without s3torchconnector: {error}",)
         for turn in range(1 + (2 if lab.quick else row.rounds)):  # the first warms up
             for side, job in sides.items():
                 lab.prime_memory(size_bytes)
-                told = _round(job, side)
+                told = job.round()
                 for what in ("save", "load"):
                     if turn:
                         rates.setdefault(what, {}).setdefault(side, []).append(size_bytes / told[f"{what}_s"])
@@ -68,39 +65,3 @@ def _measures(row: Row, rates: dict[str, dict[str, list[float]]]) -> Iterator[Me
             if peer in sides:
                 name = f"{what} / {peer}"
                 yield compared(name, "B/s", row.goals[name], sides[OURS], sides[peer], peer)
-
-
-@contextlib.contextmanager
-def _job(
-    lab: Lab, python: str, side: str, work: dict[str, Any], env: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    """A process that saves and loads once for each line that it is sent."""
-    errors: IO[bytes]
-    with (lab.dir / f"dcp-{side}.log").open("wb") as errors:
-        command = [python, "-W", "ignore", str(Path(dcp_job.__file__).resolve()), side]
-        job = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **env}
-        )
-        try:
-            _send(job, json.dumps(work))
-            yield job
-        finally:
-            job.kill()
-            job.communicate()
-
-
-def _round(job: subprocess.Popen[str], side: str) -> dict[str, float]:
-    _send(job, "")
-    assert job.stdout is not None, "it is a pipe"
-    line = job.stdout.readline()
-    if not line:
-        raise LoadFailed(f"{side} ended with {job.wait()}: its words are in dcp-{side}.log")
-    told: dict[str, float] = json.loads(line)
-    return told
-
-
-def _send(job: subprocess.Popen[str], line: str) -> None:
-    assert job.stdin is not None, "it is a pipe"
-    with contextlib.suppress(BrokenPipeError):  # what it says of its end is read next
-        job.stdin.write(line + "\n")
-        job.stdin.flush()

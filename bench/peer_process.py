@@ -1,0 +1,65 @@
+"""A process that does one round of work for each line that it is sent.
+
+Theory. A peer runs in an interpreter of its own, and stays over all rounds, so that starting it does not count. Its
+program gets a side's name as argument, its work as JSON on the first line, and answers each further line with JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Self
+
+from bench.load import LoadFailed
+from bench.parts import Lab
+
+
+class PeerProcess:
+    """`program` run by `python` for `side`; what it says of errors is in a log in the lab's folder."""
+
+    def __init__(
+        self, lab: Lab, program: ModuleType, python: str, side: str, work: Any, env: Mapping[str, str] | None = None
+    ) -> None:
+        assert program.__file__ is not None, "it is a file"
+        self._command = [python, "-W", "ignore", str(Path(program.__file__).resolve()), side]
+        self._side, self._work, self._env = side, work, env or {}
+        self._log = lab.dir / f"{Path(program.__file__).stem}-{side}.log"
+        self._errors: IO[bytes]
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> Self:
+        self._errors = self._log.open("wb")
+        env = {**os.environ, **self._env}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=env
+        )
+        self._send(json.dumps(self._work))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def round(self) -> dict[str, float]:
+        """What it measured in one more round. `LoadFailed` with its last words if it ended."""
+        self._send("")
+        assert self._process.stdout is not None, "it is a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            words = self._log.read_text("utf-8", "replace").strip()[-300:]
+            raise LoadFailed(f"{self._side} ended with {self._process.wait()}: {words}")
+        told: dict[str, float] = json.loads(line)
+        return told
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(BrokenPipeError):  # what it says of its end is read next
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
