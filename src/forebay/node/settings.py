@@ -175,16 +175,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host = self.host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        scheme = "https" if self.tls_cert else "http"
-        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+        return self._url(host, self.port)
 
     @property
     def advertised(self) -> str:
         """The URL that other nodes use."""
         if not self.advertise:
             return self.endpoint
-        host, port = parse_listen(self.advertise)
-        return f"{'https' if self.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        return self._url(*parse_listen(self.advertise))
+
+    def _url(self, host: str, port: int) -> str:
+        scheme = "https" if self.tls_cert else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @property
     def access(self) -> Access:

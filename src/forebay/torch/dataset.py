@@ -65,6 +65,16 @@ class Accesses(NamedTuple):
     rows: Column
     size_bytes: int
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks are read, each as often as it is."""
+        return int((self.rows[:, 2].astype(np.int64) - self.rows[:, 1]).sum())
+
+    @property
+    def use_bytes(self) -> int:
+        """How many bytes of a block are read on average (0: all)."""
+        return -(-self.size_bytes // max(1, self.blocks))
+
 
 class OfEpoch(list[int]):
     """Indices that tell the dataset which epoch they are for, whatever loader of torch's they go through."""

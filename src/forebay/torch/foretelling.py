@@ -234,13 +234,13 @@ class Foretelling:
         """The next accesses, at most `count` and to the end of their epoch, in which `begin` lie before them."""
         end = min(begin + count, epoch.accesses)
         if epoch.windows is None:
-            accesses, size_bytes = self._dataset.accesses(epoch.order.at(np.arange(begin, end)))
+            accesses = self._dataset.accesses(epoch.order.at(np.arange(begin, end)))
         else:
-            accesses, size_bytes = self._dataset.of_blocks(epoch.windows.blocks[begin:end])
-        blocks = int((accesses[:, 2].astype(np.int64) - accesses[:, 1]).sum())
+            accesses = self._dataset.of_blocks(epoch.windows.blocks[begin:end])
+        blocks = accesses.blocks
         if blocks > AHEAD_BLOCKS_MAX and end - begin > 1:
             self._tell(epoch, begin, (end - begin) // 2)
             return
-        self._hints.future(accesses, self._known, -(-size_bytes // max(1, blocks)))
+        self._hints.future(accesses.rows, self._known, accesses.use_bytes)
         self._known += end - begin
         self._ahead_blocks.append((self._known, blocks))

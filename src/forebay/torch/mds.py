@@ -67,7 +67,7 @@ class MdsDataset(Dataset):
     """The samples of the shards (`*.mds`) that `index.json` under `place` names, each a dictionary by column.
 
     Numbers, `str`, `json` and arrays of one shape are decoded as they were encoded, and `bytes`, `jpeg` and `png` stay
-    bytes; `decode` says otherwise, as in `{"image": Pictures("L")}`, and is needed for other encodings (`pkl`, `pil`,
+    bytes; `decode` says otherwise, as in `{"image": Pictures()}`, and is needed for other encodings (`pkl`, `pil`,
     `ndarray` of any shape). `transform` gets the dictionary and makes the sample. Uncompressed shards only. See
     `ObjectDataset` for the rest.
     """

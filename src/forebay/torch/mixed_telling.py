@@ -35,9 +35,7 @@ def mixed(parts: Sequence[tuple[Column, int, Accesses]], count: int) -> Accesses
     the columns come the dataset's number and how many bytes of a block are read on average."""
     rows: Column = np.zeros((count, 5), np.uint32)
     for places, source, accesses in parts:
-        blocks = int((accesses.rows[:, 2].astype(np.int64) - accesses.rows[:, 1]).sum())
-        rows[places, :3], rows[places, 3] = accesses.rows, source
-        rows[places, 4] = -(-accesses.size_bytes // max(1, blocks))
+        rows[places, :3], rows[places, 3], rows[places, 4] = accesses.rows, source, accesses.use_bytes
     return Accesses(rows, sum(accesses.size_bytes for _, _, accesses in parts))
 
 

@@ -25,7 +25,7 @@ import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -190,7 +190,6 @@ class ShardDataset(Dataset):
         self._decoder_of: dict[str, Decoder | None] = {}
         self._counting_source: tuple[int, Patient | None] = (0, None)  # of a process
         self._told: Column | None = None
-        self._room_bytes: int | None = -1  # not asked yet
         super().__init__(
             place,
             suffixes=suffixes,
@@ -298,11 +297,10 @@ class ShardDataset(Dataset):
         _, starts, ends = self._spans(blocks)
         return np.cumsum(ends - starts)
 
-    @property
+    @cached_property
     def _room_for_windows(self) -> float:
-        if self._room_bytes == -1:
-            self._room_bytes = self.room_bytes()
-        return float("inf") if self._room_bytes is None else self._room_bytes * AHEAD_SHARE
+        room_bytes = self.room_bytes()
+        return float("inf") if room_bytes is None else room_bytes * AHEAD_SHARE
 
     def _named(self, blocks: Column, inner: Column) -> Column:
         """The places of samples of an order's blocks."""

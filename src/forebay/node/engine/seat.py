@@ -220,7 +220,7 @@ class Seat:
             node = self._named(name)
             entry = await self._meta.get(NODES + node)
             if entry is None:
-                raise NotFound(f"the cluster knows no node {name}: `forebay status` lists its nodes")
+                raise _no_node(name)
             try:
                 return await self._wish(node, entry, word)
             except msgspec.MsgspecError:
@@ -236,7 +236,7 @@ class Seat:
         if len(found) > 1:
             raise Invalid(f"{name} may be any of {', '.join(found)}: write more of the id")
         if not found:
-            raise NotFound(f"the cluster knows no node {name}: `forebay status` lists its nodes")
+            raise _no_node(name)
         return found[0]
 
     async def _wish(self, node: str, entry: Entry, word: Wish) -> ClusterNode:
@@ -433,3 +433,7 @@ class Seat:
             for other in self._tasks:
                 other.cancel()
             self._tell()
+
+
+def _no_node(name: str) -> NotFound:
+    return NotFound(f"the cluster knows no node {name}: `forebay status` lists its nodes")
