@@ -166,7 +166,9 @@ def train(name: str, work: dict[str, Any]) -> None:
     folder, rank = Path(work["folder"]), work["rank"]
     torch.set_num_threads(1)
     if work["world"] > 1:
-        torch.distributed.init_process_group("gloo")
+        # A file, since a port that is free when it is chosen may be another program's when rank 0 listens.
+        meeting = f"file://{folder.absolute()}/meeting"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=work["world"])
     batches = LOADERS[name](work)
     if work["state"]:
         batches.load_state_dict(torch.load(work["state"], weights_only=False))

@@ -25,7 +25,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -195,8 +194,6 @@ class Side:
     ) -> Run:
         """Start all ranks and wait for their end. `state`: the file for a rank to begin with."""
         folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         ranks = []
         for rank in range(shape.ranks):
             work = {
@@ -209,7 +206,7 @@ class Side:
                 "state": str(state(rank)) if state else "",
                 "dies_at": dies_at,
             }
-            ranks.append(self._start(folder, work, port))
+            ranks.append(self._start(folder, work))
         hung = _wait(ranks, TIMEOUT_S)
         left = _end_sessions([process.pid for process in ranks], ENDING_S)
         codes: list[int | None] = [process.wait() for process in ranks]
@@ -229,11 +226,10 @@ class Side:
             failures.append("it hangs" if run.hung else run.said or f"exit status {run.codes}")
         raise LoadFailed(f"{self.name} with {shape} does not come through an epoch: {failures[-1]}")
 
-    def _start(self, folder: Path, work: dict[str, Any], port: int) -> subprocess.Popen[str]:
+    def _start(self, folder: Path, work: dict[str, Any]) -> subprocess.Popen[str]:
         rank, world = str(work["rank"]), str(work["world"])
         env = {**os.environ, **self._env, "TMPDIR": str(self.folder / "tmp"), "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}  # as torchrun does
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with (folder / f"said-{rank}").open("w") as said:
             process = subprocess.Popen(
                 self._command,
