@@ -106,14 +106,21 @@ class Node(Server):
     name = "node"
 
     def __init__(
-        self, *, fronts: int = 1, capacity_bytes: int = 0, core: int | None = None, signed: bool = False
+        self,
+        *,
+        fronts: int = 1,
+        capacity_bytes: int = 0,
+        core: int | None = None,
+        signed: bool = False,
+        options: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.fronts, self.capacity_bytes, self.core, self.signed = fronts, capacity_bytes, core, signed
+        self.options = options
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}"
+        return f"http://{self.host}:{self.ports[0]}"
 
     def client(self) -> Client:
         """A client of this node; close it, or use it with `with`."""
@@ -121,7 +128,7 @@ class Node(Server):
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "forebay.node", "--dir", str(self.dir / "node")]
-        command += ["--listen", f"127.0.0.1:{self.ports[0]}", "--fronts", str(self.fronts)]
+        command += ["--listen", f"{self.host}:{self.ports[0]}", "--fronts", str(self.fronts), *self.options]
         if self.capacity_bytes:
             command += ["--capacity", str(self.capacity_bytes)]
         if self.signed:
@@ -282,18 +289,9 @@ class Lab:
         """Files of `files` in the remote bucket; each uploaded once."""
         weed = self.weed
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda key: self._upload_one(weed, key), [key for key in keys if key not in self._uploaded]))
-
-    def _upload_one(self, weed: SeaweedFS, key: str) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", weed.port, timeout=300)
-        with contextlib.closing(connection), (self.files / key).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            connection.request("PUT", f"/{BUCKET}/{key}", body=file, headers={"Content-Length": str(size)})
-            answer = connection.getresponse()
-            answer.read()
-            if answer.status != 200:
-                raise load.LoadFailed(f"SeaweedFS answered {answer.status} to an upload of {key}")
-        self._uploaded.add(key)
+            new = [key for key in keys if key not in self._uploaded]
+            list(pool.map(lambda key: upload_file(weed, key, self.files / key), new))
+        self._uploaded.update(new)
 
     def prime_memory(self, size_bytes: int) -> None:
         """See that the kernel has pages at hand for `size_bytes` of new file data, for the next seconds.
@@ -355,6 +353,18 @@ class Lab:
         """A fresh, empty node for the length of a `with` block."""
         with Node(fronts=fronts, capacity_bytes=capacity_bytes, core=core, signed=signed) as node:
             yield node
+
+
+def upload_file(weed: SeaweedFS, key: str, path: Path) -> None:
+    """Put a file into the remote bucket."""
+    connection = http.client.HTTPConnection(weed.host, weed.port, timeout=300)
+    with contextlib.closing(connection), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        connection.request("PUT", f"/{BUCKET}/{key}", body=file, headers={"Content-Length": str(size)})
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise load.LoadFailed(f"SeaweedFS answered {answer.status} to an upload of {key}")
 
 
 def pin(pid: int, core: int | None) -> None:

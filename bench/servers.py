@@ -209,6 +209,9 @@ class Server:
     name = "server"
     ports_wanted = 1
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+    host = "127.0.0.1"  # where it serves
+    within: tuple[str, ...] = ()  # in front of its command line: enters a network namespace (`bench/box.py`)
+    parent: Path | None = None  # of its directory
 
     def __init__(self) -> None:
         self.dir = Path()
@@ -238,8 +241,7 @@ class Server:
         """Run until ready, or raise `ServerFailed` (with the log) or `MissingProgram`."""
         assert self._process is None, f"{self.name} is running already"
         for attempt in range(1, STARTS_MAX + 1):
-            self.dir = Path(tempfile.mkdtemp(prefix=f"forebay-{self.name}-"))
-            self.ports = free_ports(self.ports_wanted)
+            self.settle()
             try:
                 self._spawn()
                 self.wait_ready()
@@ -251,6 +253,11 @@ class Server:
             except BaseException:
                 self.stop()
                 raise
+
+    def settle(self) -> None:
+        """Give it a directory and ports; `restart` runs it there."""
+        self.dir = Path(tempfile.mkdtemp(prefix=f"forebay-{self.name}-", dir=self.parent))
+        self.ports = free_ports(self.ports_wanted)
 
     def stop(self) -> None:
         """Stop the process group and remove the directory. May be called twice."""
@@ -287,7 +294,7 @@ class Server:
         return ""
 
     def _spawn(self) -> None:
-        command = self.command()
+        command = [*self.within, *self.command()]
         # The death signal is tied to the *thread* that started the process, so only the main thread may ask for it.
         if threading.current_thread() is threading.main_thread():
             command = [find_program("setpriv"), "--pdeathsig", "KILL", "--", *command]
@@ -353,7 +360,7 @@ class SeaweedFS(Server):
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def options(self) -> dict[str, str]:
         """What `Bucket.options` needs to read from this server."""
@@ -378,8 +385,8 @@ class SeaweedFS(Server):
             f"-logdir={self.dir}",
             "-v=0",
             "server",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
+            f"-ip={self.host}",
+            f"-ip.bind={self.host}",
             f"-dir={self.dir}/data",
             f"-master.port={master}",
             f"-master.port.grpc={master_grpc}",
@@ -405,8 +412,8 @@ class SeaweedFS(Server):
 
     def is_ready(self) -> bool:
         _, _, master, _, _, _, filer, _ = self.ports
-        topology = json.loads(_ask(f"http://127.0.0.1:{master}/dir/status"))["Topology"]
-        _ask(f"http://127.0.0.1:{filer}/")
+        topology = json.loads(_ask(f"http://{self.host}:{master}/dir/status"))["Topology"]
+        _ask(f"http://{self.host}:{filer}/")
         with contextlib.suppress(urllib.error.HTTPError):  # without rights the answer is 403, but it is an answer
             _ask(f"{self.endpoint}/")
         return bool(topology["Max"] > 0)
@@ -427,8 +434,8 @@ class SeaweedFS(Server):
     def sync_bucket(self, bucket: str) -> None:
         """From now on a write to `bucket` is on the disk before it is answered, as `fs.configure -fsync` does it."""
         _, _, master, master_grpc, _, _, filer, filer_grpc = self.ports
-        command = [find_program("weed"), "shell", f"-master=127.0.0.1:{master}.{master_grpc}"]
-        command += [f"-filer=127.0.0.1:{filer}.{filer_grpc}"]
+        command = [find_program("weed"), "shell", f"-master={self.host}:{master}.{master_grpc}"]
+        command += [f"-filer={self.host}:{filer}.{filer_grpc}"]
         said = subprocess.run(
             command,
             input=f"fs.configure -locationPrefix=/buckets/{bucket}/ -fsync=true -apply\n",
@@ -469,7 +476,7 @@ class Nginx(Server):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}"
+        return f"http://{self.host}:{self.ports[0]}"
 
     def command(self) -> list[str]:
         temporary = "\n".join(
@@ -484,7 +491,7 @@ http {{
     access_log {self.dir}/access.log;
     sendfile on; tcp_nopush on; etag on; keepalive_requests 1000000; server_tokens off;
     types {{ text/plain txt; application/octet-stream bin; }}
-    server {{ listen 127.0.0.1:{self.ports[0]} backlog=1024; root {self.root}; merge_slashes off; }}
+    server {{ listen {self.host}:{self.ports[0]} backlog=1024; root {self.root}; merge_slashes off; }}
 }}
 """)
         return [find_program("nginx"), "-c", f"{self.dir}/nginx.conf", "-e", f"{self.dir}/error.log"]
@@ -615,11 +622,11 @@ class Etcd(Server):
 
     @property
     def address(self) -> tuple[str, int]:
-        return "127.0.0.1", self.ports[0]
+        return self.host, self.ports[0]
 
     def command(self) -> list[str]:
-        client, peer = (f"http://127.0.0.1:{port}" for port in self.ports)
-        cluster = ",".join(f"m{one.ports[1]}=http://127.0.0.1:{one.ports[1]}" for one in self.beside)
+        client, peer = (f"http://{self.host}:{port}" for port in self.ports)
+        cluster = ",".join(f"m{one.ports[1]}=http://{one.host}:{one.ports[1]}" for one in self.beside)
         return [
             *(find_program("etcd"), "--name", f"m{self.ports[1]}", "--data-dir", f"{self.dir}/data"),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
@@ -629,7 +636,7 @@ class Etcd(Server):
 
     def is_ready(self) -> bool:
         """Whether it answers with what a majority agrees on."""
-        _ask(f"http://127.0.0.1:{self.ports[0]}/v3/kv/range", "POST", b'{"key": "AA=="}')
+        _ask(f"http://{self.host}:{self.ports[0]}/v3/kv/range", "POST", b'{"key": "AA=="}')
         return True
 
 
@@ -649,11 +656,9 @@ class EtcdCluster:
     def start(self) -> None:
         """Run until each member answers, or raise as `Server.start` does."""
         for attempt in range(1, STARTS_MAX + 1):
-            ports = free_ports(2 * len(self.members))
             try:
                 for member in self.members:
-                    member.dir = Path(tempfile.mkdtemp(prefix="forebay-etcd-"))
-                    member.ports = [ports.pop(), ports.pop()]
+                    member.settle()
                 for member in self.members:  # alone, none of them is ready
                     member.restart(wait=False)
                 for member in self.members:

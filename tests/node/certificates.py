@@ -27,8 +27,11 @@ class Pair(NamedTuple):
             new.replace(ours)
 
 
-def make(folder: Path, name: str, *, days: float = 30, pass_phrase: bytes = b"", common: bool = True) -> Pair:
-    """A pair in `folder` that ends in `days`. Not `common`: the name is an organization's."""
+def make(
+    folder: Path, name: str, *, days: float = 30, pass_phrase: bytes = b"", common: bool = True, by: Pair | None = None
+) -> Pair:
+    """A pair in `folder` that ends in `days`. Not `common`: the name is an organization's. `by` whom it is vouched for;
+    else by itself."""
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     kind = x509.NameOID.COMMON_NAME if common else x509.NameOID.ORGANIZATION_NAME
@@ -36,17 +39,23 @@ def make(folder: Path, name: str, *, days: float = 30, pass_phrase: bytes = b"",
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     end = datetime.now(UTC) + timedelta(days=days)
     serial = x509.random_serial_number()
+    issuer, signer = subject, key
+    if by is not None:
+        issuer = x509.load_pem_x509_certificate(by.cert.read_bytes()).subject
+        signed = serialization.load_pem_private_key(by.key.read_bytes(), None)
+        assert isinstance(signed, ec.EllipticCurvePrivateKey)
+        signer = signed
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(subject)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(serial)
         .not_valid_before(end - timedelta(days=90))
         .not_valid_after(end)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
+        .add_extension(x509.BasicConstraints(ca=by is None, path_length=None), critical=True)
+        .sign(signer, hashes.SHA256())
     )
     secrecy = serialization.BestAvailableEncryption(pass_phrase) if pass_phrase else serialization.NoEncryption()
     pair = Pair(folder / f"{name}.pem", folder / f"{name}.key", serial)

@@ -9,6 +9,7 @@ import signal
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import boto3
@@ -17,7 +18,10 @@ import pytest
 from botocore.config import Config
 
 from bench import servers
+from forebay.client.sync import connect
 from forebay.core.placement import Members
+from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from tests.node import certificates
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import flags, until_all_are, url
 from tests.patience import until
@@ -180,3 +184,34 @@ def test_nodes_prove_who_they_are_and_a_stranger_gets_nothing(
     )
     with pytest.raises(botocore.exceptions.ClientError, match="SignatureDoesNotMatch"):
         stranger.get_object(Bucket="corpus", Key="small")
+
+
+def test_nodes_that_speak_tls_trust_whom_the_operator_names(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    """Two have certificates of the same authority; who does not trust it asks the backend, and nothing fails."""
+    bodies = fill(tmp_path / "bucket")
+    authority = certificates.make(tmp_path / "tls", "authority")
+    pair = certificates.make(tmp_path / "tls", "node", by=authority)
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    tls = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    nodes = [node(*flags(tmp_path, at), *tls, *trust) for trust in (("--peer-ca", str(authority.cert)), ())]
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(one.endpoint, ca=str(authority.cert))) for one in nodes]
+
+        def active() -> bool:
+            states = [client.status().cluster for client in clients]
+            return all(state and [each.state for each in state.nodes] == ["active"] * 2 for state in states)
+
+        until(active)
+        for client in clients:
+            client.bucket_put(Bucket("corpus", f"file://{tmp_path / 'bucket'}", freshness_s=FRESH_IMMUTABLE))
+
+        for number in range(24):
+            (tmp_path / "bucket" / f"key-{number}").write_bytes(bodies["small"])
+            for client in clients:
+                assert client.get("corpus", f"key-{number}") == bodies["small"]
+        name = 'forebay_peer_read_bytes_total{bucket="corpus"}'
+        trusting, other = (client.metrics().values.get(name, 0.0) for client in clients)
+        assert trusting > 0
+        assert other == 0, "it was not told to trust the first's certificate"

@@ -1,0 +1,250 @@
+"""A cluster of Forebay nodes in a box: three members of etcd, a bucket, and nodes, each on a host of its own.
+
+    python -m bench.cluster --nodes 3 [--mbit 400]      # as root: to play with, `help` says how
+
+    with Box() as box:
+        cluster = Cluster(box, 3, up_bit_s=400e6)
+        cluster.add_bucket("corpus")
+        cluster.hosts[0].kill()                         # cut, pause, unplug, …: see `bench/box.py`
+
+Theory. Nodes are started as an operator starts them, with identities and a key by which they know each other, since
+they listen beyond loopback. `TOKEN` and `KEY_ID` of `bench/parts.py` may do anything. The box's link rates bind what
+nodes *send*: that is what a cluster is asked for, and filling it is not slowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cmd
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench.box import Box, Host
+from bench.parts import BUCKET, Node, upload_file
+from bench.servers import EtcdCluster, SeaweedFS, ServerFailed
+from forebay.client.sync import Client
+from forebay.core.errors import ForebayError
+from forebay.core.types import FRESH_IMMUTABLE, Bucket, WriteMode
+
+AGREED_TIMEOUT_S = 60.0
+LEASE_S = 10.0
+
+
+class Cluster:
+    """See the module. `hosts[n]` is where `nodes[n]` runs; closing the box ends it all."""
+
+    def __init__(self, box: Box, count: int, *, up_bit_s: float = 0, lease_s: float = LEASE_S, fronts: int = 1) -> None:
+        self.box, self._up_bit_s, self._fronts = box, up_bit_s, fronts
+        self.hosts: list[Host] = []
+        self.nodes: list[Node] = []
+        self.etcd = EtcdCluster(3)
+        for number, member in enumerate(self.etcd.members, 1):
+            box.host(f"etcd{number}").place(member)
+            member.settle()  # each is told of all
+        self.bucket = box.host("bucket").place(SeaweedFS())
+        self._key = box.dir / "peer.key"
+        self._key.write_text("a key that all nodes of this box have, and nobody else")
+        self._key.chmod(0o600)
+        self._config = box.dir / "node.toml"
+        self._config.write_text(f"lease = {lease_s}\n")
+        box.start(*self.etcd.members, self.bucket)
+        self.bucket.create_bucket(BUCKET)
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Start so many nodes more; return when all agree that all are active."""
+        etcd = ",".join(f"{host}:{port}" for host, port in self.etcd.addresses)
+        options = ("--cluster", f"etcd://{etcd}/box", "--peer-key", str(self._key), "--config", str(self._config))
+        for _ in range(count):
+            host = self.box.host(f"node{len(self.nodes) + 1}", up_bit_s=self._up_bit_s)
+            self.hosts.append(host)
+            self.nodes.append(
+                host.place(Node(fronts=self._fronts, capacity_bytes=64 << 30, signed=True, options=options))
+            )
+        self.box.start(*self.nodes[-count:])
+        self.wait_agreed()
+
+    def wait_agreed(self, nodes: Iterable[Node] = ()) -> None:
+        """Return when these nodes (by default all) say that they, and no others, are active, by one active map."""
+        wanted = list(nodes) or self.nodes
+        deadline_s = time.monotonic() + AGREED_TIMEOUT_S
+        while not _agree(wanted):
+            if time.monotonic() > deadline_s:
+                raise ServerFailed(f"{len(wanted)} nodes do not agree; the first says: {wanted[0].log_tail()}")
+            time.sleep(0.1)
+
+    def add_bucket(self, name: str, write: WriteMode = "through") -> None:
+        """The box's bucket under `name`, at every node."""
+        for node in self.nodes:
+            with node.client() as client:
+                options = self.bucket.options()
+                client.bucket_put(
+                    Bucket(name, f"s3://{BUCKET}", freshness_s=FRESH_IMMUTABLE, options=options, write=write)
+                )
+
+    def upload(self, key: str, path: Path) -> None:
+        """Put a file into the box's bucket, past the nodes."""
+        upload_file(self.bucket, key, path)
+
+
+def _agree(nodes: list[Node]) -> bool:
+    epochs = set()
+    for node in nodes:
+        try:
+            with node.client() as client:
+                state = client.status().cluster
+        except ForebayError:
+            return False
+        if state is None or not state.active or sum(one.state == "active" for one in state.nodes) != len(nodes):
+            return False
+        epochs.add(state.epoch)
+    return len(epochs) == 1
+
+
+class Shell(cmd.Cmd):
+    """What one types to a box."""
+
+    prompt = "box> "
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self.cluster = cluster
+        self.intro = (
+            "Nodes, each as `export FOREBAY_URL=…`, with FOREBAY_TOKEN=bench-token:\n"
+            + "".join(
+                f"  {node.endpoint}  {host.name}\n" for host, node in zip(cluster.hosts, cluster.nodes, strict=True)
+            )
+            + f"The bucket {BUCKET} (s3://{BUCKET} at {cluster.bucket.endpoint}) is added at each.\n"
+            "help lists what you can do to hosts; quit removes everything."
+        )
+
+    def onecmd(self, line: str) -> bool:
+        try:
+            return bool(super().onecmd(line))
+        except (KeyError, TypeError, ValueError) as error:
+            print(f"not understood ({error}): help says how")
+        except (ServerFailed, OSError) as error:
+            print(error)
+        return False
+
+    def emptyline(self) -> bool:
+        return False
+
+    def _hosts(self, line: str) -> list[Host]:
+        names = line.split()
+        if not names:
+            raise ValueError(f"name a host: {', '.join(self.cluster.box.hosts)}")
+        return [self.cluster.box.hosts[name] for name in names]
+
+    def do_cut(self, line: str) -> None:
+        """cut A B…: what A sends to B is lost, one way"""
+        first, *others = self._hosts(line)
+        first.cut(*others)
+
+    def do_mend(self, line: str) -> None:
+        """mend A B…: undo cut"""
+        first, *others = self._hosts(line)
+        first.mend(*others)
+
+    def do_unplug(self, line: str) -> None:
+        """unplug A…: nothing comes or goes"""
+        for host in self._hosts(line):
+            host.unplug()
+
+    def do_plug(self, line: str) -> None:
+        """plug A…: undo unplug"""
+        for host in self._hosts(line):
+            host.plug()
+
+    def do_pause(self, line: str) -> None:
+        """pause A…: stop all that runs there, until resume"""
+        for host in self._hosts(line):
+            host.pause()
+
+    def do_resume(self, line: str) -> None:
+        """resume A…: undo pause"""
+        for host in self._hosts(line):
+            host.resume()
+
+    def do_kill(self, line: str) -> None:
+        """kill A…: as if the machine crashed; its disks stay"""
+        for host in self._hosts(line):
+            host.kill()
+
+    def do_restart(self, line: str) -> None:
+        """restart A…: start what was killed"""
+        for host in self._hosts(line):
+            host.restart()
+
+    def do_shape(self, line: str) -> None:
+        """shape A MBIT: what its link carries each way; 0 is no limit"""
+        name, mbit = line.split()
+        rate = float(mbit) * 1e6
+        self.cluster.box.hosts[name].shape(up_bit_s=rate, down_bit_s=rate)
+
+    def do_grow(self, line: str) -> None:
+        """grow [N]: so many nodes more"""
+        self.cluster.grow(int(line or 1))
+        self.cluster.add_bucket(BUCKET)
+
+    def do_run(self, line: str) -> None:
+        """run A COMMAND…: run it on that host"""
+        name, *command = shlex.split(line)
+        done = self.cluster.box.hosts[name].run(command)
+        print(done.stdout + done.stderr, end="")
+
+    def do_status(self, line: str) -> None:
+        """status [A]: the cluster as a node knows it"""
+        host = self.cluster.box.hosts[line or self.cluster.hosts[0].name]
+        node = self.cluster.nodes[self.cluster.hosts.index(host)]
+        with node.client() as client:
+            _print_state(client)
+
+    def do_quit(self, _line: str) -> bool:
+        """quit: end and remove everything"""
+        return True
+
+    do_EOF = do_quit
+
+
+def _print_state(client: Client) -> None:
+    try:
+        state = client.status().cluster
+    except ForebayError as error:
+        print(error)
+        return
+    assert state is not None
+    print(f"map {state.epoch}, {'active' if state.active else 'preparing'} {state.trouble}")
+    for node in state.nodes:
+        print(f"  {node.node_id}  {node.address:22} {node.state:12} {node.share:6.1%}  {node.doing}")
+
+
+def main(arguments: list[str]) -> int:
+    """Make a box with a cluster, and do what is typed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cluster", description="A cluster in a box. Needs root.")
+    parser.add_argument("--nodes", type=int, default=3, help="how many nodes (default: 3)")
+    parser.add_argument(
+        "--mbit", type=float, default=0, help="what each node's link carries from it (default: no limit)"
+    )
+    parser.add_argument("--lease", type=float, default=LEASE_S, help=f"seconds of the lease (default: {LEASE_S:g})")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        with Box() as box:
+            cluster = Cluster(box, given.nodes, up_bit_s=given.mbit * 1e6, lease_s=given.lease)
+            cluster.add_bucket(BUCKET)
+            Shell(cluster).cmdloop()
+    except ServerFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
