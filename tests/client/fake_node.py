@@ -61,6 +61,7 @@ class FakeNode:
         self.answer_raw: bytes | None = None  # instead of anything HTTP
         self.fail_next: list[ForebayError] = []
         self.door: DoorAt | None = None
+        self.map: NodeMap | None = None  # None: of itself
         self.page_limit = 1000
         self.no_etag = False
         self.modified: dict[tuple[str, str], float] = {}  # of what was written here
@@ -237,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "door" if node.door is not None:
                 return self._json(node.door)
             case "map":
-                return self._json(NodeMap(1, [MapNode("n1", node.url)]))
+                return self._json(node.map or NodeMap(1, [MapNode("n1", node.url)]))
         raise NotFound(f"no such path {path}: see docs/protocol.md")
 
     def _bucket(self, name: str) -> dict[str, bytes]:

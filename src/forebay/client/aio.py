@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import CUT, Collected, Stale, copy_into
+from forebay.client.connection import CUT, Collected, Stale, copy_into, keep_alive
 from forebay.client.hinting import HintsAsync
 from forebay.client.listing import listing
 from forebay.client.many import Many
@@ -37,6 +37,7 @@ from forebay.core.messages.calls import CopyCall, JobState, JobVerb, ObjectState
 from forebay.core.messages.http1 import (
     EXPECT_BYTES_MIN,
     Chunks,
+    Endpoint,
     Head,
     Request,
     Response,
@@ -63,8 +64,10 @@ def connect(
 class _Connection:
     """One connection, one request at a time."""
 
-    def __init__(self, calling: Calling, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._calling = calling
+    def __init__(
+        self, calling: Calling, endpoint: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._calling, self.endpoint = calling, endpoint
         self._reader, self._writer = reader, writer
         self.served = 0
         self.reusable = False
@@ -92,7 +95,7 @@ class _Connection:
         except TimeoutError:
             self.close()
             raise Unavailable(
-                f"the node at {self._calling.endpoint.url} sent nothing for {self._calling.patience_s:g} s: check it "
+                f"the node at {self.endpoint.url} sent nothing for {self._calling.patience_s:g} s: check it "
                 "with `forebay status`, then try again"
             ) from None
         except BaseException:
@@ -103,7 +106,7 @@ class _Connection:
         head: Head | None = None
         sent = True
         try:
-            self._writer.write(build_request(request, self._calling.endpoint.authority, more))
+            self._writer.write(build_request(request, self.endpoint.authority, more))
             if request.body_bytes >= EXPECT_BYTES_MIN:
                 head = await self._head(request.method)
                 sent = head.status == 100
@@ -120,7 +123,7 @@ class _Connection:
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 if getattr(error, "partial", b""):
                     raise Unavailable(
-                        f"the node at {self._calling.endpoint.url} stopped in the middle of an answer: try again",
+                        f"the node at {self.endpoint.url} stopped in the middle of an answer: try again",
                         code=CUT,
                     ) from None
                 raise self._gone() from None
@@ -187,7 +190,7 @@ class _Connection:
         if self.served:
             return Stale()
         return Unavailable(
-            f"the node at {self._calling.endpoint.url} closed the connection without an answer: see its log, or run "
+            f"the node at {self.endpoint.url} closed the connection without an answer: see its log, or run "
             "`forebay doctor`",
             code=CUT,
         )
@@ -216,7 +219,7 @@ class Client:
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca)
         self._members = members.MembersCache()
-        self._idle: list[_Connection] = []
+        self._idle: dict[Endpoint, list[_Connection]] = {}
         self._closed = False
 
     @property
@@ -239,14 +242,18 @@ class Client:
     def drop(self) -> None:
         """As `aclose`, without waiting; on the client's loop."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        for connection in self._all_idle():
+            connection.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections, whose poll set the child shares."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().abandon()
+        for connection in self._all_idle():
+            connection.abandon()
+
+    def _all_idle(self) -> list[_Connection]:
+        idle, self._idle = self._idle, {}
+        return [connection for kept in idle.values() for connection in kept]
 
     async def run(self, flow: flows.Flow[T]) -> T:
         """Drive `flow` to its end; what fails is raised inside the flow, and from here."""
@@ -267,6 +274,8 @@ class Client:
         """One request, one answer."""
         if self._closed:
             raise Closed("the client is closed: make another with connect()")
+        if request.of is not None:
+            return await self.run(self._calling.owners.asked(request))
         request, more = self._calling.dress(request)
         kept = await self._take(request)
         if kept is not None:
@@ -279,15 +288,16 @@ class Client:
                         "took effect, then repeat it"
                     ) from None
         try:
-            return await self._exchange(await self._open(), request, more)
+            return await self._exchange(await self._open(request.at or self._calling.endpoint), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
     async def _take(self, request: Request) -> _Connection | None:
-        if self._idle and not request.safe_to_repeat:
+        idle = self._idle.get(request.at or self._calling.endpoint, [])
+        if idle and not request.safe_to_repeat:
             await asyncio.sleep(0)  # the loop hears of what was closed meanwhile
-        while self._idle:
-            connection = self._idle.pop()
+        while idle:
+            connection = idle.pop()
             if request.safe_to_repeat or connection.is_quiet():
                 return connection
             connection.close()
@@ -295,14 +305,14 @@ class Client:
 
     async def _exchange(self, connection: _Connection, request: Request, more: Fields) -> Response:
         response = await connection.exchange(request, more)
-        if connection.reusable and len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
-            self._idle.append(connection)
+        idle = self._idle.setdefault(connection.endpoint, [])
+        if connection.reusable and len(idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and not self._closed:
+            idle.append(connection)
         else:
             connection.close()
         return response
 
-    async def _open(self) -> _Connection:
-        endpoint = self._calling.endpoint
+    async def _open(self, endpoint: Endpoint) -> _Connection:
         context = self._calling.context() if endpoint.scheme == "https" else None
         try:
             async with asyncio.timeout(min(self._calling.patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)):
@@ -315,7 +325,8 @@ class Client:
                 "name another with the URL or FOREBAY_URL",
                 code="NoNode",
             ) from None
-        return _Connection(self._calling, reader, writer)
+        keep_alive(writer.get_extra_info("socket"))
+        return _Connection(self._calling, endpoint, reader, writer)
 
     # --- objects -----------------------------------------------------------------------------------------------------
     async def get(
@@ -372,6 +383,7 @@ class Client:
 
     def hints(self, job: str, listing: Listing) -> HintsAsync:
         """Tell the node what `job` will read; see `forebay.Client.hints`. Nothing is sent before its `future`."""
+        self._calling.owners.stay()
         return HintsAsync(self.run, job, listing)
 
     async def put(

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from forebay.client.connection import CUT, Endpoint
+from forebay.client.connection import CUT
 from forebay.client.flows import Flow, raised
 from forebay.client.many import FrameSink, Host, Many, Result
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
 from forebay.core.messages import batch
 from forebay.core.messages.batch import Item, Wanted
-from forebay.core.messages.http1 import Request, Response
+from forebay.core.messages.http1 import Endpoint, Request, Response
 from forebay.ports import clock
 
 OnError = Literal["raise", "report"]

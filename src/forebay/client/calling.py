@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.client.connection import default_trust, parse_url, trust_file
+from forebay.client.owners import Owners
 from forebay.client.saved import Saved, find
 from forebay.core import limits
 from forebay.core.errors import Invalid
@@ -49,6 +50,7 @@ class Calling:
         self._trust = trust or ((lambda: trust_file(authorities)) if authorities else default_trust)
         self.ca = ca or (None if os.environ.get("FOREBAY_CA") else saved.ca or None)  # for another process
         self._context: ssl.SSLContext | None = None
+        self.owners = Owners(self.endpoint)
 
     @property
     def token(self) -> str:

@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from forebay.core import limits
@@ -32,6 +32,7 @@ from forebay.core.errors import Corrupt, ForebayError, Invalid, Unavailable
 from forebay.core.messages.http1 import (
     EXPECT_BYTES_MIN,
     Chunks,
+    Endpoint,
     Head,
     Request,
     Response,
@@ -56,24 +57,6 @@ CUT = "Cut"  # the code of the error for a connection that ended before the whol
 
 class Stale(Exception):
     """A kept connection turned out closed before it answered anything."""
-
-
-class Endpoint(NamedTuple):
-    """Where a node listens. `base` is a path in front of every target ('' or '/x'), for nodes behind a proxy."""
-
-    scheme: str
-    host: str
-    port: int
-    base: str = ""
-
-    @property
-    def url(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.base}"
-
-    @property
-    def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 def parse_url(url: str) -> Endpoint:
@@ -438,6 +421,7 @@ def _open(endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:
             f"cannot reach a node at {endpoint.url} ({why}): check --url or FOREBAY_URL, and the network", code="NoNode"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
     if endpoint.scheme == "https":
         return _wrap(sock, endpoint, patience_s, trust)
     sock.settimeout(None)
@@ -448,6 +432,14 @@ def _open(endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:
     except OSError:  # a platform with another timeval: Python keeps the time, at the price of a poll
         sock.settimeout(patience_s)
     return sock
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice within 8 s that the other machine is gone, also while an answer is waited for."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 2)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _wrap(sock: socket.socket, endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:

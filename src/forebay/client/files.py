@@ -58,7 +58,7 @@ class _Stream:
         self._end = size_bytes
         headers = [("Range", f"bytes={start}-")] if start else []
         headers += [("If-Match", f'"{etag}"')] if etag else []
-        request = Request("GET", flows.object_target(bucket, key), tuple(headers))
+        request = Request("GET", flows.object_target(bucket, key), tuple(headers), of=(bucket, key))
         self._connection: Connection | None
         self._connection, response, self._first = client.begin(request)
         if not response.ok:

@@ -169,14 +169,14 @@ def get(
         if not member:
             raise Invalid("a member has a name: give one, or leave it out for the whole shard")
         target = with_query(target, (("member", member),))
-    request = Request("GET", target, tuple(headers), sink=sink)
+    request = Request("GET", target, tuple(headers), sink=sink, of=(bucket, key))
     response = yield from _ask(request, f"{bucket}/{key}" if member is None else f"{member!r} in {bucket}/{key}")
     return got(response), response.body
 
 
 def head(bucket: str, key: str) -> Flow[Got]:
     """What a GET would say, without the body."""
-    response = yield Request("HEAD", object_target(bucket, key))
+    response = yield Request("HEAD", object_target(bucket, key), of=(bucket, key))
     if response.status == 404:  # an answer to HEAD has no body, so it cannot say more than its status
         raise NotFound(f"{bucket}/{key} does not exist: see what does with `forebay ls {bucket}/`", code="NoSuchKey")
     if not response.ok:
@@ -212,7 +212,7 @@ def put(
     source: Source | None = None,
 ) -> Flow[Written]:
     """Make `body`, or what `source` holds, the object."""
-    request = Request("PUT", object_target(bucket, key), headers, body, source=source)
+    request = Request("PUT", object_target(bucket, key), headers, body, source=source, of=(bucket, key))
     written: Written = yield from ask_json(request, f"{bucket}/{key}", Written)
     return written
 
@@ -220,14 +220,15 @@ def put(
 def delete(bucket: str, key: str, *, etag: str = "") -> Flow[None]:
     """Delete the object; one that is not there is fine, unless `etag` is given: then only that version will do."""
     headers = (("If-Match", f'"{etag}"'),) if etag else ()
-    yield from _ask(Request("DELETE", object_target(bucket, key), headers), f"{bucket}/{key}")
+    yield from _ask(Request("DELETE", object_target(bucket, key), headers, of=(bucket, key)), f"{bucket}/{key}")
 
 
 def copy(call: CopyCall) -> Flow[Written]:
     """Copy an object inside the node."""
     target = encode_path("-/v1/copy", call.bucket, call.key)
     what = f"copying {call.source_bucket}/{call.source_key} to {call.bucket}/{call.key}"
-    written: Written = yield from ask_json(_post(target, call), what, Written)
+    request = _post(target, call)._replace(of=(call.bucket, call.key))
+    written: Written = yield from ask_json(request, what, Written)
     return written
 
 

@@ -154,6 +154,6 @@ def _append(
     headers += [("If-Match", f'"{etag}"')] if etag else []
     headers += [("If-None-Match", "*")] if only_new else []
     target = with_query(encode_path("-/v1/members", bucket, key), (("name", name),))
-    request = Request("POST", target, tuple(headers), body, source=source)
+    request = Request("POST", target, tuple(headers), body, source=source, of=(bucket, key))
     written: Written = yield from flows.ask_json(request, f"appending {name!r} to {bucket}/{key}", Written)
     return written

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -40,7 +41,7 @@ from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ObjectState, Written
-from forebay.core.messages.http1 import Request, Response
+from forebay.core.messages.http1 import Endpoint, Request, Response
 from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, ListPage, RangeSpec
@@ -69,6 +70,22 @@ def _remake(url: str, token: str | None, patience_s: float | None, ca: str | Non
     return Client(url, token=token, patience_s=patience_s, ca=ca)
 
 
+def driven(flow: flows.Flow[T], send: Callable[[Request], Response]) -> T:
+    """The result of `flow`, whose requests `send` answers."""
+    try:
+        request = next(flow)
+        while True:
+            try:
+                response = send(request)
+            except BaseException as error:
+                request = flow.throw(error)
+            else:
+                request = flow.send(response)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
 class Client:
     """A node as blocking calls. Share it between threads, fork, pickle it; close it, or use it with `with`.
 
@@ -89,7 +106,7 @@ class Client:
         self._portable = trust is None
         self.endpoint = self._calling.endpoint
         self._members = members.MembersCache()
-        self._idle: list[Connection] = []  # list.append and list.pop are atomic: threads need no lock here
+        self._idle: dict[Endpoint, list[Connection]] = {}  # list.append and list.pop are atomic: threads need no lock
         self._pid = os.getpid()
         self._closed = False
         self._door: HostDoor | None = None
@@ -105,7 +122,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Client {self.url}, {len(self._idle)} idle>"
+        return f"<Client {self.url}, {sum(map(len, self._idle.values()))} idle>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._portable:
@@ -121,8 +138,9 @@ class Client:
         """Close kept connections, and files of the host door, and stay usable."""
         if self._door is not None:
             self._door.close()
-        while self._idle:
-            self._idle.pop().close()
+        for idle in list(self._idle.values()):
+            while idle:
+                idle.pop().close()
 
     @property
     def door(self) -> HostDoor:
@@ -145,21 +163,12 @@ class Client:
     def run(self, flow: flows.Flow[T]) -> T:
         """Drive `flow` to its end and return its result. A failed request is raised inside the flow, and from here; so
         is Ctrl-C, and what a sink or a progress function raised, so that a flow can undo what it began."""
-        try:
-            request = next(flow)
-            while True:
-                try:
-                    response = self.send(request)
-                except BaseException as error:
-                    request = flow.throw(error)
-                else:
-                    request = flow.send(response)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+        return driven(flow, self.send)
 
     def send(self, request: Request) -> Response:
         """One request, one answer."""
+        if request.of is not None:
+            return self.run(self._calling.owners.asked(request))
         request, more = self._calling.dress(request)
         kept = self._take(request)
         if kept is not None:
@@ -173,7 +182,7 @@ class Client:
                     ) from None
         try:
             calling = self._calling
-            return self._exchange(Connection(self.endpoint, calling.patience_s, calling.context), request, more)
+            return self._exchange(Connection(self._at(request), calling.patience_s, calling.context), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
@@ -185,6 +194,22 @@ class Client:
     def begin(self, request: Request) -> tuple[Connection, Response, bytes]:
         """Send a GET whose body is taken from the connection as somebody asks for it (`Connection.begin`); then
         `give_back` the connection, or close it."""
+        if request.of is None:
+            return self._begin(request)
+        begun: list[tuple[Connection, Response, bytes]] = []
+
+        def send(one: Request) -> Response:
+            if one.target != request.target:
+                return self.send(one)
+            while begun:  # what an owner refused
+                self.give_back(begun.pop()[0])
+            begun.append(self._begin(one))
+            return begun[0][1]
+
+        driven(self._calling.owners.asked(request), send)
+        return begun[0]
+
+    def _begin(self, request: Request) -> tuple[Connection, Response, bytes]:
         request, more = self._calling.dress(request)
         kept = self._take(request)
         if kept is not None:
@@ -192,14 +217,18 @@ class Client:
                 return kept, *kept.begin(request, more)
             except Stale:
                 pass
-        connection = Connection(self.endpoint, self._calling.patience_s, self._calling.context)
+        connection = Connection(self._at(request), self._calling.patience_s, self._calling.context)
         return connection, *connection.begin(request, more)
+
+    def _at(self, request: Request) -> Endpoint:
+        return request.at or self.endpoint
 
     def give_back(self, connection: Connection) -> None:
         """Keep it for the next request, if it can be used again."""
-        room = len(self._idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and self._pid == os.getpid()
+        idle = self._idle.setdefault(connection.endpoint, [])
+        room = len(idle) < limits.CLIENT_IDLE_CONNECTIONS_MAX and self._pid == os.getpid()
         if connection.reusable and room and not self._closed:
-            self._idle.append(connection)
+            idle.append(connection)
         else:
             connection.close()
 
@@ -207,12 +236,13 @@ class Client:
         if self._closed:
             raise Closed("the client is closed: make another with connect()")
         if self._pid != os.getpid():  # a forked child: the sockets are the parent's
-            inherited, self._idle, self._pid = self._idle, [], os.getpid()
-            for connection in inherited:
+            inherited, self._idle, self._pid = self._idle, {}, os.getpid()
+            for connection in chain.from_iterable(inherited.values()):
                 connection.close()  # closes the child's descriptor only
+        idle = self._idle.get(self._at(request), [])
         while True:
             try:
-                connection = self._idle.pop()
+                connection = idle.pop()
             except IndexError:
                 return None
             if request.safe_to_repeat or connection.is_quiet():
@@ -416,7 +446,9 @@ class Client:
 
     def hints(self, job: str, listing: Listing) -> Hints:
         """Tell the node what `job` will read of the listing's objects: it fetches ahead, and keeps what is needed
-        soonest. Nothing is sent before its `future`. Close it when the job ends."""
+        soonest. Nothing is sent before its `future`. Close it when the job ends. From now on this client reads at its
+        own node."""
+        self._calling.owners.stay()
         return Hints(self.run, job, listing)
 
     def list_page(

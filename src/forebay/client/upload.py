@@ -214,7 +214,7 @@ def _in_parts(
     """Send the pieces that an earlier attempt has not sent, and make the object. What fails is aborted, unless it is
     `resumable` and another attempt may succeed."""
     if resumed is None:
-        begin = Request("POST", encode_path("-/v1/uploads", bucket, key), options.headers)
+        begin = Request("POST", encode_path("-/v1/uploads", bucket, key), options.headers, of=(bucket, key))
         state: UploadState = yield from flows.ask_json(begin, f"{bucket}/{key}", UploadState)
         resumed = _Sent(state.upload_id, {})
     upload_id, etags = resumed

@@ -50,10 +50,29 @@ class Source(NamedTuple):
     progress: Callable[[int], None] | None = None
 
 
+class Endpoint(NamedTuple):
+    """Where a node listens. `base` is a path in front of every target ('' or '/x'), for nodes behind a proxy."""
+
+    scheme: str
+    host: str
+    port: int
+    base: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.base}"
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
 class Request(NamedTuple):
     """One request. `target` is the path and query, already percent-encoded. With `sink`, the body of a 2xx answer goes
     there; any other body is collected into the response. What is sent is `body`, or `source` instead. `repeatable`: to
-    send it twice is as to send it once, whatever its method."""
+    send it twice is as to send it once, whatever its method. `of`: the bucket and key of the object that it reads or
+    writes. `at`: the node to ask, if it is not the client's own."""
 
     method: str
     target: str
@@ -62,6 +81,8 @@ class Request(NamedTuple):
     sink: Sink | None = None
     source: Source | None = None
     repeatable: bool = False
+    of: tuple[str, str] | None = None
+    at: Endpoint | None = None
 
     @property
     def safe_to_repeat(self) -> bool:
