@@ -80,6 +80,16 @@ def test_load_follows_weight_within_a_few_percent(weights):
         assert counts[name] / keys == pytest.approx(weight / sum(weights.values()), rel=0.04)
 
 
+def test_many_nodes_are_loaded_as_if_keys_fell_by_chance():
+    """Better than chance no hash of the key can be; chi-square, of 255 degrees of freedom: 5 deviations around 1."""
+    weights = {f"{n:016x}": 1.0 + n % 2 for n in range(256)}
+    members, keys, total = Members(weights), 12_000, sum(weights.values())
+    counts = collections.Counter(members.order("corpus", f"train/{n:08d}.tar")[0] for n in range(keys))
+    expected = {name: keys * weight / total for name, weight in weights.items()}
+    spread = sum((counts[name] - share) ** 2 / share for name, share in expected.items()) / 255
+    assert abs(spread - 1) < 5 * math.sqrt(2 / 255)
+
+
 def test_stripes_of_one_object_spread_over_members():
     members = Members([f"node-{n}" for n in range(8)])
     counts = collections.Counter(members.first("b", "one-huge-object", stripe) for stripe in range(8000))

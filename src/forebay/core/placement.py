@@ -7,7 +7,7 @@ comes takes only what it wins. Nobody is asked and nothing is stored: every node
 
 Going through slots makes the answer a table look-up: 16 bits per slot hold the winner, filled as slots are met, so a
 volume is chosen in about a microsecond however many there are. 2^20 slots leave each of 64 members 16,384 of them, a
-share within about 1 % of its weight.
+share within 2 % of its weight; of 256 members, within 5 % (docs/design/0016-placement-balance.md).
 
 The function, for other languages: xxh3_64 throughout; strings in UTF-8.
     slot(bucket, key, stripe) = xxh3_64(bucket + "/" + key, seed = stripe) >> 44
