@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from torch import nn
 
 from forebay.client.sync import Client
 from forebay.core import checkpoint as form
-from forebay.core.errors import Corrupt, Invalid, Unavailable
+from forebay.core.errors import Corrupt, Invalid, Precondition, Unavailable
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.ports import clock
 from forebay.torch import Checkpointer, RandomState
@@ -77,6 +78,75 @@ def test_a_save_that_is_larger_than_what_may_be_dirty_ends_on_all_ranks(node: No
             assert [manifest.step for manifest in checkpoints.list()] == [2, 1]
 
     ranks(tmp_path, 2, work)
+
+
+# --- who hears of a failure ------------------------------------------------------------------------------------------
+def overtaken(node: NodeProcess, place: str) -> Checkpointer:
+    """A job whose next save fails, because another one saved under its number."""
+    job = saver(node, place, every=1)
+    job.save(1, whole(1.0), wait=True)
+    with saver(node, place) as other:
+        other.save(2, whole(2.0), wait=True)
+    return job
+
+
+def test_a_save_that_failed_is_raised_by_the_next_maybe_save_once(node: NodeProcess):
+    with overtaken(node, "runs/told") as job:
+        handle = job.maybe_save(2, whole(2.0))
+        assert handle is not None
+        until(lambda: handle.done, "the save fails")
+        with pytest.raises(Precondition, match="another job saved checkpoint 2"):
+            job.maybe_save(3, whole(3.0))
+        handle = job.maybe_save(4, whole(4.0))
+        assert handle is not None, "who catches it goes on"
+        handle.durable()
+        assert [manifest.step for manifest in job.list()] == [4, 2, 1]
+
+
+def test_the_last_save_of_a_script_does_not_fail_in_silence(node: NodeProcess):
+    with pytest.raises(Precondition, match="another job"), overtaken(node, "runs/last") as job:
+        job.maybe_save(2, whole(2.0))
+    with pytest.raises(KeyError), overtaken(node, "runs/hidden") as job:
+        fail(job.maybe_save(2, whole(2.0)))
+    with overtaken(node, "runs/heard") as job:
+        handle = job.maybe_save(2, whole(2.0))
+        assert handle is not None
+        with pytest.raises(Precondition):
+            handle.durable()
+
+
+def test_all_ranks_hear_of_a_failure_at_the_same_step(node: NodeProcess, tmp_path: Path):
+    def work(rank: int) -> None:
+        with saver(node, "runs/all-told", every=1, own=("w",)) as job:
+            job.save(1, whole(1.0), wait=True)
+            if rank == 1:
+                refused = Save._put
+                Save._put = refuse  # type: ignore[method-assign, assignment]
+            steps: list[int] = []
+            with pytest.raises(Invalid, match="rank 1: this rank cannot save"):
+                saves_until_one_fails(job, steps)
+            if rank == 1:
+                Save._put = refused  # type: ignore[method-assign]
+            assert len(set(job._ranks.gather(steps[-1]))) == 1
+            handle = job.maybe_save(steps[-1] + 1, whole(0.0))
+            assert handle is not None
+            assert handle.durable().step == steps[-1] + 1
+
+    ranks(tmp_path, 2, work)
+
+
+def saves_until_one_fails(job: Checkpointer, steps: list[int]) -> None:
+    for step in itertools.count(2):
+        steps.append(step)
+        job.maybe_save(step, whole(float(step)))
+
+
+def refuse(*_: object) -> None:
+    raise Invalid("this rank cannot save")
+
+
+def fail(*_: object) -> None:
+    raise KeyError("the script's own error")
 
 
 # --- ranks and signals -----------------------------------------------------------------------------------------------
@@ -287,6 +357,31 @@ def test_nothing_is_changed_if_any_of_it_does_not_fit(node: NodeProcess):
         assert restored.absent == ["optim"]
         assert torch.equal(other.weight, model.weight)
         assert not frozen.state
+
+
+def test_the_random_state_of_another_number_of_gpus(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.get_rng_state()] * 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_there: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: set_there.append(len(states)))
+    state = {"w": torch.ones(3), "rng": RandomState()}
+    with saver(node, "runs/gpus") as checkpoints:
+        torch.manual_seed(4)
+        checkpoints.save(1, state, wait=True)
+        drawn = torch.rand(3)
+        checkpoints.restore({"w": torch.zeros(3), "rng": RandomState()})
+        assert set_there == [2]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        found = {"w": torch.zeros(3), "rng": RandomState()}
+        before = torch.get_rng_state()
+        with pytest.raises(Invalid, match="rng is of 2 GPUs, and 1 are here"):
+            checkpoints.restore(found)
+        assert found["w"].tolist() == [0.0] * 3, "refused before anything is changed"
+        assert torch.equal(torch.get_rng_state(), before)
+        checkpoints.restore(found, strict=False)
+        assert torch.equal(torch.rand(3), drawn), "the other generators are restored"
+        assert set_there == [2], "the GPUs' stay as they are"
 
 
 def test_a_tensor_of_another_dtype_is_converted_where_it_lies(node: NodeProcess):

@@ -15,6 +15,9 @@ from forebay.core.machines.flush import (
     DELAY_MAX_S,
     PROBE_BASE_S,
     PROBE_MAX_S,
+    REST_BYTES_MIN,
+    REST_MAX_S,
+    REST_S,
     SICK_AFTER,
     Asked,
     Dropped,
@@ -23,6 +26,7 @@ from forebay.core.machines.flush import (
     Failed,
     Forgot,
     Held,
+    Pressed,
     Queue,
     Released,
     Start,
@@ -170,6 +174,33 @@ def test_an_ill_backend_is_asked_by_one_flush_at_a_time_and_all_go_when_it_is_we
 
 
 # --- held, forgotten, dropped ----------------------------------------------------------------------------------------
+def test_flushes_give_way_to_a_run_of_large_writes():
+    queue, large = Queue(2), REST_BYTES_MIN
+    assert starts(queue, 0.0, Wrote("before", 1, 10, 0.0)) == ["before"]
+    assert starts(queue, 1.0, Wrote("a", 2, large, 1.0)) == []
+    assert starts(queue, 1.5, Wrote("small", 3, 10, 1.5)) == [], "what came with it waits, too"
+    assert starts(queue, 1.9, Wrote("b", 4, large, 1.9)) == []
+    assert queue.step(2.5, Ended("before", 1)) == [Wake(1.9 + REST_S)]
+    assert starts(queue, 2.6, Asked("small")) == ["small"], "somebody waits for it"
+    assert starts(queue, 1.9 + REST_S, Woke()) == ["a"]
+    assert starts(queue, 3.0, Wrote("c", 5, large, 3.0)) == []
+    assert starts(queue, 3.1, Ended("small", 3)) == []
+    assert starts(queue, 3.2, Pressed()) == ["b"], "a writer waits for room"
+    queue.check()
+
+
+def test_a_run_of_large_writes_without_end_is_not_waited_for():
+    queue, now, seq = Queue(1), 0.0, 0
+    while now < 2 * REST_MAX_S:
+        seq += 1
+        started = starts(queue, now, Wrote(f"k{seq}", seq, REST_BYTES_MIN, now))
+        assert not started or now >= REST_MAX_S
+        while started:
+            started += starts(queue, now, Ended(started.pop(), seq))
+        now += REST_S / 2
+    assert len(queue) == 0, "from then on as many as ever"
+
+
 def test_a_held_key_does_not_start_until_it_is_written_again():
     queue = Queue(1)
     write_all(queue, "ab")

@@ -10,6 +10,11 @@ DELAY_MAX_S at once if only a person can help (a refusal). A request for the key
 backend asked for. After SICK_AFTER failures in a row the backend itself counts as sick. Then only one flush at a time
 probes it, less and less often up to PROBE_MAX_S, and the first success lets all keys start again.
 
+Large writes come in runs, as a checkpoint's do, and whoever makes them waits until the disk has them. Flushes would
+take disk and cores from that. So after each of REST_BYTES_MIN or more the queue *rests* for REST_S: only what somebody
+asked for starts. A run of more than REST_MAX_S is not waited for, and a writer that must wait for flushes (`Pressed`)
+ends the rest.
+
 A key that is written again during its flush still owes. It is queued anew when that flush ends, with the age of its
 first write that the backend lacks.
 
@@ -26,6 +31,7 @@ leaves only when the backend has its latest write, or when the owner says that i
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +44,9 @@ DELAY_MAX_S = 60.0
 SICK_AFTER = 8
 PROBE_BASE_S = 0.5
 PROBE_MAX_S = 10.0
+REST_BYTES_MIN = 16 * limits.MIB  # flushing it takes the disk for long
+REST_S = 1.0  # longer than the gap between two large writes of one run, and little beside the flush of it
+REST_MAX_S = 30.0
 
 
 # --- what happens to a queue -----------------------------------------------------------------------------------------
@@ -108,11 +117,16 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressed:
+    """A writer waits until the bucket owes less."""
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """Only time has passed."""
 
 
-Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Woke
+Event = Wrote | Forgot | Asked | Held | Released | Ended | Failed | Dropped | Pressed | Woke
 
 
 # --- what a queue wants done -----------------------------------------------------------------------------------------
@@ -176,6 +190,8 @@ class Queue:
         self._counts = {Lane.FRESH: 0, Lane.AGAIN: 0}
         self._urgent_last = self._again_last = False
         self._probe_s = 0.0
+        self._large_s = self._run_s = -math.inf  # when the last large write came, and the first of its run
+        self._rests_until_s = -math.inf
 
     # --- what it is asked --------------------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -212,6 +228,8 @@ class Queue:
         """What to do after `event`: starts in order, then at most one `Wake`."""
         match event:
             case Wrote():
+                if event.size_bytes >= REST_BYTES_MIN:
+                    self._rest(now)
                 self._wrote(event)
             case Forgot(key):
                 self._held.discard(key)
@@ -237,9 +255,18 @@ class Queue:
                 self._landed(key)
                 if (owing := self._owing.get(key)) is not None:
                     self._queue(key, owing)
+            case Pressed():
+                self._rests_until_s = now
             case Woke():
                 pass
         return self._plan(now)
+
+    def _rest(self, now: float) -> None:
+        """A large write came, and others may follow."""
+        if now - self._large_s > REST_S:
+            self._run_s = now
+        self._large_s = now
+        self._rests_until_s = min(now + REST_S, self._run_s + REST_MAX_S)
 
     def _wrote(self, event: Wrote) -> None:
         key = event.key
@@ -389,7 +416,7 @@ class Queue:
                 owing.ticket = 0
                 self._queue(entry[2], owing)
         effects: list[Start | Wake] = []
-        while len(self._flying) < self._allowed(now) and (key := self._pick()) is not None:
+        while len(self._flying) < self._allowed(now) and (key := self._pick(now)) is not None:
             owing = self._owing[key]
             self._leave_lane(key, owing)
             owing.lane, owing.flying_seq = Lane.FLYING, owing.seq
@@ -403,9 +430,9 @@ class Queue:
             return self.flushes_max
         return 1 if now >= self._probe_s else 0
 
-    def _pick(self) -> str | None:
+    def _pick(self, now: float) -> str | None:
         """The key that starts next. Lanes take turns."""
-        others = self._counts[Lane.FRESH] + self._counts[Lane.AGAIN] > 0
+        others = self._counts[Lane.FRESH] + self._counts[Lane.AGAIN] > 0 and now >= self._rests_until_s
         if self._urgent and not (self._urgent_last and others):
             self._urgent_last = True
             return next(iter(self._urgent))
@@ -426,7 +453,10 @@ class Queue:
 
     def _wake_s(self, now: float) -> float | None:
         moments = [self._waiting[0][0]] if self._waiting else []
-        ready = self._urgent or self._counts[Lane.FRESH] or self._counts[Lane.AGAIN]
+        others = self._counts[Lane.FRESH] or self._counts[Lane.AGAIN]
+        ready = self._urgent or others
+        if others and now < self._rests_until_s:
+            moments.append(self._rests_until_s)
         if self.is_sick and ready and not self._flying:
             moments.append(self._probe_s)
         return max(now, min(moments)) if moments else None

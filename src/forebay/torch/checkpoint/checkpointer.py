@@ -127,10 +127,13 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and self._last is not None:
+            self._last._told = True  # what ends the job is not to be hidden
         self.close()
 
     def close(self) -> None:
-        """Wait for the save under way, and give back connections and groups. Its error stays in its handle."""
+        """Wait for the save under way, and give back connections and groups. Raises, after that, why the last save
+        failed, if nobody was told; at the end of a `with` that an error ends, it is only logged."""
         if self._closed:
             return
         self._closed = True
@@ -143,6 +146,8 @@ class Checkpointer:
                 log.warning("this run is not recorded as ended: %s", error)
         self._client.close()
         self._ranks.close()
+        if self._last is not None and self._untold():
+            self._last.durable()
 
     # --- saving ------------------------------------------------------------------------------------------------------
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> SaveHandle:
@@ -178,6 +183,7 @@ class Checkpointer:
         self._interval.saved(clock.monotonic_s(), handle.stall_s)
         work.finish(layout, self._trees(flat), alike, failed, self._ended)
         if failed is not None:
+            handle._told = True
             raise failed
         if wait:
             handle.durable()
@@ -277,13 +283,25 @@ class Checkpointer:
 
         It is time when `every` says so and the last save is done; at once after a signal of `on_signal`, and then it
         returns when the checkpoint is durable.
+
+        Raises, on all ranks and once, why the last save failed, unless its handle's `durable` did: catch
+        `ForebayError` if training shall go on without that checkpoint, and the next save comes when it is due.
         """
         urgent = self._ranks.any(self._signalled)
         if urgent:  # never the other way: a signal may come while the ranks agree
             self._signalled = True
-        if not urgent and not self._ranks.first(self._due(step)):
-            return None
+        else:
+            due, failed = self._ranks.first((self._due(step), self._untold()))
+            if failed and self._last is not None:
+                self._last.durable()  # waits where the end is not known yet, so that all ranks raise at this step
+            if failed or not due:
+                return None
         return self.save(step, state() if callable(state) else state, wait=urgent)
+
+    def _untold(self) -> bool:
+        """Whether the last save failed and nobody was told."""
+        last = self._last
+        return last is not None and last.done and last.error is not None and not last._told
 
     def _due(self, step: int) -> bool:
         if self._last is not None and not self._last.done:

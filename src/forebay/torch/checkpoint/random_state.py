@@ -24,13 +24,17 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """`Invalid` if it was saved with another number of GPUs."""
+        if differs := other_gpus(state):
+            raise Invalid(f"the random state {differs}: leave it out")
         gpus = state["cuda"]
-        if gpus and len(gpus) != torch.cuda.device_count():
-            raise Invalid(
-                f"the random state is of {len(gpus)} GPUs and {torch.cuda.device_count()} are here: leave it out"
-            )
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if gpus:
             torch.cuda.set_rng_state_all(gpus)
+
+
+def other_gpus(state: dict[str, Any]) -> str:
+    """In words, that the state was saved with another number of GPUs; empty if it was not, or with none in use."""
+    saved, here = len(state["cuda"]), torch.cuda.device_count()
+    return f"is of {saved} GPUs, and {here} are here" if saved and saved != here else ""

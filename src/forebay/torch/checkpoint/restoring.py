@@ -28,6 +28,7 @@ from forebay.checkpoint.repository import Repository
 from forebay.checkpoint.stream import READ_BYTES, Stream, by_threads
 from forebay.core.checkpoint import Entry, Index, Manifest
 from forebay.core.errors import Corrupt, Invalid
+from forebay.torch.checkpoint.random_state import RandomState, other_gpus
 from forebay.torch.checkpoint.ranks import Ranks, is_distributed, shard_of
 from forebay.torch.checkpoint.staging import bytes_of
 from forebay.torch.checkpoint.tree import dtype_name, dtype_of, rebuild
@@ -144,6 +145,10 @@ class Plan:
         if self._strict and isinstance(wanted, torch.nn.Module):
             self._compare_keys(name, tree, now)
         self.values[name] = rebuild(tree, self._tensor, now)
+        if isinstance(wanted, RandomState) and (differs := other_gpus(self.values[name])):
+            if self._strict:
+                self.differences.append(f"{name} {differs}")
+            self.values[name]["cuda"] = []  # the generators that every process has are taken
         if not _is_place_for(wanted, self.values[name]):
             self.differences.append(
                 f"{name} was saved as a {type(self.values[name]).__name__} and cannot be put into a "

@@ -65,6 +65,7 @@ class SaveHandle:
         self.manifest: Manifest | None = None
         self.staged_s = 0.0  # when the stall was over, monotonic
         self.ended_s: float | None = None  # when the save counted or failed, monotonic
+        self._told = False  # somebody was raised `error`
         self._terms = terms
         self._repository = repository
         self._ready: list[Callable[[], Any]] = []
@@ -103,6 +104,7 @@ class SaveHandle:
         if not self._ended.wait(timeout_s):
             raise Unavailable(f"{self!r} after {timeout_s:g} s: wait longer, or go on and look again later")
         if self.error is not None:
+            self._told = True
             raise self.error
         assert self.manifest is not None, "a save ends with a manifest or an error"
         if level == "bucket":

@@ -47,6 +47,7 @@ from forebay.core.machines.flush import (
     Failed,
     Forgot,
     Held,
+    Pressed,
     Queue,
     Released,
     Start,
@@ -367,6 +368,7 @@ class Flusher:
         writer = self._knock(bucket, size_bytes, answer)
         of = self._of[bucket.name]
         of.counts.waits += 1
+        self._step(bucket.name, Pressed())
         try:
             await answer
         except asyncio.CancelledError:
