@@ -16,6 +16,7 @@ from forebay.torch.checkpoint.ranks import Share
 from forebay.torch.checkpoint.staging import Arena, lay_out, stage
 from tests.checkpoint.crash_trainer import fork
 from tests.node.conftest import NodeProcess
+from tests.patience import until
 
 pytestmark = pytest.mark.real
 MIB = 1 << 20
@@ -115,6 +116,36 @@ def test_a_node_that_dies_while_it_reads_is_waited_for(node: NodeProcess, monkey
         assert found["w"].unique().tolist() == [1.0]
 
 
+def test_a_node_that_is_killed_in_the_middle_of_reading_gets_the_rest_of_the_save_later(node: NodeProcess):
+    volumes = node.dir / "node" / "volumes"
+    with saver(node, "runs/halved") as checkpoints:
+        checkpoints.save(1, state(1.0), wait=True)
+        before = set(volumes.rglob("*"))
+        handle = checkpoints.save(2, {"w": torch.full((40_000_000,), 2.0)})  # two blobs
+
+        def begun() -> bool:
+            return any(_size(path) > MIB for path in set(volumes.rglob("*")) - before)
+
+        until(lambda: begun() or handle.done, "the node has a part of a blob")
+        assert node.process is not None
+        node.process.kill()
+        node.process.wait()
+        node.start()
+        handle.durable()
+        found = {"w": torch.zeros(40_000_000)}
+        restored = checkpoints.restore(found)
+        assert restored is not None
+        assert (restored.step, restored.skipped) == (2, [])
+        assert found["w"].unique().tolist() == [2.0]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
+
+
 def test_a_blob_that_rotted_is_asked_for_over_http_and_an_older_checkpoint_is_restored(node: NodeProcess):
     """What is read from a file that nobody has compared counts only if it matches."""
     with saver(node, "runs/rotted") as checkpoints:
@@ -129,6 +160,27 @@ def test_a_blob_that_rotted_is_asked_for_over_http_and_an_older_checkpoint_is_re
         restored = checkpoints.restore(found)
         assert restored is not None
         assert found["w"].unique().tolist() == [float(restored.step)], "never a mixture"
+
+
+def test_several_threads_copy_all_of_it_also_in_a_forked_child(tmp_path: Path):
+    torch.set_num_threads(4)
+    try:
+        arena = Arena(None)
+        state = [Share(f"w{n}", torch.randn(2_000_003 + n)[3:], None, None) for n in range(9)]  # 72 MB
+
+        def copied() -> None:
+            whole = lay_out(state, None)
+            arena.prepare(whole, pinned=False)
+            stream = b"".join(bytes(filled.view()) for filled in stage(whole, arena, lambda: None))
+            for entry, share in zip(whole.entries, whole.shares, strict=True):
+                expected = share.local.numpy().tobytes()
+                assert stream[entry.offset : entry.offset + entry.size_bytes] == expected
+
+        copied()
+        _, status = os.waitpid(fork(tmp_path / "child", copied), 0)
+        assert status == 0, (tmp_path / "child.error").read_text()
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_a_forked_child_does_not_save_over_its_parents_copy(tmp_path: Path):

@@ -6,6 +6,9 @@ one blob. Where all blobs fit into the memory that may be used, the whole state 
 that sending does not take bandwidth and cores from the copy. Where they do not, blobs are sent while others wait to
 be copied, and training waits for that.
 
+Several threads copy, each the next piece that nobody has taken. torch's own copy gives each of its threads an equal
+part, and so takes as long as the one whose core somebody else uses, too.
+
 From a GPU the copies are queued on the current stream into pinned memory. What the training queues after them waits
 for them on the device, so `save` may return before they are done; whoever sends waits for the event. This has never
 run on a GPU.
@@ -21,9 +24,12 @@ the event of its last copy and its release.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +42,8 @@ from forebay.torch.checkpoint.ranks import Share
 from forebay.torch.checkpoint.tree import dtype_name
 
 BUFFERS_MIN = 2  # one is filled while another is sent
+CUT_BYTES = 4 << 20  # that a thread copies at once
+COPIERS = 8  # more threads than this find no more bandwidth
 
 
 class Layout(NamedTuple):
@@ -106,6 +114,7 @@ class Arena:
         self._buffer_bytes = 0
         self._made = 0
         self._pid = os.getpid()
+        self._helpers: ThreadPoolExecutor | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -121,6 +130,8 @@ class Arena:
         if inherited or self._buffer_bytes < size or self._buffer_bytes > 2 * size or self._made > wanted:
             self._pid = os.getpid()
             self._free, self._made, self._buffer_bytes = queue.SimpleQueue(), 0, size
+        if inherited:  # its threads are the parent's
+            self._helpers = None
         while self._made < wanted:
             self._free.put(_buffer(self._buffer_bytes, pinned))
             self._made += 1
@@ -135,6 +146,28 @@ class Arena:
 
     def give(self, buffer: Buffer) -> None:
         self._free.put(buffer)
+
+    def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy the second of each pair to the first: bytes in a row, in this machine's memory."""
+        cuts = [
+            (to.data_ptr() + at, source.data_ptr() + at, min(CUT_BYTES, to.numel() - at))
+            for to, source in copies
+            for at in range(0, to.numel(), CUT_BYTES)
+        ]
+        numbers = itertools.count()
+
+        def work() -> None:
+            while (number := next(numbers)) < len(cuts):
+                ctypes.memmove(*cuts[number])
+
+        helpers = min(torch.get_num_threads(), COPIERS, len(cuts)) - 1
+        if helpers > 0 and self._helpers is None:
+            self._helpers = ThreadPoolExecutor(COPIERS - 1, thread_name_prefix="checkpoint-copy")
+        begun = [self._helpers.submit(work) for _ in range(helpers)] if self._helpers is not None else []
+        work()
+        for each in begun:
+            if not each.cancel():  # it runs, perhaps in its last piece
+                each.result()
 
 
 def _buffer(size_bytes: int, pinned: bool) -> Buffer:
@@ -155,19 +188,23 @@ def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterat
         taken = arena.take(when_none)
         buffer = taken.tensor
         begin, size_bytes = blob * layout.blob_bytes, layout.blob_size(blob)
-        filled, devices = 0, set()
+        filled, devices, copied = 0, set(), []
         while pending is not None and pending.start < begin + size_bytes:
             start, source = pending
             here = min(begin + size_bytes - start, source.numel())
             at = start - begin
             buffer[filled:at].zero_()
-            buffer[at : at + here].copy_(source[:here], non_blocking=source.is_cuda)
-            filled = at + here
+            if source.device.type == "cpu" and type(source) is torch.Tensor:  # what is made of tensors copies itself
+                copied.append((buffer[at : at + here], source[:here]))
+            else:
+                buffer[at : at + here].copy_(source[:here], non_blocking=source.is_cuda)
             if source.is_cuda:
                 devices.add(source.device)
+            filled = at + here
             rest = source[here:]
             pending = _Copy(start + here, rest) if rest.numel() else next(copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
+        arena.copy(copied)
         yield Filled(blob, taken, size_bytes, _event(devices))
 
 
