@@ -80,6 +80,33 @@ def test_a_save_that_is_larger_than_what_may_be_dirty_ends_on_all_ranks(node: No
     ranks(tmp_path, 2, work)
 
 
+def test_saves_wait_for_a_bucket_that_is_away_once_it_owes_all_it_may(node: NodeProcess):
+    folder = node.dir / "owing"
+    folder.mkdir()
+    body = {"name": "owing", "url": f"file://{folder}", "write": "back", "dirty_bytes_max": 5_000_000}
+    node.json("PUT", "buckets/owing", body)
+    with saver(node, "owing/run", every=1) as checkpoints:
+        checkpoints.save(1, whole(1.0), wait=True).durable("bucket")
+        folder.rename(folder.with_name("owing-away"))
+        handle = None
+        try:
+            for step in itertools.count(2):
+                handle = checkpoints.maybe_save(step, whole(float(step))) or handle
+                assert handle is not None
+                waits = checkpoints._client.metrics().values.get('forebay_write_waits_total{bucket="owing"}', 0)
+                if waits and not handle.done:
+                    break
+            assert handle.step > 2, "what fits counts although the bucket is away"
+            assert "bytes sent" in repr(handle)
+            assert checkpoints.maybe_save(10**6, whole(0.0)) is None, "training goes on, and nothing piles up"
+        finally:
+            folder.with_name("owing-away").rename(folder)
+        assert handle.durable("bucket").step == handle.step
+        found = whole(0.0)
+        assert checkpoints.restore(found) is not None
+        assert found["w"].unique().tolist() == [float(handle.step)]
+
+
 # --- who hears of a failure ------------------------------------------------------------------------------------------
 def overtaken(node: NodeProcess, place: str) -> Checkpointer:
     """A job whose next save fails, because another one saved under its number."""
