@@ -599,6 +599,22 @@ ROWS: tuple[Row, ...] = (
         peer="direct",
     ),
     Row(
+        "checkpoint-shape",
+        "checkpoint",
+        "8 processes save 1.05 GiB and sync, 8 others load it from the disk",
+        "bench.rows.checkpoint_shape:shape",
+        (Objects("state", 1_127_428_915, 1),),
+        (STATE_QUICK,),
+        goals={
+            "save / raw": at_least(0.9),
+            "load / raw": at_least(0.9),
+            "save / s3torchconnector": at_least(1.0),
+            "load / s3torchconnector": at_least(1.0),
+        },
+        rounds=10,
+        peer="best peer",
+    ),
+    Row(
         "dcp",
         "checkpoint",
         "torch.distributed.checkpoint, 1 GB in 20 tensors, synced",
