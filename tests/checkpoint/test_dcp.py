@@ -27,6 +27,7 @@ from forebay.torch import Checkpointer, RandomState, StorageReader, StorageWrite
 from forebay.torch.checkpoint import dcp_reader, dcp_writer
 from forebay.torch.checkpoint.dcp import named, pickle_of, plain_of
 from tests.node.conftest import NodeProcess
+from tests.patience import until
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -55,6 +56,11 @@ def load(node: NodeProcess, place: str, state: dict[str, Any], **more: Any) -> N
 def client(node: NodeProcess) -> Iterator[Client]:
     with Client(node.endpoint) as client:
         yield client
+
+
+def flush(client: Client) -> None:
+    job = client.start_job("flush", "runs")
+    until(lambda: client.job(job.job).state == "done", "what is owed is flushed")
 
 
 def manifests(client: Client, place: str) -> list[form.Manifest]:
@@ -196,6 +202,7 @@ def test_each_reads_what_the_other_saved(node: NodeProcess):
 def test_a_save_to_an_id_that_has_one_is_a_newer_one_and_nothing_is_lost_before(node: NodeProcess, client: Client):
     writer = StorageWriter("runs/again", url=node.endpoint, keep=3)
     for number, place in enumerate(["runs/again/step-100", "step-100", "200", "runs/again/step-100"]):
+        flush(client)  # one that the bucket has stays, however many are newer
         dcp.save({"number": number, "w": torch.full((10,), float(number))}, checkpoint_id=place, storage_writer=writer)
     found = manifests(client, "runs/again")
     assert [(each.sequence, each.step) for each in found] == [(4, 100), (3, 200), (2, 100)]
