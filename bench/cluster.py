@@ -18,16 +18,19 @@ import argparse
 import cmd
 import shlex
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.box import Box, Host
+from bench.load import LoadFailed
 from bench.parts import BUCKET, Node, upload_file
-from bench.servers import EtcdCluster, SeaweedFS, ServerFailed
+from bench.servers import EtcdCluster, SeaweedFS, Server, ServerFailed, find_program
 from forebay.client.sync import Client
 from forebay.core.errors import ForebayError
+from forebay.core.placement import Members
 from forebay.core.types import FRESH_IMMUTABLE, Bucket, WriteMode
 
 AGREED_TIMEOUT_S = 60.0
@@ -65,7 +68,7 @@ class Cluster:
             self.nodes.append(
                 host.place(Node(fronts=self._fronts, capacity_bytes=64 << 30, signed=True, options=options))
             )
-        self.box.start(*self.nodes[-count:])
+        self.box.start(*self.nodes[len(self.nodes) - count :])
         self.wait_agreed()
 
     def wait_agreed(self, nodes: Iterable[Node] = ()) -> None:
@@ -86,6 +89,32 @@ class Cluster:
                     Bucket(name, f"s3://{BUCKET}", freshness_s=FRESH_IMMUTABLE, options=options, write=write)
                 )
 
+    def balanced(self, name: str, count: int) -> list[list[str]]:
+        """The first `count` of the keys `name/0…` for each node that owns them: as even as the shares of 10^5 keys."""
+        with self.nodes[0].client() as client:
+            nodes = client.node_map().nodes
+        members = Members({node.node_id: node.weight for node in nodes})
+        at = {node.node_id: [one.endpoint for one in self.nodes].index(node.endpoint) for node in nodes}
+        found: list[list[str]] = [[] for _ in self.nodes]
+        number = 0
+        while any(len(keys) < count for keys in found):
+            key = f"{name}/{number:05d}"
+            own = found[at[members.first(BUCKET, key)]]
+            if len(own) < count:
+                own.append(key)
+            number += 1
+        return found
+
+    def warm(self, number: int, keys: Sequence[str]) -> None:
+        """Return when a node has all of these."""
+        with self.nodes[number].client() as client:
+            job = client.start_job("prefetch", BUCKET, keys=tuple(keys))
+            while job.state == "running":
+                time.sleep(0.05)
+                job = client.job(job.job)
+        if job.state != "done" or job.units_failed:
+            raise LoadFailed(f"prefetch ended {job.state}: {'; '.join(job.errors)}")
+
     def upload(self, key: str, path: Path) -> None:
         """Put a file into the box's bucket, past the nodes."""
         upload_file(self.bucket, key, path)
@@ -103,6 +132,62 @@ def _agree(nodes: list[Node]) -> bool:
             return False
         epochs.add(state.epoch)
     return len(epochs) == 1
+
+
+class WeedPart(Server):
+    """One server of a distributed SeaweedFS: `command` and flags by `{own}`, `{grpc}` and `{dir}`."""
+
+    name = "seaweedfs"
+    ports_wanted = 2
+    stop_signals = (signal.SIGKILL,)
+
+    def __init__(self, verb: str, *flags: str) -> None:
+        super().__init__()
+        self._verb, self._flags = verb, flags
+
+    @property
+    def address(self) -> str:
+        """As the others name it: HOST:PORT.GRPCPORT."""
+        return f"{self.host}:{self.ports[0]}.{self.ports[1]}"
+
+    def command(self) -> list[str]:
+        place = ["-ip.bind=" + self.host, f"-port={self.ports[0]}", f"-port.grpc={self.ports[1]}"]
+        named = [] if self._verb == "s3" else ["-ip=" + self.host]
+        flags = [flag.replace("{dir}", str(self.dir)) for flag in self._flags]
+        return [find_program("weed"), f"-logdir={self.dir}", "-v=0", self._verb, *named, *place, *flags]
+
+    def is_ready(self) -> bool:
+        with socket.create_connection((self.host, self.ports[0]), timeout=5):
+            return True
+
+
+class WeedCluster:
+    """SeaweedFS on `count` hosts with links as nodes have them: a volume server and an S3 gateway on each. Master and
+    filer are on a host of their own, which no link slows."""
+
+    def __init__(self, box: Box, count: int, *, up_bit_s: float = 0) -> None:
+        centre = box.host("weed")
+        master = centre.place(
+            WeedPart("master", "-mdir={dir}", "-volumeSizeLimitMB=1024", "-telemetry=false", "-electionTimeout=1s")
+        )
+        box.start(master)
+        filer = centre.place(
+            WeedPart("filer", f"-master={master.address}", "-defaultStoreDir={dir}", "-localSocket={dir}/f")
+        )
+        self.hosts = [box.host(f"weed{number + 1}", up_bit_s=up_bit_s) for number in range(count)]
+        volumes = [
+            host.place(WeedPart("volume", f"-master={master.address}", "-dir={dir}", "-max=100", "-minFreeSpace=1"))
+            for host in self.hosts
+        ]
+        box.start(filer, *volumes)
+        off = ("-port.iceberg=0", "-port.lance=0", "-localSocket={dir}/s")
+        self.gateways = [host.place(WeedPart("s3", f"-filer={filer.address}", *off)) for host in self.hosts]
+        box.start(*self.gateways)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Of the gateways."""
+        return [f"http://{gateway.host}:{gateway.ports[0]}" for gateway in self.gateways]
 
 
 class Shell(cmd.Cmd):

@@ -146,6 +146,7 @@ MANY_QUICK = Objects("many-few", 100, 20_000)
 
 WAN = Link(200 * MB, 0.020)
 LAN = Link(200 * MB)
+NODE_LINK = Link(50 * MB)  # of each node in a box: four of them are what two cores can send beside all else
 
 
 def _samples(name: str, objects: Objects, what: str, near: float, far: float) -> Row:
@@ -343,6 +344,76 @@ ROWS: tuple[Row, ...] = (
         epochs=8,
         cache_bytes=256 * MIB,
         quick_cache_bytes=32 * MIB,
+        peer="limit",
+    ),
+    Row(
+        "nodes-warm",
+        "scale",
+        "four clients read 10 MiB objects from 1, 2 and 4 nodes, warm, each client at owners directly",
+        "bench.rows.many_nodes:aggregate",
+        (Objects("nodes", 10 * MIB, 8),),  # for each node
+        (Objects("nodes", MIB, 4),),
+        NODE_LINK,
+        {"of the links": at_least(0.95), "of SeaweedFS": REPORTED, "node spread": at_most(0.05)},
+        seconds=8.0,
+        peer="limit",
+    ),
+    Row(
+        "nodes-1g",
+        "scale",
+        "one 1 GiB object read by one client with a fast link from 4 nodes, warm",
+        "bench.rows.many_nodes:large",
+        (HUGE,),
+        (HUGE_QUICK,),
+        NODE_LINK,
+        {"rate": at_least(0.9)},
+        peer="limit",
+    ),
+    Row(
+        "nodes-relay",
+        "scale",
+        "10 MiB objects through a node that does not own them and has none; its CPU without a link's limit",
+        "bench.rows.many_nodes:through",
+        (Objects("relay", 10 * MIB, 16),),
+        (Objects("relay", MIB, 8),),
+        NODE_LINK,
+        {"rate": at_least(0.9), "CPU": at_most(2.0)},
+        peer="limit",
+    ),
+    Row(
+        "nodes-cold",
+        "scale",
+        "4 nodes read one cold object at once; a fifth that comes reads what they have",
+        "bench.rows.many_nodes:cold",
+        (Objects("cold", 256 * MIB, 1), Objects("joined", 4 * MIB, 64)),
+        (Objects("cold", 16 * MIB, 1), Objects("joined", MIB, 8)),
+        goals={"once": at_most(1.02), "joined": at_most(0.001, "0 backend bytes")},
+        peer="limit",
+    ),
+    Row(
+        "nodes-crash",
+        "scale",
+        "a machine of 4 goes away without a word while clients read; lease 10 s",
+        "bench.rows.many_nodes:crash",
+        (Objects("crash", MIB, 16),),
+        (Objects("crash", MIB, 4),),
+        goals={
+            "works again": at_most(12.0, "≤ lease + 2 s"),
+            "others": at_most(2.0, "never stop"),
+            "failed": at_most(0),
+        },
+        peer="limit",
+    ),
+    Row(
+        "placement-256",
+        "scale",
+        "a million keys on 256 nodes of two sizes: how far a node's load is from its weight",
+        "bench.rows.many_nodes:placement",
+        (Objects("placed", 1, 1_000_000),),
+        (Objects("placed", 1, 20_000),),
+        goals={"load": at_most(0.03), "drawn": REPORTED, "moved": at_most(0)},
+        rounds=1,
+        epochs=1,  # nothing in it differs from run to run
         peer="limit",
     ),
     Row(

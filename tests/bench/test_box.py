@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from bench import box as boxes
 from bench import load
 from bench.box import Box, Host, NoBox, cut_off
 from bench.cluster import Cluster, Shell
+from bench.rows.many_nodes import Reading, longest_gap
 from bench.servers import MissingProgram, Nginx, ServerFailed
 from tests.patience import until
 
@@ -100,6 +102,25 @@ def test_a_link_has_its_rate(box: Box, root: Path) -> None:
     with load.Reader(server.url) as reader:
         assert reader.get("/large").bytes_per_s < 40e6 / 8 * 1.2  # the burst is for free
     assert web.carried()[0] > 3 << 20
+
+
+def test_readers_in_the_box_say_what_they_saw(box: Box, root: Path) -> None:
+    web, client = box.host("web"), box.host("client")
+    server = web.place(Nginx(root))
+    box.start(server)
+    how = ("--http", server.url, "--at-once", "2")
+    reads, errors = Reading(client, ["/file"] * 5, *how, "--once").end()
+    assert len(reads) == 5
+    assert not errors
+    reading = Reading(client, ["/file", "/nothing"], *how)
+    sent = web.carried()[0]
+    until(lambda: web.carried()[0] > sent + 20_000)
+    reads, errors = reading.end()
+    assert {key for _, _, key in reads} == {"/file"}
+    assert {key for _, key, _ in errors} == {"/nothing"}
+    ends = [end for _, end, _ in reads]
+    assert 0 < longest_gap(ends, min(ends)) <= max(ends) - min(ends)
+    assert longest_gap(ends, max(ends) + 1) == math.inf
 
 
 def test_what_a_killed_harness_leaves_the_next_one_removes(box: Box, root: Path) -> None:

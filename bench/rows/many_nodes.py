@@ -1,0 +1,408 @@
+"""Rows of many nodes, in the box (`bench/box.py`): links bind what nodes send, and are what is compared with.
+
+What clients received is counted at their links, headers included (frames are of 9,000 bytes: 1 %). The rate of a link
+counts them too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench import load
+from bench.box import Box, Host
+from bench.cluster import Cluster, WeedCluster
+from bench.parts import BUCKET, Lab, Node
+from bench.report import Result
+from bench.servers import Nginx, find_program
+from bench.stats import bounded, compared
+from bench.workloads import MIB, Row
+from forebay.core.placement import Members
+
+CLIENTS = 4
+AT_ONCE = 24  # of each client: with fewer, by chance nobody asks a node now and then
+SETTLE_S = 3.0  # until all links are full
+TICKS_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def _link_bit_s(row: Row) -> float:
+    return row.link.rate_bytes_s * 8
+
+
+class Reading:
+    """A `bench/box_reader.py` on a host."""
+
+    def __init__(self, host: Host, keys: Sequence[str], *arguments: str) -> None:
+        command = [find_program("setpriv"), "--pdeathsig", "KILL", "--", *host.within]
+        command += [sys.executable, "-m", "bench.box_reader", *arguments]
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(keys)) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> tuple[list[tuple[float, float, str]], list[tuple[float, str, str]]]:
+        """Reads and errors, after the end."""
+        said, _ = self._process.communicate(timeout=300)
+        if self._process.returncode:
+            raise load.LoadFailed("a reader in the box failed: its message is above")
+        found = json.loads(said)
+        return [tuple(read) for read in found["reads"]], [tuple(error) for error in found["errors"]]
+
+
+def _random_file(lab: Lab, size_bytes: int) -> Path:
+    path = lab.dir / f"box-{size_bytes}"
+    if not path.exists():
+        path.write_bytes(random.randbytes(size_bytes))
+    return path
+
+
+def _upload(cluster: Cluster, keys: Sequence[str], path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: cluster.upload(key, path), keys))
+
+
+# --- all clients, all nodes ------------------------------------------------------------------------------------------
+def aggregate(lab: Lab, row: Row) -> Result:
+    """What four clients get of one, two and four nodes, and of SeaweedFS on as many hosts."""
+    (objects,) = row.quick if lab.quick else row.objects
+    path = _random_file(lab, objects.size_bytes)
+    sizes = (1, 2) if lab.quick else (1, 2, 4)
+    rounds = 1 if lab.quick else row.rounds
+    rates: dict[str, list[float]] = {}
+    spreads: list[float] = []
+    with Box() as box:
+        clients = [box.host(f"client{number + 1}") for number in range(CLIENTS)]
+        cluster = Cluster(box, 1, up_bit_s=_link_bit_s(row))
+        uploaded: set[str] = set()
+        for size in sizes:
+            cluster.grow(size - len(cluster.nodes))
+            cluster.add_bucket(BUCKET)
+            owned = cluster.balanced(objects.name, objects.count)
+            keys = [key for own in owned for key in own]
+            _upload(cluster, [key for key in keys if key not in uploaded], path)
+            uploaded.update(keys)
+            for number, own in enumerate(owned):
+                cluster.warm(number, own)
+            for turn in range(rounds):
+                sdk = [
+                    ["--sdk", cluster.nodes[(turn + at) % size].endpoint, "--bucket", BUCKET] for at in range(CLIENTS)
+                ]
+                rate, spread = _received(clients, sdk, keys, cluster.hosts, row.seconds)
+                rates.setdefault(f"{size} nodes", []).append(rate)
+                spreads.append(spread)
+    for size in sizes:
+        with Box() as box:
+            clients = [box.host(f"client{number + 1}") for number in range(CLIENTS)]
+            weed = WeedCluster(box, size, up_bit_s=_link_bit_s(row))
+            paths = _fill_weed(weed, path, size * objects.count)
+            http = [["--http", *weed.endpoints]] * CLIENTS
+            for _ in range(rounds):
+                rate, _spread = _received(clients, http, paths, weed.hosts, row.seconds)
+                rates.setdefault(f"weed {size}", []).append(rate)
+    measures = []
+    for size in sizes:
+        ours, links = rates[f"{size} nodes"], [size * row.link.rate_bytes_s] * rounds
+        measures.append(compared(f"{size} nodes / links", "B/s", row.goals["of the links"], ours, links, "links"))
+        measures.append(
+            compared(
+                f"{size} nodes / SeaweedFS", "B/s", row.goals["of SeaweedFS"], ours, rates[f"weed {size}"], "seaweedfs"
+            )
+        )
+    measures.append(bounded("node spread", "", row.goals["node spread"], spreads))
+    return Result(row, tuple(measures))
+
+
+def _received(
+    clients: Sequence[Host],
+    arguments: Sequence[Sequence[str]],
+    keys: Sequence[str],
+    senders: Sequence[Host],
+    seconds: float,
+) -> tuple[float, float]:
+    """Bytes a second that all clients received together, and how much the senders differ, over their mean."""
+    readings = [
+        Reading(host, keys, *how, "--at-once", str(AT_ONCE), "--seed", str(number))
+        for number, (host, how) in enumerate(zip(clients, arguments, strict=True))
+    ]
+    floor = sum(host.carried()[1] for host in clients)
+    while sum(host.carried()[1] for host in clients) - floor < len(senders) * MIB:
+        time.sleep(0.1)  # until they read at all
+    time.sleep(SETTLE_S)
+    began, before = time.monotonic(), [host.carried()[1] for host in clients]
+    sent = [host.carried()[0] for host in senders]
+    time.sleep(seconds)
+    took, after = time.monotonic() - began, [host.carried()[1] for host in clients]
+    shares = [host.carried()[0] - then for host, then in zip(senders, sent, strict=True)]
+    errors = [error for reading in readings for error in reading.end()[1]]
+    if errors:
+        raise load.LoadFailed(f"{len(errors)} reads failed, the first: {errors[0]}")
+    return (sum(after) - sum(before)) / took, (max(shares) - min(shares)) * len(shares) / sum(shares)
+
+
+def _fill_weed(weed: WeedCluster, path: Path, count: int) -> list[str]:
+    """Paths of so many objects."""
+
+    def put(target: str, file: str = "") -> None:
+        how = ["-T", file] if file else ["-X", "PUT"]
+        done = subprocess.run(["curl", "-sf", *how, target], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise load.LoadFailed(f"SeaweedFS refused {target}: {done.stderr}")
+
+    endpoint = weed.endpoints[0]
+    put(f"{endpoint}/{BUCKET}")
+    paths = [f"/{BUCKET}/{number:05d}" for number in range(count)]
+    for number, one in enumerate(paths):
+        put(weed.endpoints[number % len(weed.endpoints)] + one, str(path))
+    return paths
+
+
+# --- one large object ------------------------------------------------------------------------------------------------
+def large(lab: Lab, row: Row) -> Result:
+    """One object, one client with a fast link, four nodes."""
+    (objects,) = row.quick if lab.quick else row.objects
+    count = 2 if lab.quick else 4
+    rates = []
+    with Box() as box:
+        client = box.host("client")
+        cluster = Cluster(box, count, up_bit_s=_link_bit_s(row))
+        cluster.add_bucket(BUCKET)
+        cluster.upload("large", _random_file(lab, objects.size_bytes))
+        owner = next(number for number, own in enumerate(cluster.balanced("large", 1)) if own)
+        with cluster.nodes[owner].client() as asked:
+            asked.get_many([(BUCKET, "large", 0, 1)])
+        for number in range(count):
+            cluster.warm(number, ["large"])
+        for _ in range(1 if lab.quick else row.rounds):
+            reading = Reading(client, ["large"], "--sdk", cluster.nodes[0].endpoint, "--bucket", BUCKET, "--once")
+            reads, errors = reading.end()
+            if errors:
+                raise load.LoadFailed(str(errors[0]))
+            rates.append(objects.size_bytes / (reads[0][1] - reads[0][0]))
+    links = [count * row.link.rate_bytes_s] * len(rates)
+    note = (
+        "an object lives whole at its home, so one link carries it: stripes (64 MiB, spread over nodes) are not built"
+    )
+    return Result(row, (compared("rate", "B/s", row.goals["rate"], rates, links, "links"),), notes=(note,))
+
+
+# --- through another node --------------------------------------------------------------------------------------------
+class _Relay(Nginx):
+    """nginx that passes on what `upstream` serves, and keeps nothing."""
+
+    def __init__(self, upstream: str) -> None:
+        super().__init__(Path())
+        self._upstream = upstream
+
+    def command(self) -> list[str]:
+        command = super().command()
+        config = self.dir / "nginx.conf"
+        head, _, _ = config.read_text().partition("    server {")
+        config.write_text(
+            f"{head}\n    access_log off; proxy_http_version 1.1; proxy_set_header Connection '';\n"
+            "    proxy_buffers 16 64k; proxy_buffer_size 64k; proxy_busy_buffers_size 256k;\n"
+            "    proxy_max_temp_file_size 0;\n"
+            f"    upstream owner {{ server {self._upstream.removeprefix('http://')}; keepalive 32; }}\n"
+            f"    server {{ listen {self.host}:{self.ports[0]}; location / {{ proxy_pass http://owner; }} }}\n}}\n"
+        )
+        return command
+
+
+def through(lab: Lab, row: Row) -> Result:
+    """Reads through a node that has nothing of what another owns, and what that costs it."""
+    (objects,) = row.quick if lab.quick else row.objects
+    ours, owners, ours_cpu, nginx_cpu = [], [], [], []
+    with Box() as box:
+        client = box.host("client")
+        cluster = Cluster(box, 2, up_bit_s=_link_bit_s(row))
+        cluster.add_bucket(BUCKET)
+        keys = cluster.balanced(objects.name, objects.count)[0]
+        _upload(cluster, keys, _random_file(lab, objects.size_bytes))
+        cluster.warm(0, keys)
+        relay = cluster.hosts[1].place(_Relay(cluster.nodes[0].endpoint))
+        box.start(relay)
+        paths = [f"/-/v1/objects/{BUCKET}/{key}" for key in keys]
+
+        def rate(endpoint: str) -> float:
+            reads, errors = Reading(client, paths, "--http", endpoint, "--at-once", "4", "--once").end()
+            if errors:
+                raise load.LoadFailed(str(errors[0]))
+            took = max(end for _, end, _ in reads) - min(begin for begin, _, _ in reads)
+            return objects.size_bytes * len(reads) / took
+
+        def forget() -> None:
+            with cluster.nodes[1].client() as asked:
+                job = asked.start_job("evict", BUCKET, keys=tuple(keys))
+                while asked.job(job.job).state == "running":
+                    time.sleep(0.05)
+
+        for shaped in (True, False):
+            if not shaped:
+                for host in cluster.hosts:
+                    host.shape()
+            for _ in range(1 if lab.quick else row.rounds):
+                forget()
+                before, told = _cpu_s(cluster.nodes[1]), cluster.nodes[1].counter("forebay_peer_read_bytes_total")
+                got = rate(cluster.nodes[1].endpoint)
+                told = cluster.nodes[1].counter("forebay_peer_read_bytes_total") - told
+                if told < 0.99 * objects.size_bytes * len(keys):
+                    raise load.LoadFailed(f"only {told:.0f} bytes came from the owner")
+                if shaped:
+                    ours.append(got)
+                    owners.append(rate(cluster.nodes[0].endpoint))
+                    continue
+                gigabytes = objects.size_bytes * len(keys) / 1e9
+                ours_cpu.append((_cpu_s(cluster.nodes[1]) - before) / gigabytes)
+                before = _cpu_s_of(relay.pid)
+                rate(relay.url)
+                nginx_cpu.append((_cpu_s_of(relay.pid) - before) / gigabytes)
+    return Result(
+        row,
+        (
+            compared("rate / the owner's", "B/s", row.goals["rate"], ours, owners, "owner"),
+            compared("CPU of a GB / nginx", "s/GB", row.goals["CPU"], ours_cpu, nginx_cpu, "nginx"),
+        ),
+        notes=(
+            "the node keeps what it passes on (hashed, in a file) and serves it itself the next time; nginx does not",
+        ),
+    )
+
+
+def _cpu_s(node: Node) -> float:
+    return sum(_cpu_s_of(pid) for pid in node.processes())
+
+
+def _cpu_s_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICKS_S
+
+
+# --- what the backend sends ------------------------------------------------------------------------------------------
+def cold(lab: Lab, row: Row) -> Result:
+    """What the bucket sends when all nodes read one object at once, and when one that came reads what others have."""
+    one, many = row.quick if lab.quick else row.objects
+    count = 2 if lab.quick else 4
+    once = []
+    with Box() as box:
+        cluster = Cluster(box, count)
+        cluster.add_bucket(BUCKET)
+        source = box.hosts["bucket"]
+        keys = [one.key(turn) for turn in range(1 if lab.quick else row.rounds)]
+        _upload(cluster, keys, _random_file(lab, one.size_bytes))
+        for key in keys:
+            before = source.carried()[0]
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(lambda number, key=key: cluster.warm(number, [key]), range(count)))
+            once.append((source.carried()[0] - before) / one.size_bytes)
+        keys = [many.key(number) for number in range(many.count)]
+        _upload(cluster, keys, _random_file(lab, many.size_bytes))
+        cluster.warm(0, keys)
+        cluster.grow(1)
+        cluster.add_bucket(BUCKET)
+        own = set(cluster.balanced(many.name, many.count)[count]) & set(keys)
+        before = source.carried()[0]
+        cluster.warm(count, keys)
+        joined = (source.carried()[0] - before) / many.bytes_total
+    return Result(
+        row,
+        (
+            bounded("all read it at once: bucket's bytes / object", "", row.goals["once"], once),
+            bounded("after a join: bucket's bytes / data", "", row.goals["joined"], [joined]),
+        ),
+        notes=(
+            "counted at the bucket's link, the heads of every answer included",
+            f"of {many.count} objects {len(own)} became the newcomer's own: a home asks nobody but the bucket",
+        ),
+    )
+
+
+# --- a crash ---------------------------------------------------------------------------------------------------------
+def crash(lab: Lab, row: Row) -> Result:
+    """A machine of four goes away, without a word, while clients read."""
+    (objects,) = row.quick if lab.quick else row.objects
+    count, lease_s = (3, 3.0) if lab.quick else (4, 10.0)
+    waited, others, failed, notes = [], [], [], []
+    for _ in range(1 if lab.quick else row.rounds):
+        with Box() as box:
+            clients = [box.host(f"client{number}") for number in range(2)]
+            cluster = Cluster(box, count, lease_s=lease_s)
+            cluster.add_bucket(BUCKET)
+            owned = cluster.balanced(objects.name, objects.count)
+            _upload(cluster, [key for own in owned for key in own], _random_file(lab, objects.size_bytes))
+            for number, own in enumerate(owned):
+                cluster.warm(number, own)
+            lost, kept = owned[-1], [key for own in owned[:-1] for key in own]
+            how = ("--sdk", cluster.nodes[0].endpoint, "--bucket", BUCKET, "--at-once", "4")
+            readings = [Reading(host, keys, *how) for host, keys in zip(clients, (lost, kept), strict=True)]
+            time.sleep(2 * SETTLE_S)
+            cluster.hosts[-1].unplug()
+            crashed = time.monotonic()
+            cluster.hosts[-1].kill()
+            time.sleep(lease_s + 10)
+            ends = []
+            for reading in readings:
+                reads, errors = reading.end()
+                ends.append(sorted(end for _, end, _ in reads if end > crashed - 1))
+                failed.append(len(errors))
+                notes += [f"{when - crashed:+.1f} s: {key}: {said}" for when, key, said in errors[:2]]
+            waited.append(longest_gap(ends[0], crashed))
+            others.append(longest_gap(ends[1], crashed))
+    limit = row.goals["works again"]
+    return Result(
+        row,
+        (
+            bounded("its keys: longest without a read", "s", limit, waited),
+            bounded("others: longest without a read", "s", row.goals["others"], others),
+            bounded("reads that failed", "", row.goals["failed"], [float(number) for number in failed]),
+        ),
+        notes=tuple(notes[:6]),
+    )
+
+
+def longest_gap(ends: Sequence[float], since: float) -> float:
+    """The longest time without the end of a read."""
+    later = [end for end in ends if end >= since]
+    if not later:
+        return math.inf
+    return max(after - before for before, after in zip([since, *later], later, strict=False))
+
+
+# --- placement -------------------------------------------------------------------------------------------------------
+def placement(lab: Lab, row: Row) -> Result:
+    """A million keys on 256 nodes of two sizes, beside as many drawn at random, and what a leave moves."""
+    (objects,) = row.quick if lab.quick else row.objects
+    nodes = 16 if lab.quick else 256
+    weights = {f"{number:016x}": 1.0 + number % 2 for number in range(nodes)}
+    members, total = Members(weights), sum(weights.values())
+    keys = [objects.key(number) for number in range(objects.count)]
+    home = [members.first(BUCKET, key) for key in keys]
+    drawn = random.Random(1).choices(list(weights), list(weights.values()), k=len(keys))
+
+    def worst(found: Sequence[str]) -> float:
+        counts = dict.fromkeys(weights, 0)
+        for name in found:
+            counts[name] += 1
+        return max(abs(counts[name] * total / (len(keys) * weights[name]) - 1) for name in weights)
+
+    leaver = min(weights)
+    rest = Members({name: weight for name, weight in weights.items() if name != leaver})
+    moved = sum(rest.first(BUCKET, key) != was for key, was in zip(keys, home, strict=True) if was != leaver)
+    return Result(
+        row,
+        (
+            compared("worst load / weight, beyond 1", "", row.goals["load"], [worst(home)], [1.0]),
+            compared("the same, keys drawn at random", "", row.goals["drawn"], [worst(drawn)], [1.0]),
+            bounded("keys of others that a leave moves", "", row.goals["moved"], [float(moved)]),
+        ),
+        notes=(
+            "docs/design/0016-placement-balance.md says why the first cannot be 0.03 with so few keys on so many nodes",
+        ),
+    )
