@@ -374,11 +374,18 @@ def test_names_that_are_not_utf8_are_carried() -> None:
     assert index.find("a\udce9").size_bytes == 1
 
 
+def test_a_file_that_is_no_archive_is_its_one_member() -> None:
+    index = index_of("file", b"0123456789", plain=True)
+    assert contents(members.decode(index.encode()), b"0123456789") == [(members.WHOLE, b"0123456789")]
+
+
 def test_forms() -> None:
     assert form_of("a/x.TAR", None) == Form("tar", "")
     assert form_of("x.tar.gz", None) == form_of("x.tgz", b"PK\3\4") == Form("tar", "gzip")
     assert form_of("x.tar.zst", None) == Form("tar", "zstd")
     assert form_of("x.zip", None) == Form("zip", "")
+    assert form_of("shard.00000.mds.zstd", None) == form_of("chunk-0-0.zstd.bin", None) == Form("file", "zstd")
+    assert form_of("chunk-0-0.bin", None) is None
     assert form_of("x", None) is None
     assert form_of("x", zip_of(ONE)[:512]) == Form("zip", "")
     assert form_of("x", b"\x1f\x8b\x08") == Form("tar", "gzip")

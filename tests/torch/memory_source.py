@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from forebay.core.errors import ForebayError, NotFound, Precondition
 from forebay.core.formats.listing import Listing, build, pack
-from forebay.core.formats.members import MemberIndex
+from forebay.core.formats.members import MemberIndex, form_of
 from forebay.core.formats.members import build as build_members
 from forebay.core.messages.batch import Item
 from forebay.core.types import ListEntry
@@ -80,15 +81,21 @@ class MemorySource:
         data = self.objects[item.key]
         if item.member:
             index = self.members(item.bucket, item.key, "")
+            data = self._plain(item.key)
             found = index.find(item.member)
             data = data[found.start : found.end]
             data = zlib.decompress(data, -15) if found.method else data
         assert item.end != item.start, "nobody can ask for a range of nothing"
         return memoryview(data)[item.start : item.end]
 
+    def _plain(self, key: str) -> bytes:
+        """The object, unpacked if it is compressed as a whole."""
+        form, data = form_of(key, None), self.objects[key]
+        return zstandard.ZstdDecompressor().decompressobj().decompress(data) if form and form.packing else data
+
     def members(self, bucket: str, key: str, etag: str) -> MemberIndex:
-        data = self.objects[key]
-        kind = "zip" if key.endswith(".zip") else "tar"
+        data, form = self._plain(key), form_of(key, None)
+        kind = form.kind if form else "tar"
         return build_members(kind, lambda start, size: data[start : start + size], len(data), version="v", etag=etag)
 
 

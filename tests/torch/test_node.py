@@ -13,15 +13,17 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import servers
 from forebay import aio
 from forebay.core.errors import Corrupt, NotFound, Unavailable
-from forebay.torch import DataLoader, Mixture, ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch import DataLoader, LitDataset, MdsDataset, Mixture, ObjectDataset, ShardDataset, TokenDataset
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
+from tests.torch import test_litdata, test_mds
 from tests.torch.memory_source import as_int, label, numbered_shard, tokens
 
 pytestmark = pytest.mark.real
@@ -90,6 +92,19 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
     assert list(skipping.damaged) == ["damaged/a.tar"]
     with pytest.raises(NotFound):
         ObjectDataset("corpus/none/", url=node.endpoint)
+
+
+@pytest.mark.parametrize("library", [test_mds, test_litdata])
+def test_shards_of_other_libraries_that_are_compressed(node: NodeProcess, place: Path, library: Any):
+    folder = place / library.__name__.rpartition(".")[2]
+    folder.mkdir()
+    for key, data in library.written(packed=True).objects.items():
+        (folder / Path(key).name).write_bytes(data)
+    kind, number = (MdsDataset, "number") if library is test_mds else (LitDataset, "i")
+    dataset = kind(f"corpus/{folder.name}/", url=node.endpoint, transform=lambda sample: abs(sample[number]))
+    for workers in (0, 1):
+        with DataLoader(dataset, 16, workers=workers, seed=1) as loader:
+            assert sorted(each for batch in loader for each in batch.tolist()) == list(range(100))
 
 
 def test_the_node_knows_what_is_read_next(node: NodeProcess):

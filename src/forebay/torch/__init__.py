@@ -1,8 +1,9 @@
 """Datasets and a loader for PyTorch: batched random access, an exact order, and exact resuming.
 
-`ObjectDataset`, `ShardDataset`, `MdsDataset` and `TokenDataset` define what a sample is. `DataLoader` feeds samples to
-a training loop, and its `state_dict()` holds the job's position. See docs/training.md. `Checkpointer` saves and
-restores a job's state; `StorageWriter` and `StorageReader` are for `torch.distributed.checkpoint`: docs/checkpoints.md.
+`ObjectDataset`, `ShardDataset`, `MdsDataset`, `LitDataset` and `TokenDataset` define what a sample is. `DataLoader`
+feeds samples to a training loop, and its `state_dict()` holds the job's position. See docs/training.md. `Checkpointer`
+saves and restores a job's state; `StorageWriter` and `StorageReader` are for `torch.distributed.checkpoint`:
+docs/checkpoints.md.
 
 Names are loaded when they are first used: planning an offload (`forebay.offload`) works without torch.
 """
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from forebay.torch.checkpoint.dcp_writer import StorageWriter
     from forebay.torch.checkpoint.random_state import RandomState
     from forebay.torch.decoders import Pictures
+    from forebay.torch.formats.litdata_chunks import LitDataset
+    from forebay.torch.formats.mds import MdsDataset
     from forebay.torch.loader import DataLoader
-    from forebay.torch.mds import MdsDataset
     from forebay.torch.mixture import Mixture
     from forebay.torch.objects import ObjectDataset
     from forebay.torch.schedule import BatchSampler
@@ -33,6 +35,7 @@ __all__ = [
     "Checkpointer",
     "DataLoader",
     "Every",
+    "LitDataset",
     "MdsDataset",
     "Mixture",
     "ObjectDataset",
@@ -50,7 +53,8 @@ _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "loader",
     "Every": "checkpoint.checkpointer",
-    "MdsDataset": "mds",
+    "LitDataset": "formats.litdata_chunks",
+    "MdsDataset": "formats.mds",
     "Mixture": "mixture",
     "ObjectDataset": "objects",
     "Pictures": "decoders",

@@ -7,9 +7,10 @@ sending and decoding run at memory speed. A dictionary from names to numbers is 
 Numbers are 8 bytes, little-endian. A column that would say the same of all members is empty: `packed`, `methods` and
 `crcs` where every member is a plain range (each tar, and a zip that only stores).
 
-A member is a regular file of a tar, or a file of a zip. Names are the archive's, in UTF-8; other bytes become
-surrogates and cannot be named over HTTP. Of several members with one name the last counts, as both formats have it; all
-are listed.
+A member is a regular file of a tar, or a file of a zip. A compressed file that is neither, but is read in ranges
+(shards of other libraries), has one member, WHOLE: all of its plain form. Names are the archive's, in UTF-8; other
+bytes become surrogates and cannot be named over HTTP. Of several members with one name the last counts, as both formats
+have it; all are listed.
 
 Invariants. (1) Every column that is not empty has as many entries as there are names. (2) `decode(encode(index))` is
 equal to `index`, column by column. (3) Every place lies inside the shard (or its plain form).
@@ -30,7 +31,8 @@ from forebay.core.formats import tar
 from forebay.core.formats.tar import Read
 from forebay.core.formats.zipdir import DEFLATED, ENCRYPTED, STORED, ZipScan
 
-Kind = Literal["tar", "zip"]
+Kind = Literal["tar", "zip", "file"]
+WHOLE = "plain"  # the one member of a `file`
 FORMAT = 1  # of what `encode` makes: another is not read
 _SUFFIXES: tuple[tuple[str, Kind, str], ...] = (
     (".tar", "tar", ""),
@@ -39,6 +41,9 @@ _SUFFIXES: tuple[tuple[str, Kind, str], ...] = (
     (".tar.zst", "tar", "zstd"),
     (".tzst", "tar", "zstd"),
     (".zip", "zip", ""),
+    (".mds.gz", "file", "gzip"),
+    (".mds.zstd", "file", "zstd"),
+    (".zstd.bin", "file", "zstd"),
 )
 _MAGIC: tuple[tuple[bytes, Kind, str], ...] = (
     (b"PK\3\4", "zip", ""),
@@ -303,6 +308,9 @@ def build(
         scan.run(until)
         places = (len(scan.names), b"\0".join(scan.names), _bytes(scan.offsets), _bytes(scan.sizes))
         return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, scan.end, *places))
+    if kind == "file":
+        places = (1, WHOLE.encode(), bytes(8), size_bytes.to_bytes(8, "little"))
+        return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, 0, *places))
     zipped = ZipScan(read, size_bytes, members_max=members_max)
     zipped.run()
     places = (len(zipped.names), b"\0".join(zipped.names), _bytes(zipped.offsets), _bytes(zipped.sizes))

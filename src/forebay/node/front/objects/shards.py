@@ -3,9 +3,9 @@
 Theory. A read of a member is a look-up in the shard's index (`core/formats/members.py`) and then a read of a range. The
 index is in this process's memory, else a derived object of kind `members` (`store/derived.py`), else it is built: the
 shard is fetched through the engine as by any reader, so that it is here for the reads that follow, and its headers are
-read in a worker thread. A `.tar.gz` or `.tar.zst` is unpacked once into a derived object of kind `plain`; its members
-are ranges of that. Deflated members of a zip are inflated for whoever asks, and their checksum is compared before the
-last bytes are given out.
+read in a worker thread. What is compressed as a whole (`.tar.gz`, `.tar.zst`, `.mds.zstd`) is unpacked once into a
+derived object of kind `plain`; its members are ranges of that. Deflated members of a zip are inflated for whoever asks,
+and their checksum is compared before the last bytes are given out.
 
 Everybody in this process who waits for one shard waits for one build; between fronts, who builds holds the name of an
 abstract socket, which ends with its holder, and the others look now and then whether the outcome is there. What cannot
@@ -275,7 +275,7 @@ class Shards:
             await self._fetch(bucket, key, record, form)
         if form.packing:
             await self._unpack(bucket, key, record, form)
-            index = await self._index_plain(bucket, key, record)
+            index = await self._index_plain(bucket, key, record, form)
         else:
             index = await self._read_index(bucket, key, record, form)
         took_s = self._clock.monotonic_s() - began_s
@@ -296,14 +296,14 @@ class Shards:
                 )
             )
 
-    async def _index_plain(self, bucket: str, key: str, record: Record) -> MemberIndex:
+    async def _index_plain(self, bucket: str, key: str, record: Record, form: Form) -> MemberIndex:
         plain = self._plain(bucket, key, record)
         if plain is None:
             raise _no_room_for_plain(bucket, key)
         try:
             size_bytes, read = _size(plain), _reader(plain)
             return await self._in_builder(
-                lambda: members.build("tar", read, size_bytes, version=record.version, etag=record.etag, plain=True)
+                lambda: members.build(form.kind, read, size_bytes, version=record.version, etag=record.etag, plain=True)
             )
         finally:
             _release(plain)

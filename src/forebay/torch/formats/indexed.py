@@ -1,9 +1,12 @@
-"""A dataset of shards as Mosaic's streaming library writes them (MDS), where they lie.
+"""Datasets of shards that another library wrote, with an `index.json` beside them that counts their samples.
 
-Theory. `index.json` says how many samples each shard has, and which columns. A shard begins with the number of its
-samples and, for each, where it begins; so a sample is one range. That head is read when a batch first comes to the
-shard, a few KB, and kept up to HEADS_BYTES_MAX. A sample has the sizes of its columns of variable size, then the
-columns one after another.
+Theory. The shards of Mosaic's streaming library and of litdata begin alike: with the number of their samples and, for
+each, where it begins; so a sample is one range. That head is read when a batch first comes to the shard, a few KB, and
+kept up to HEADS_BYTES_MAX. A sample has the sizes of its columns of variable size, then the columns one after another.
+Which columns there are, and how each is decoded, is what the libraries differ in.
+
+A shard that is compressed as a whole is unpacked by the node, once, and its samples are ranges of the plain form, which
+is the shard's one member.
 
 Invariant. Samples are numbered by shard, in byte order of their keys, then as they lie.
 """
@@ -21,78 +24,60 @@ import numpy as np
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, NotSupported
 from forebay.core.formats.listing import Listing
+from forebay.core.formats.members import WHOLE
 from forebay.core.messages.batch import Item
-from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, parameters, ranges
-from forebay.torch.source import PATIENCE_S, Facts, Source
-from forebay.torch.switch import DIRECT_AFTER_S
+from forebay.torch.source import Bytes, Facts, Source
 
 INDEX = "index.json"
 HEADS_BYTES_MAX = limits.GIB  # some 250 million samples; forked workers share them
-_NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_TEXTS: dict[str, type] = {"str": str, "str_int": int, "str_float": float}
-_Decode = Callable[[Any], Any]
+Decode = Callable[[Any], Any]
 
 
-class _File(msgspec.Struct):
-    basename: str
+class Columns(NamedTuple):
+    """What a sample is made of: names, sizes (None: each sample says it) and decoders, one each. `join` makes the
+    sample of the values; None: a dictionary of them."""
 
-
-class _Shard(msgspec.Struct):
-    """What the index says of a shard, as far as it is needed."""
-
-    samples: int
-    raw_data: _File
-    column_names: list[str]
-    column_encodings: list[str]
-    column_sizes: list[int | None]
-    format: str = "mds"
-    compression: str | None = None
-
-
-class _Index(msgspec.Struct):
-    shards: list[_Shard]
-    version: int = 2
-
-
-class _Columns(NamedTuple):
     names: tuple[str, ...]
     sizes: tuple[int | None, ...]
-    decode: tuple[_Decode, ...]
+    decode: tuple[Decode, ...]
+    join: Callable[[list[Any]], Any] | None = None
 
 
-class MdsDataset(Dataset):
-    """The samples of the shards (`*.mds`) that `index.json` under `place` names, each a dictionary by column.
+class Said(NamedTuple):
+    """What the index says of a shard. `plain_bytes`: of its plain form where it is compressed; None: it is not."""
 
-    Numbers, `str`, `json` and arrays of one shape are decoded as they were encoded, and `bytes`, `jpeg` and `png` stay
-    bytes; `decode` says otherwise, as in `{"image": Pictures()}`, and is needed for other encodings (`pkl`, `pil`,
-    `ndarray` of any shape). `transform` gets the dictionary and makes the sample. Uncompressed shards only. See
-    `ObjectDataset` for the rest.
-    """
+    samples: int
+    columns: Columns
+    plain_bytes: int | None
 
-    shape = "mds"
 
-    @known_arguments
+class IndexedShards(Dataset):
+    """See the module's header. Kinds say `library`, and read the index."""
+
+    library = ""
+
     def __init__(
         self,
         place: str,
         *,
-        decode: Mapping[str, _Decode] | None = None,
-        transform: Callable[..., Any] | None = None,
-        url: str | None = None,
-        on_error: OnError = "raise",
-        patience_s: float = PATIENCE_S,
-        direct_after_s: float | None = DIRECT_AFTER_S,
-        direct: Mapping[str, str] | None = None,
-        source: Source | None = None,
-        listing: Listing | bytes | None = None,
+        suffixes: Sequence[str],
+        decode: Mapping[str, Decode] | None,
+        transform: Callable[..., Any] | None,
+        url: str | None,
+        on_error: OnError,
+        patience_s: float,
+        direct_after_s: float | None,
+        direct: Mapping[str, str] | None,
+        source: Source | None,
+        listing: Listing | bytes | None,
     ) -> None:
         self.decode, self.transform, self._with_epoch = dict(decode or {}), transform, bool(parameters(transform))
         super().__init__(
             place,
-            suffixes=[".mds"],
+            suffixes=suffixes,
             url=url,
             on_error=on_error,
             patience_s=patience_s,
@@ -101,53 +86,44 @@ class MdsDataset(Dataset):
             source=source,
             listing=listing,
         )
-        shards = self._indexed()
-        self._counts: Column = np.asarray([shard.samples for shard in shards], np.int64)
+        self._shards = self._indexed()
+        self._counts: Column = np.asarray([shard.samples for shard in self._shards], np.int64)
         self._ends: Column = np.cumsum(self._counts)
         self.samples = int(self._ends[-1])
         if not self.samples:
             raise NotFound(f"the shards under {place!r} hold no samples")
-        known: dict[tuple[Any, ...], _Columns] = {}
-        self._columns_of = [self._columns_said(shard, known) for shard in shards]
         self._heads: OrderedDict[int, Column] = OrderedDict()
         self._heads_bytes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_heads": OrderedDict(), "_heads_bytes": 0, "_columns_of": self._columns_of}
+        return super().__getstate__() | {"_heads": OrderedDict(), "_heads_bytes": 0}
 
     # --- the index ---------------------------------------------------------------------------------------------------
-    def _indexed(self) -> list[_Shard]:
+    def said(self, index: Bytes) -> dict[str, Said]:
+        """What the index says of each shard, by its name. Raises `NotSupported`, `Corrupt` for what is no index."""
+        raise NotImplementedError
+
+    def _indexed(self) -> list[Said]:
         """What the index says of each shard, in order of their keys."""
         assert self._listing is not None, "it was listed just now"
         bucket, folder = self.listing.bucket, self._listing.prefix
         folder = folder if not folder or folder.endswith("/") else folder + "/"
         (value,) = self._source.get_many([Item(bucket, folder + INDEX)], Facts())
         if isinstance(value, NotFound):
-            raise NotFound(f"there is no {INDEX} in {self.place!r}: give the folder that Mosaic's writer made")
+            raise NotFound(f"there is no {INDEX} in {self.place!r}: give the folder that {self.library} made")
         if isinstance(value, ForebayError):
             raise value
         try:
-            said = {folder + shard.raw_data.basename: shard for shard in msgspec.json.decode(value, type=_Index).shards}
-        except msgspec.DecodeError as error:
-            raise Corrupt(f"{bucket}/{folder}{INDEX} is no index of MDS ({error}): write it again") from None
+            said = {folder + name: shard for name, shard in self.said(value).items()}
+        except (ValueError, msgspec.MsgspecError) as error:
+            what = f"no index of {self.library}"
+            raise Corrupt(f"{bucket}/{folder}{INDEX} is {what} ({error}): write it again") from None
         keys = self.listing.names
         if set(keys) != set(said):
             odd = min(set(keys) ^ set(said))
             which = "in the index, and not there" if odd in said else "there, and not in the index"
             raise Invalid(f"{bucket}/{odd} is {which}: complete the data, or write the index again")
         return [said[key] for key in keys]
-
-    def _columns_said(self, shard: _Shard, known: dict[tuple[Any, ...], _Columns]) -> _Columns:
-        if shard.format != "mds" or shard.compression:
-            raise NotSupported(
-                f"{shard.raw_data.basename} is {shard.format}, compressed by {shard.compression}: only MDS that is not "
-                "compressed is read in place. Write it with compression=None"
-            )
-        key = tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes)
-        if key not in known:
-            decoders = [self.decode.get(name) or _decoder(name, encoding) for name, encoding in zip(*key[:2])]
-            known[key] = _Columns(key[0], key[2], tuple(decoders))
-        return known[key]
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def blocks(self) -> tuple[Column, Column]:
@@ -158,7 +134,12 @@ class MdsDataset(Dataset):
         return ends - starts
 
     def accesses(self, indices: Column) -> Accesses:
-        return ranges(self.listing, *self._spans(indices))
+        """Of what is compressed, all of its shard."""
+        shards, starts, ends = self._spans(indices)
+        packed = np.asarray([shard.plain_bytes is not None for shard in self._shards])[shards]
+        return ranges(
+            self.listing, shards, np.where(packed, 0, starts), np.where(packed, self.listing.sizes[shards], ends)
+        )
 
     def _spans(self, indices: Column, facts: Facts | None = None) -> tuple[Column, Column, Column]:
         """The shard of each sample, and from where to where it lies."""
@@ -176,15 +157,21 @@ class MdsDataset(Dataset):
         found = {shard: head for shard in shards if (head := self._heads.get(shard)) is not None}
         missing = [shard for shard in shards if shard not in found]
         items = [self._item(shard, 0, 4 * (int(self._counts[shard]) + 2)) for shard in missing]
-        for shard, item, value in zip(
-            missing, items, self._source.get_many(items, facts) if items else (), strict=True
-        ):
+        values = self._source.get_many(items, facts) if items else []
+        for shard, item, value in zip(missing, items, values, strict=True):
             if isinstance(value, ForebayError):
                 raise value
             said = np.frombuffer(value, "<u4").astype(np.int64)
+            plain_bytes = self._shards[shard].plain_bytes
+            end = int(self.listing.sizes[shard]) if plain_bytes is None else plain_bytes
             whole = len(value) == item.end and said[0] == self._counts[shard]
-            if not whole or (np.diff(said[1:]) < 0).any() or said[-1] > self.listing.sizes[shard]:
+            if not whole or (np.diff(said[1:]) < 0).any() or said[-1] > end:
                 raise Corrupt(f"{item.bucket}/{item.key} is not what {INDEX} says: write it again")
+            if said[1] == said[-1] and self._shards[shard].columns.names:
+                raise NotSupported(
+                    f"{item.bucket}/{item.key} has its samples behind its table of places, as Arrow, which is not read "
+                    "here: write them without nested types"
+                )
             found[shard] = self._heads[shard] = said[1:]
             self._heads_bytes += said.nbytes
         while self._heads_bytes > HEADS_BYTES_MAX and len(self._heads) > 1:
@@ -192,7 +179,8 @@ class MdsDataset(Dataset):
         return found
 
     def _item(self, shard: int, start: int, end: int) -> Item:
-        return Item(self.listing.bucket, self.listing.key(shard), start, end, "", self.listing.etag(shard))
+        member = "" if self._shards[shard].plain_bytes is None else WHOLE
+        return Item(self.listing.bucket, self.listing.key(shard), start, end, member, self.listing.etag(shard))
 
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
         shards, starts, ends = self._spans(np.asarray(indices, np.int64), facts)
@@ -207,60 +195,54 @@ class MdsDataset(Dataset):
         for number, value in enumerate(values):
             if not isinstance(value, ForebayError):
                 facts.size_bytes += len(value)
-                value = self._made(self._columns_of[int(shards[number])], value, partial(name, number), facts.epoch)
+                columns = self._shards[int(shards[number])].columns
+                value = self._made(columns, value, partial(name, number), facts.epoch)
             made.append(value)
         facts.decode_s += clock.monotonic_s() - began_s
         return self._kept(name, made, facts)
 
-    def _made(self, columns: _Columns, value: Any, name: Callable[[], str], epoch: int | None) -> Any:
+    def _made(self, columns: Columns, value: Any, name: Callable[[], str], epoch: int | None) -> Any:
         data = memoryview(value)
         at = 4 * columns.sizes.count(None)
         told = iter(np.frombuffer(data[:at], "<u4").tolist() if len(data) >= at else ())
-        made: dict[str, Any] = {}
-        for column, size, decode in zip(*columns, strict=True):
+        made: list[Any] = []
+        for column, size, decode in zip(columns.names, columns.sizes, columns.decode, strict=True):
             size_bytes = next(told, -1) if size is None else size
             if size_bytes < 0 or at + size_bytes > len(data):
                 return Corrupt(f"{name()} is cut short in its {column}: write the shard again")
-            made[column] = decoded(partial(_part_name, column, name), decode, data[at : at + size_bytes])
-            if isinstance(made[column], ForebayError):
-                return made[column]
+            made.append(decoded(partial(_part_name, column, name), decode, data[at : at + size_bytes]))
+            if isinstance(made[-1], ForebayError):
+                return made[-1]
             at += size_bytes
+        sample = dict(zip(columns.names, made, strict=True)) if columns.join is None else columns.join(made)
         if self.transform is None:
-            return made
-        return decoded(name, partial(self.transform, epoch=epoch) if self._with_epoch else self.transform, made)
+            return sample
+        return decoded(name, partial(self.transform, epoch=epoch) if self._with_epoch else self.transform, sample)
 
 
 def _part_name(column: str, name: Callable[[], str]) -> str:
     return f"the {column} of {name()}"
 
 
-def _decoder(name: str, encoding: str) -> _Decode:
-    """How a column of that encoding is read."""
-    kind, _, rest = encoding.partition(":")
-    if kind in ("bytes", "jpeg", "png"):
-        return bytes
-    if encoding in _TEXTS:
-        return partial(_text, _TEXTS[encoding])
-    if encoding == "json":
-        return msgspec.json.decode
-    if encoding == "int" or encoding in _NUMBERS:
-        return partial(_number, np.dtype("int64" if encoding == "int" else encoding).newbyteorder("<"))
-    dtype, _, shape = rest.partition(":")
-    if kind == "ndarray" and dtype in _NUMBERS and shape:
-        return partial(_array, np.dtype(dtype).newbyteorder("<"), tuple(map(int, shape.split(","))))
-    raise NotSupported(
+def undecoded(name: str, encoding: str) -> NotSupported:
+    """For a column that is encoded in a way that is not read here."""
+    return NotSupported(
         f"the column {name!r} is encoded as {encoding!r}, which is not read here: pass decode={{{name!r}: f}}, which "
         "gets its bytes"
     )
 
 
-def _text(kind: type, data: Any) -> Any:
+# --- what both libraries have -----------------------------------------------------------------------------------------
+def text(kind: Callable[[str], Any], data: Any) -> Any:
+    """UTF-8, of which `kind` makes the value."""
     return kind(str(data, "utf-8"))
 
 
-def _number(dtype: Any, data: Any) -> Any:
+def number(dtype: Any, data: Any) -> Any:
+    """One number, as Python has it."""
     return np.frombuffer(data, dtype)[0].item()
 
 
-def _array(dtype: Any, shape: tuple[int, ...], data: Any) -> Any:
+def array(dtype: Any, shape: tuple[int, ...], data: Any) -> Any:
+    """An array of its own memory."""
     return np.frombuffer(data, dtype).reshape(shape).copy()
