@@ -20,10 +20,19 @@ import pytest
 from bench import servers
 from forebay import aio
 from forebay.core.errors import Corrupt, NotFound, Unavailable
-from forebay.torch import DataLoader, LitDataset, MdsDataset, Mixture, ObjectDataset, ShardDataset, TokenDataset
+from forebay.torch import (
+    DataLoader,
+    LitDataset,
+    MdsDataset,
+    Mixture,
+    ObjectDataset,
+    ParquetDataset,
+    ShardDataset,
+    TokenDataset,
+)
 from tests.core.archives import tar_of
 from tests.node.conftest import NodeProcess, until
-from tests.torch import test_litdata, test_mds
+from tests.torch import test_litdata, test_mds, test_parquet
 from tests.torch.memory_source import as_int, label, numbered_shard, tokens
 
 pytestmark = pytest.mark.real
@@ -92,6 +101,17 @@ def test_other_archives_and_damage(node: NodeProcess, place: Path):
     assert list(skipping.damaged) == ["damaged/a.tar"]
     with pytest.raises(NotFound):
         ObjectDataset("corpus/none/", url=node.endpoint)
+
+
+def test_rows_of_parquet_files(node: NodeProcess, place: Path):
+    (place / "rows").mkdir()
+    for key, data in test_parquet.written().objects.items():
+        (place / key).write_bytes(data)
+    dataset = ParquetDataset("corpus/rows/", columns=["number"], url=node.endpoint, window_bytes=1000)
+    for workers in (0, 2):
+        with DataLoader(dataset, 16, workers=workers, seed=1) as loader:
+            found = [number for batch in loader for number in batch["number"].tolist()]
+            assert sorted(found) == list(range(3 * test_parquet.ROWS))
 
 
 @pytest.mark.parametrize("library", [test_mds, test_litdata])

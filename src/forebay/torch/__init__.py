@@ -1,9 +1,9 @@
 """Datasets and a loader for PyTorch: batched random access, an exact order, and exact resuming.
 
-`ObjectDataset`, `ShardDataset`, `MdsDataset`, `LitDataset` and `TokenDataset` define what a sample is. `DataLoader`
-feeds samples to a training loop, and its `state_dict()` holds the job's position. See docs/training.md. `Checkpointer`
-saves and restores a job's state; `StorageWriter` and `StorageReader` are for `torch.distributed.checkpoint`:
-docs/checkpoints.md.
+`ObjectDataset`, `ShardDataset`, `MdsDataset`, `LitDataset`, `ParquetDataset` and `TokenDataset` define what a sample
+is. `DataLoader` feeds samples to a training loop, and its `state_dict()` holds the job's position. See
+docs/training.md. `Checkpointer` saves and restores a job's state; `StorageWriter` and `StorageReader` are for
+`torch.distributed.checkpoint`: docs/checkpoints.md.
 
 Names are loaded when they are first used: planning an offload (`forebay.offload`) works without torch.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forebay.torch.decoders import Pictures
     from forebay.torch.formats.litdata_chunks import LitDataset
     from forebay.torch.formats.mds import MdsDataset
+    from forebay.torch.formats.parquet import ParquetDataset
     from forebay.torch.loader import DataLoader
     from forebay.torch.mixture import Mixture
     from forebay.torch.objects import ObjectDataset
@@ -39,6 +40,7 @@ __all__ = [
     "MdsDataset",
     "Mixture",
     "ObjectDataset",
+    "ParquetDataset",
     "Pictures",
     "RandomState",
     "ShardDataset",
@@ -57,6 +59,7 @@ _HOMES = {
     "MdsDataset": "formats.mds",
     "Mixture": "mixture",
     "ObjectDataset": "objects",
+    "ParquetDataset": "formats.parquet",
     "Pictures": "decoders",
     "RandomState": "checkpoint.random_state",
     "ShardDataset": "shards",

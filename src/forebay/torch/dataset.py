@@ -132,6 +132,7 @@ class Dataset(TorchDataset):  # type: ignore[misc]  # torch is not followed by t
     # --- what kinds define -------------------------------------------------------------------------------------------
     shape = ""
     samples = 0
+    any_order = True  # whether samples cost the same in any order
     comes_in_parts = False  # whether it has an order that does without knowing all samples
     arriving = False  # whether epoch 0 has that order, where the user says no more than that it is shuffled
 

@@ -62,6 +62,11 @@ class Mixture(Dataset):
         for dataset in self.datasets:
             if not isinstance(dataset, Dataset) or isinstance(dataset, Mixture):
                 raise Invalid(f"{type(dataset).__name__} cannot be mixed: give datasets of forebay.torch")
+            if not dataset.any_order:
+                raise Invalid(
+                    f"{type(dataset).__name__} cannot be mixed, its samples being decoded many at a time: write them "
+                    "to shards with ShardWriter"
+                )
         said = [how for how in (proportions, repeats, choose) if how is not None]
         if len(said) != 1 or len(said[0]) != len(self.datasets):
             raise Invalid(
