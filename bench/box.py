@@ -162,7 +162,7 @@ class Box:
         if os.geteuid():
             raise NoBox("a box of network namespaces needs root: run this as root, as with sudo")
         for program in ("ip", "tc"):
-            find_program(program, "apt-get install iproute2")
+            find_program(program)
         self._claim, self.number = _claim_any()
         try:
             self.dir = Path(tempfile.mkdtemp(prefix=f"{self.namespace('')}"))
@@ -296,7 +296,7 @@ def _batch(namespace: str, *lines: str) -> None:
 
 def _do(program: str, *arguments: str, stdin: str = "") -> str:
     """What the program prints. `NoBox` with what it says if it fails."""
-    command = [find_program(program, "apt-get install iproute2"), *arguments]
+    command = [find_program(program), *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoBox(

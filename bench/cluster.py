@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import cmd
+import contextlib
+import http.client
 import shlex
 import signal
 import socket
@@ -183,6 +185,11 @@ class WeedCluster:
         off = ("-port.iceberg=0", "-port.lance=0", "-localSocket={dir}/s")
         self.gateways = [host.place(WeedPart("s3", f"-filer={filer.address}", *off)) for host in self.hosts]
         box.start(*self.gateways)
+        connection = http.client.HTTPConnection(self.gateways[0].host, self.gateways[0].ports[0], timeout=60)
+        with contextlib.closing(connection):
+            connection.request("PUT", f"/{BUCKET}")
+            if connection.getresponse().status != 200:
+                raise ServerFailed("SeaweedFS made no bucket")
 
     @property
     def endpoints(self) -> list[str]:

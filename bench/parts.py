@@ -355,9 +355,9 @@ class Lab:
             yield node
 
 
-def upload_file(weed: SeaweedFS, key: str, path: Path) -> None:
-    """Put a file into the remote bucket."""
-    connection = http.client.HTTPConnection(weed.host, weed.port, timeout=300)
+def upload_file(weed: Server, key: str, path: Path) -> None:
+    """Put a file into the bucket of SeaweedFS's S3, which listens at its first port."""
+    connection = http.client.HTTPConnection(weed.host, weed.ports[0], timeout=300)
     with contextlib.closing(connection), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         connection.request("PUT", f"/{BUCKET}/{key}", body=file, headers={"Content-Length": str(size)})

@@ -69,6 +69,7 @@ DEBIAN_PACKAGES = {
     "fio": "fio",
     "npm": "npm",
     "etcd": "etcd-server",
+    "ip": "iproute2",
     "setpriv": "util-linux",
 }  # program: package
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench import load
 from bench.box import Box, Host
 from bench.cluster import Cluster, WeedCluster
-from bench.parts import BUCKET, Lab, Node
+from bench.parts import BUCKET, Lab, Node, upload_file
 from bench.report import Result
 from bench.servers import Nginx, find_program
 from bench.stats import bounded, compared
@@ -150,19 +150,10 @@ def _received(
 
 def _fill_weed(weed: WeedCluster, path: Path, count: int) -> list[str]:
     """Paths of so many objects."""
-
-    def put(target: str, file: str = "") -> None:
-        how = ["-T", file] if file else ["-X", "PUT"]
-        done = subprocess.run(["curl", "-sf", *how, target], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise load.LoadFailed(f"SeaweedFS refused {target}: {done.stderr}")
-
-    endpoint = weed.endpoints[0]
-    put(f"{endpoint}/{BUCKET}")
-    paths = [f"/{BUCKET}/{number:05d}" for number in range(count)]
-    for number, one in enumerate(paths):
-        put(weed.endpoints[number % len(weed.endpoints)] + one, str(path))
-    return paths
+    keys = [f"weed/{number:05d}" for number in range(count)]
+    for number, key in enumerate(keys):
+        upload_file(weed.gateways[number % len(weed.gateways)], key, path)
+    return [f"/{BUCKET}/{key}" for key in keys]
 
 
 # --- one large object ------------------------------------------------------------------------------------------------
