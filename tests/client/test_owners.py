@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from forebay.aio import connect as connect_async
-from forebay.client import owners
+from forebay.client import connection, owners
 from forebay.client.sync import Client
 from forebay.core.errors import Busy, NotFound, Unavailable
+from forebay.core.messages.http1 import Endpoint
 from forebay.core.messages.node_state import MapNode, NodeMap
 from forebay.core.placement import Members
 from forebay.core.types import FRESH_IMMUTABLE
@@ -163,6 +164,30 @@ def test_maps_are_followed(nodes: Nodes, client: Client, clock: list[float]) -> 
     clock.append(clock[-1] + owners.MAP_S)
     read_all(client)
     assert nodes.asked() == [KEYS, [], []], "nobody else can be asked"
+
+
+def test_where_no_owner_can_be_reached_few_are_tried(
+    nodes: Nodes, client: Client, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    opened = connection._open
+
+    def spy(at: Endpoint, *more: Any) -> Any:
+        tried.append(at)
+        return opened(at, *more)
+
+    monkeypatch.setattr(connection, "_open", spy)
+    for node in nodes.nodes[1:]:
+        node.__exit__()
+    read_all(client)
+    assert len(tried) == 1
+    clock.append(clock[-1] + owners.REST_S)
+    read_all(client)
+    clock.append(clock[-1] + owners.REST_S)
+    read_all(client)
+    assert len(tried) == 2, "the second time for longer"
+    for node in nodes.nodes[1:]:
+        node.__enter__()
 
 
 @pytest.mark.parametrize("error", [NotFound("none"), Unavailable("not now"), Busy("too many")])

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from forebay.client import batchflow, flows, members
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import CUT, Collected, Stale, copy_into, keep_alive
+from forebay.client.connection import CUT, Collected, Stale, copy_into, keep_alive, watch_closely
 from forebay.client.hinting import HintsAsync
 from forebay.client.listing import listing
 from forebay.client.many import Many
@@ -288,7 +288,7 @@ class Client:
                         "took effect, then repeat it"
                     ) from None
         try:
-            return await self._exchange(await self._open(request.at or self._calling.endpoint), request, more)
+            return await self._exchange(await self._open(request.at), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
@@ -312,7 +312,8 @@ class Client:
             connection.close()
         return response
 
-    async def _open(self, endpoint: Endpoint) -> _Connection:
+    async def _open(self, owner: Endpoint | None) -> _Connection:
+        endpoint = owner or self._calling.endpoint
         context = self._calling.context() if endpoint.scheme == "https" else None
         try:
             async with asyncio.timeout(min(self._calling.patience_s, limits.CLIENT_CONNECT_TIMEOUT_S)):
@@ -325,7 +326,8 @@ class Client:
                 "name another with the URL or FOREBAY_URL",
                 code="NoNode",
             ) from None
-        keep_alive(writer.get_extra_info("socket"))
+        sock = writer.get_extra_info("socket")
+        keep_alive(sock) if owner is None else watch_closely(sock)
         return _Connection(self._calling, endpoint, reader, writer)
 
     # --- objects -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ and nothing follows it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import socket
@@ -52,6 +53,7 @@ _COLLECT_BYTES = 256 * limits.KIB  # room for a body of unknown length that is c
 _SEND_BYTES = 4 * limits.MIB  # one sendfile: how often progress is told
 _PIECE_BYTES = 256 * limits.KIB  # of a file that is read here
 _NOW = getattr(socket, "MSG_DONTWAIT", 0)
+OWNER_GONE_S = 5  # with what a node waits for another (5 s), less than a lease
 CUT = "Cut"  # the code of the error for a connection that ended before the whole answer came
 
 
@@ -89,6 +91,10 @@ class Connection:
         self._keep_alive = False
         self._sock = _open(endpoint, patience_s, trust or default_trust)
         self._tls = endpoint.scheme == "https"
+
+    def watch_closely(self) -> None:
+        """See `watch_closely`, for an owner that may be asked no more."""
+        watch_closely(self._sock)
 
     def close(self) -> None:
         self.reusable = False
@@ -174,8 +180,8 @@ class Connection:
             data = self._send_body(request)
             if not data:
                 data = self._sock.recv(_FIRST_BYTES)
-        except (BlockingIOError, TimeoutError):
-            raise self._silent() from None
+        except (BlockingIOError, TimeoutError) as error:
+            raise self._silent(error) from None
         except OSError as error:
             raise self._gone(error) from error
         if not data:
@@ -265,20 +271,24 @@ class Connection:
         """More of an answer that has begun; nothing when the other side has ended it, however."""
         try:
             return self._sock.recv(size_bytes)
-        except (BlockingIOError, TimeoutError):
-            raise self._silent() from None
+        except (BlockingIOError, TimeoutError) as error:
+            raise self._silent(error) from None
         except OSError:
             return b""
 
     def _receive_into(self, view: memoryview) -> int:
         try:
             return self._sock.recv_into(view)
-        except (BlockingIOError, TimeoutError):
-            raise self._silent() from None
+        except (BlockingIOError, TimeoutError) as error:
+            raise self._silent(error) from None
         except OSError:
             return 0
 
-    def _silent(self) -> Unavailable:
+    def _silent(self, error: OSError) -> Unavailable:
+        if error.errno == errno.ETIMEDOUT:  # the kernel's word: nobody acknowledges
+            return Unavailable(
+                f"the machine at {self.endpoint.url} is gone, or the network to it: check both", code=CUT
+            )
         return Unavailable(
             f"the node at {self.endpoint.url} sent nothing for {self.patience_s:g} s: "
             "check it with `forebay status`, then try again"
@@ -434,12 +444,23 @@ def _open(endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:
     return sock
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice within 8 s that the other machine is gone, also while an answer is waited for."""
+def keep_alive(sock: socket.socket, gone_s: int = 30) -> None:
+    """Have the kernel notice after so long that the other machine is gone without a word, while an answer is waited
+    for."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 2)):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        between_s = max(1, gone_s // 6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, gone_s - 2 * between_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+
+
+def watch_closely(sock: socket.socket) -> None:
+    """The same within OWNER_GONE_S, also of a request that nobody acknowledges. Not where bodies are sent: a node that
+    takes none for a while would be given up."""
+    keep_alive(sock, OWNER_GONE_S)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, OWNER_GONE_S * 1000)
 
 
 def _wrap(sock: socket.socket, endpoint: Endpoint, patience_s: float, trust: Trust) -> socket.socket:

@@ -4,7 +4,8 @@ Theory. Any node answers any request, so a client never needs to know the map. B
 second node takes the links and processors of two. So a client that reads more than a few objects asks for the map, and
 computes the owner as nodes do (`core/placement.py`). What it knows may be old: then a node is asked that owns the
 object no more, and answers as any node does. Whatever an owner answers but success, the client's own node is asked,
-and its answer counts. An owner that does not answer is left alone for a while.
+and its answer counts. An owner that does not answer is left alone for a while; until one has answered, so are all,
+since nodes may be out of the client's reach (a forwarded port).
 
 *What is read so.* Objects of buckets that are written through and whose objects never change, or are asked about each
 time, unless the client writes to the bucket. Elsewhere a node that was not told of a write may give the version before
@@ -48,6 +49,7 @@ class Owners:
         self._endpoints: dict[str, Endpoint] = {}
         self._fixed: dict[str, bool] = {}  # by bucket: whether every node gives the same of it
         self._written: set[str] = set()  # buckets that this client wrote to
+        self._reached = False  # some owner, ever
         self._rests: dict[Endpoint, tuple[float, float]] = {}  # until when, and how long the next time
 
     def stay(self) -> None:
@@ -76,6 +78,7 @@ class Owners:
                 if plain.sink is not None and error.code != "NoNode":
                     raise  # bytes may have come
             else:
+                self._reached = True
                 if response.ok:
                     self._rests.pop(owner, None)
                     return response
@@ -88,14 +91,19 @@ class Owners:
         if members is None or not self._fixed.get(bucket, False):
             return None
         owner = self._endpoints.get(members.first(bucket, key))
-        if owner is None or owner == self._here or self._rests.get(owner, (0.0, 0.0))[0] > clock.monotonic_s():
+        if owner is None or owner == self._here:
             return None
-        return owner
+        return None if self._rests.get(self._whom(owner), (0.0, 0.0))[0] > clock.monotonic_s() else owner
+
+    def _whom(self, owner: Endpoint) -> Endpoint:
+        """Whose rest counts: the own node stands for all that were never reached."""
+        return owner if self._reached else self._here
 
     def _failed(self, owner: Endpoint) -> None:
         now_s = clock.monotonic_s()
-        rest_s = self._rests.get(owner, (0.0, REST_S))[1]
-        self._rests[owner] = now_s + rest_s, min(2 * rest_s, REST_MAX_S)
+        whom = self._whom(owner)
+        rest_s = self._rests.get(whom, (0.0, REST_S))[1]
+        self._rests[whom] = now_s + rest_s, min(2 * rest_s, REST_MAX_S)
         self._look_s = min(self._look_s, now_s + 1.0)
 
     # --- what nodes tell ---------------------------------------------------------------------------------------------

@@ -181,8 +181,7 @@ class Client:
                         "took effect (`forebay job ls`), then repeat it"
                     ) from None
         try:
-            calling = self._calling
-            return self._exchange(Connection(self._at(request), calling.patience_s, calling.context), request, more)
+            return self._exchange(self._opened(request), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
 
@@ -217,8 +216,14 @@ class Client:
                 return kept, *kept.begin(request, more)
             except Stale:
                 pass
-        connection = Connection(self._at(request), self._calling.patience_s, self._calling.context)
+        connection = self._opened(request)
         return connection, *connection.begin(request, more)
+
+    def _opened(self, request: Request) -> Connection:
+        connection = Connection(self._at(request), self._calling.patience_s, self._calling.context)
+        if request.at is not None:
+            connection.watch_closely()
+        return connection
 
     def _at(self, request: Request) -> Endpoint:
         return request.at or self.endpoint
