@@ -20,6 +20,7 @@ Invariant. Memory that `read_into` filled without an error holds bytes that matc
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,9 @@ from forebay.core.types import RangeSpec
 if TYPE_CHECKING:
     from forebay.client.sync import Client
 
-READERS = 4  # threads: one digests while others wait for bytes
+READERS = min(4, max(2, os.cpu_count() or 2))  # threads: one digests while others wait for bytes
 READ_BYTES = 16 * limits.MIB  # of one request; a multiple of PIECE_BYTES that stays in a processor cache shared by few
-CACHED_BYTES = 512 * limits.KIB  # digested while they are in a core's own cache
+CACHED_BYTES = 2 * limits.MIB  # digested while they are in a cache; less, and Python's part in each read counts
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 _mine = threading.local()
