@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 from forebay.core import checkpoint as form
-from forebay.core.errors import Bug, Corrupt, Invalid, NotFound, Precondition
+from forebay.core.errors import Bug, Corrupt, Invalid, NotFound, Precondition, Unavailable
 from forebay.torch import Checkpointer, Every, RandomState
 from forebay.torch.checkpoint import checkpointer
-from forebay.torch.checkpoint.staging import stage
+from forebay.torch.checkpoint.saving import Sending
+from forebay.torch.checkpoint.staging import Filled, Layout, stage
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -212,6 +214,35 @@ def test_memory_that_is_smaller_than_the_state(node: NodeProcess):
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     with pytest.raises(Invalid, match="staging_bytes=1000"):
         Checkpointer("runs/x", staging_bytes=1000)
+
+
+def test_beside_training_one_sender_does_it_alone_until_somebody_waits(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    begun: list[int] = []
+    go_on = threading.Event()
+    send_one = Sending._send_one
+
+    def slow(self: Sending, layout: Layout, filled: Filled) -> None:
+        begun.append(filled.blob)
+        go_on.wait()
+        send_one(self, layout, filled)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # and training has one of them
+    state = {"w": torch.randn(40_000_000)}  # two blobs
+    with saver(node, "runs/hurry") as checkpoints:
+        monkeypatch.setattr(Sending, "_send_one", slow)
+        handle = checkpoints.save(1, state)
+        until(lambda: begun, "a sender has a blob")
+        assert begun == [0]
+        with pytest.raises(Unavailable):
+            handle.durable(timeout_s=0.0)
+        until(lambda: begun == [0, 1], "the other helps")
+        go_on.set()
+        handle.durable()
+        checkpoints.save(2, {"w": state["w"]})  # nobody waits, but for the end
+    with saver(node, "runs/hurry") as checkpoints:
+        assert [manifest.step for manifest in checkpoints.list()] == [2, 1]
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 16 * 1024 * 1024])

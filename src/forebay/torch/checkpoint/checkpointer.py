@@ -138,6 +138,7 @@ class Checkpointer:
             return
         self._closed = True
         if self._last is not None:
+            self._last._hurry.set()
             self._last._finished.wait()
         if self._ranks.rank == 0 and self._life.saves:
             try:
@@ -198,7 +199,7 @@ class Checkpointer:
         layout = lay_out(mine, self._arena.memory_bytes)
         self._arena.prepare(layout, pinned=any(share.local.is_cuda for share in mine))
         work.begin(layout)
-        for filled in stage(layout, self._arena, lambda: work.send(layout)):
+        for filled in stage(layout, self._arena, lambda: work.send(layout, hurry=True)):
             work.add(filled)
         return layout, alike
 
@@ -212,6 +213,7 @@ class Checkpointer:
             log.warning(
                 "step %d waits for %r before it is saved: save less often, or give it more bandwidth", step, last
             )
+            last._hurry.set()
             last._ended.wait()
 
     def _terms(self, step: int) -> Terms:

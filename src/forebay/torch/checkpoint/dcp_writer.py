@@ -152,7 +152,7 @@ class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
         handle = SaveHandle(terms, repository)
         sending = Sending(handle, terms, repository, rank, self._arena, self._patience_s, niceness)
         try:
-            self._send(sending, layout, pinned=any(share.local.is_cuda for share in shares))
+            self._send(sending, layout, pinned=any(share.local.is_cuda for share in shares), hurry=waited_for)
             part = None if self._is_coordinator else sending.put_index(layout, {})
         except BaseException:
             self._arena = Arena(self._staging_bytes)  # the buffer that was being filled is in nobody's hands
@@ -165,10 +165,10 @@ class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
         done.set_result([WriteResult(MetadataIndex(f"rank {rank}"), layout.stream_bytes, _Sent(part, nodes))])
         return done
 
-    def _send(self, sending: Sending, layout: Layout, pinned: bool) -> None:
+    def _send(self, sending: Sending, layout: Layout, pinned: bool, hurry: bool) -> None:
         self._arena.prepare(layout, pinned)
         sending.begin(layout)
-        sending.send(layout)
+        sending.send(layout, hurry)
         try:
             for filled in stage(layout, self._arena, lambda: None):
                 sending.add(filled)

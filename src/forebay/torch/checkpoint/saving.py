@@ -6,6 +6,9 @@ training goes on meanwhile, and the handle says what is waited for. Then each ra
 why it could not. If all could, rank 0 commits the manifest, and all hear whether it did. So a rank that fails fails
 the save on every rank, and none waits for it.
 
+Each sender keeps a core busy at the node. Where training leaves fewer than two, one of them sends alone, until
+somebody waits for the end.
+
 The threads are not daemons: a script that simply ends after its last save waits for it. On Linux they run at a lower
 priority than training.
 
@@ -24,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import torch
 
 from forebay.checkpoint.repository import Repository
 from forebay.client.patience import with_patience
@@ -66,6 +70,7 @@ class SaveHandle:
         self.staged_s = 0.0  # when the stall was over, monotonic
         self.ended_s: float | None = None  # when the save counted or failed, monotonic
         self._told = False  # somebody was raised `error`
+        self._hurry = threading.Event()  # somebody waits for it, or nothing is left to send
         self._terms = terms
         self._repository = repository
         self._ready: list[Callable[[], Any]] = []
@@ -101,6 +106,7 @@ class SaveHandle:
         if level not in ("tier", "bucket"):
             raise Invalid(f"level={level!r}: durable in the 'tier' or in the 'bucket'")
         give_up_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+        self._hurry.set()
         if not self._ended.wait(timeout_s):
             raise Unavailable(f"{self!r} after {timeout_s:g} s: wait longer, or go on and look again later")
         if self.error is not None:
@@ -168,12 +174,19 @@ class Sending:
         self.handle._ready.append(filled.ready)
         self._filled.put(filled)
 
-    def send(self, layout: Layout) -> None:
-        """Start the senders, if they do not run yet."""
+    def send(self, layout: Layout, hurry: bool = False) -> None:
+        """Start the senders, if they do not run yet. `hurry`: training waits."""
+        if hurry:
+            self.handle._hurry.set()
         if not self._senders:
+            spare = (os.cpu_count() or 1) - torch.get_num_threads()
             self._senders = [
-                threading.Thread(target=self._sender, args=(layout,), name=f"checkpoint-{self.terms.sequence}")
-                for _ in range(min(SENDERS, max(1, layout.blobs)))
+                threading.Thread(
+                    target=self._sender,
+                    args=(layout, number > 0 and spare < SENDERS),
+                    name=f"checkpoint-{self.terms.sequence}",
+                )
+                for number in range(min(SENDERS, max(1, layout.blobs)))
             ]
             for thread in self._senders:
                 thread.start()
@@ -193,8 +206,10 @@ class Sending:
             thread.join()
 
     # --- in threads of its own ---------------------------------------------------------------------------------------
-    def _sender(self, layout: Layout) -> None:
+    def _sender(self, layout: Layout, only_in_a_hurry: bool) -> None:
         _be_nice(self._niceness)
+        if only_in_a_hurry:
+            self.handle._hurry.wait()
         while (filled := self._filled.get()) is not None:
             try:
                 if self.failed is None:
@@ -206,6 +221,7 @@ class Sending:
                 log.exception("sending a blob of checkpoint %d failed", self.terms.sequence)
             finally:
                 self._arena.give(filled.buffer)
+        self.handle._hurry.set()
 
     def _send_one(self, layout: Layout, filled: Filled) -> None:
         filled.ready()
