@@ -502,6 +502,53 @@ def test_an_index_of_wids_beside_the_shards_is_used(many: Counted):
     assert len(dataset_of(many)) == sum(counts.values())
 
 
+def beside(source: MemorySource) -> dict[str, bytes]:
+    """DALI's index of each shard, as wds2idx writes it."""
+    found = {}
+    for key in [key for key in source.objects if key.endswith(".tar")]:
+        index = MemorySource.members(source, "b-1", key, "")
+        members = [index.member(number) for number in range(len(index))]
+        parts = [f"{each.name.partition('.')[2]} {each.start} {each.size_bytes} {each.name}" for each in members]
+        lines = [" ".join(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+        found[key.removesuffix("tar") + "idx"] = "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
+    return found
+
+
+def test_indexes_of_dali_beside_the_shards_are_used(many: Counted, closing: list[DataLoader]):
+    def run() -> list[int]:
+        closing.append(DataLoader(dataset_of(many), 8, seed=3))
+        return flat(closing[-1])
+
+    without = run()
+    many.objects |= {key: data for key, data in beside(many).items() if key != "train/005.idx"}
+    Counted.asked.clear()
+    read: list[int] = []
+    many.before = lambda items: read.extend(item.end - item.start for item in items if item.end)
+    assert run() == without, "the order is the same"
+    empty = {f"train/{n:03d}.tar" for n in range(SHARDS) if n % 9 == 4}
+    assert set(Counted.asked) == empty | {"train/005.tar"}, "of which nothing is said"
+    assert max(read) < len(many.objects["train/000.tar"]) / 2
+
+
+@pytest.mark.parametrize("wrong", ["another shard's", "cut", "shifted", "old", "text"])
+def test_an_index_of_dali_that_is_not_of_its_shard_is_not_believed(
+    many: Counted, caplog: pytest.LogCaptureFixture, wrong: str
+):
+    indexes = beside(many)
+    own = indexes["train/000.idx"]
+    many.objects["train/000.idx"] = {
+        "another shard's": indexes["train/001.idx"],
+        "cut": b"v1.2 24\n" + b"\n".join(own.splitlines()[1:-1]),  # a sample was appended since
+        "shifted": own.replace(b"512", b"500"),
+        "old": own.replace(b"v1.2", b"v1.1"),
+        "text": b"anything",
+    }[wrong]
+    Counted.asked.clear()
+    assert list(dataset_of(many, keys=["train/000.tar"])) == list(range(SHARD))
+    assert Counted.asked == ["train/000.tar"]
+    assert ("not of train/000.tar as it is now" in caplog.text) == (wrong in ("another shard's", "cut"))
+
+
 # --- the head of the first shard -------------------------------------------------------------------------------------
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Counted:

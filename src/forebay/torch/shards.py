@@ -33,13 +33,14 @@ import numpy as np
 
 from forebay.core import limits
 from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound
+from forebay.core.formats import tar
 from forebay.core.formats.listing import Listing
-from forebay.core.formats.members import Form, MemberIndex, build, form_of
-from forebay.core.formats.samples import split
+from forebay.core.formats.members import Form, MemberIndex, build, form_of, of_ranges
+from forebay.core.formats.samples import dali_name, decode_dali, split
 from forebay.core.messages.batch import Item
 from forebay.core.spelling import known_arguments
 from forebay.ports import clock
-from forebay.torch.columns import Column
+from forebay.torch.columns import Column, ListingColumns
 from forebay.torch.counting import Counting, Parts, Placed, block_and_inner, is_place, place_of, places_of
 from forebay.torch.dataset import Accesses, Dataset, Held, OnError, Shuffle, block_rows, decoded, parameters, ranges
 from forebay.torch.decoders import Decoder, chosen
@@ -202,6 +203,7 @@ class ShardDataset(Dataset):
             keys=keys,
             listing=listing,
         )
+        self._dali = self._indexes_beside()
         self._parts = Parts(self.listing.objects)
         self._counting = Counting(self.listing.objects, self._count)
         if on_error == "raise" and (filter is None or counts):  # else an index beside them says too much
@@ -407,7 +409,8 @@ class ShardDataset(Dataset):
         if number < listing.objects:
             key, etag = listing.key(number), listing.etag(number)
             try:
-                found = lay_out(source.members(listing.bucket, key, etag, facts), self.parts, self.filter)
+                members = self._members_told(number, facts, source) or source.members(listing.bucket, key, etag, facts)
+                found = lay_out(members, self.parts, self.filter)
             except Corrupt as error:
                 if key in error.message:
                     raise
@@ -419,6 +422,49 @@ class ShardDataset(Dataset):
         while self._layouts_bytes > LAYOUTS_BYTES_MAX and len(self._layouts) > 1:
             self._layouts_bytes -= self._layouts.popitem(last=False)[1].memory_bytes
         return found
+
+    def _indexes_beside(self) -> dict[int, tuple[str, str]]:
+        """Key and etag of DALI's index of each shard that has one beside it."""
+        assert self._listing is not None, "it was listed just now"
+        beside = ListingColumns.of(self._listing, (".idx",))
+        etags = {beside.key(number): beside.etag(number) for number in range(beside.objects)}
+        if not etags:
+            return {}
+        names = {number: dali_name(self.listing.key(number)) for number in range(self.listing.objects)}
+        return {number: (name, etags[name]) for number, name in names.items() if name in etags}
+
+    def _members_told(self, number: int, facts: Facts, source: Patient) -> MemberIndex | None:
+        """What DALI's index says of a shard, if there is one and its first and last members and the end of the archive
+        are where it says. Else None, and the shard itself is read: nothing hangs on that index but time."""
+        key, etag, size = self.listing.key(number), self.listing.etag(number), int(self.listing.sizes[number])
+        if number not in self._dali or form_of(key, None) != Form("tar", ""):
+            return None
+        bucket = self.listing.bucket
+        (said,) = source.get_many([Item(bucket, self._dali[number][0], 0, None, "", self._dali[number][1])], facts)
+        told = None if isinstance(said, ForebayError) else decode_dali(bytes(said))
+        if told is None or not told[0]:
+            return None
+        names, offsets, sizes = told
+        begins, ends = (np.frombuffer(column, np.uint64).astype(np.int64) for column in (offsets, sizes))
+        ends = begins + -(-ends // tar.BLOCK) * tar.BLOCK
+        gaps = np.diff(begins, prepend=0)[1:] - (ends - begins)[:-1]  # each has room for a header
+        if (
+            (begins % tar.BLOCK).any()
+            or (gaps < tar.BLOCK).any()
+            or begins[0] < tar.BLOCK
+            or ends[-1] + tar.BLOCK > size
+        ):
+            return None
+        starts = (int(begins[0]) - tar.BLOCK, int(begins[-1]) - tar.BLOCK, int(ends[-1]))
+        blocks = source.get_many([Item(bucket, key, at, at + tar.BLOCK, "", etag) for at in starts], facts)
+        for block in blocks:
+            if isinstance(block, ForebayError):
+                raise block
+        first, final, after = (bytes(block) for block in blocks)  # type: ignore[arg-type]
+        if not tar.begins(first, names[0], sizes[0]) or not tar.begins(final, names[-1], sizes[-1]) or any(after):
+            log.warning("%s is not of %s as it is now: the shard itself is read", self._dali[number][0], key)
+            return None
+        return of_ranges(names, offsets, sizes, size, etag=etag)
 
     def _lay_out_head(self, shard: int, facts: Facts, source: Patient) -> Layout:
         """The samples of which the first part begins in the first FIRST_BYTES of a tar, from these bytes alone: the

@@ -320,6 +320,14 @@ def build(
     return MemberIndex(_Columns(FORMAT, kind, version, etag, size_bytes, plain, 0, *places, *packing))
 
 
+def of_ranges(
+    names: Sequence[str], offsets: array[int], sizes: array[int], size_bytes: int, *, etag: str
+) -> MemberIndex:
+    """The index of a tar of which somebody else says where the members are: `offsets` and `sizes` are of 8 bytes."""
+    places = (len(names), "\0".join(names).encode("utf-8", "surrogateescape"), _bytes(offsets), _bytes(sizes))
+    return MemberIndex(_Columns(FORMAT, "tar", "", etag, size_bytes, False, 0, *places))
+
+
 def empty(version: str = "", etag: str = "") -> MemberIndex:
     """The index of a tar without members."""
     return MemberIndex(_Columns(FORMAT, "tar", version, etag, 0, False, 0, 0, b"", b"", b""))

@@ -8,6 +8,9 @@ the same in any case of their letters.
 The index, `shardindex.json`, is that of WebDataset's `wids`: `{"shardlist": [{"url": "train-0.tar", "nsamples": 1000,
 …}, …]}`. Its URLs may be of another place, so readers know a shard by the last part of its name.
 
+DALI's index is one for each shard, `train-0.idx` beside `train-0.tar`: `v1.2 COUNT`, then a line for each sample, of
+the extension, offset, size and name of each part.
+
 Where a shard ends follows from the sizes of the samples in their order alone, so the same samples make the same shards.
 
 Invariants. (1) `split(joined(key, extension)) == (key, extension)`. (2) A shard that a `Cut` made has a sample, and at
@@ -17,6 +20,7 @@ most the bytes and samples it was told.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable
 
 import msgspec
@@ -148,6 +152,28 @@ def decode_index(data: bytes | memoryview) -> list[Shard] | None:
     except msgspec.DecodeError:
         return None
     return found.shardlist
+
+
+def dali_name(shard: str) -> str:
+    """The key of DALI's index of a shard."""
+    folder, slash, name = shard.rpartition("/")
+    return f"{folder}{slash}{name[:1]}{name[1:].partition('.')[0]}.idx"
+
+
+def decode_dali(data: bytes) -> tuple[list[str], array[int], array[int]] | None:
+    """Names, offsets and sizes of the members of a shard, as DALI's index says; None if it is something else, or of a
+    version without names."""
+    try:
+        lines = data.decode("utf-8", "surrogateescape").split("\n")
+        version, count = lines[0].split(" ")
+        rows = [line.split(" ") for line in lines[1:] if line]
+        if version != "v1.2" or len(rows) != int(count) or any(len(row) % 4 for row in rows):  # a name has a space
+            return None
+        names = [name for row in rows for name in row[3::4]]
+        offsets = array("Q", [int(offset) for row in rows for offset in row[1::4]])
+        return names, offsets, array("Q", [int(size) for row in rows for size in row[2::4]])
+    except (ValueError, OverflowError):
+        return None
 
 
 def decode_unfinished(data: bytes, where: str) -> Unfinished:

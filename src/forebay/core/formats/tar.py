@@ -147,6 +147,23 @@ def check_head(head: bytes) -> None:
         _check_sum(head[:BLOCK], head[148:156], 0)
 
 
+def begins(block: bytes, name: str, size_bytes: int) -> bool:
+    """Whether `block` is the header of a regular file of that name (or its beginning, where a name is too long for a
+    header) and size."""
+    if len(block) != BLOCK or block[156:157] not in (b"0", b"\0"):
+        return False
+    try:
+        _check_sum(block, block[148:156], 0)
+        said_bytes = _number(block[124:136], 0)
+    except Corrupt:
+        return False
+    said = block[:100].rstrip(b"\0")
+    prefix = block[345:500].partition(b"\0")[0] if block[257:262] == b"ustar" and block[262:263] == b"\0" else b""
+    said = prefix + b"/" + said if prefix else said
+    raw = name.encode("utf-8", "surrogateescape")
+    return said_bytes == size_bytes and (said == raw or (len(said) >= 99 and raw.startswith(said)))
+
+
 def _check_sum(header: bytes, field: bytes, position: int) -> None:
     low = (zlib.adler32(header) & 0xFFFF) - 1
     try:
