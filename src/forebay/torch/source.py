@@ -15,8 +15,8 @@ same request can succeed; the caller gets the others.
 from __future__ import annotations
 
 import copy
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -178,12 +178,17 @@ class NodeSource:
     """A node, through a client of its own, which is closed with it. `url` as of `forebay.connect`."""
 
     def __init__(self, url: str | None = None) -> None:
-        self._client = Client(url)
+        self._own(Client(url))
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        client = getattr(self, "_client", None)  # none if the URL was refused
-        if client is not None and not ending():  # then what it needs may be gone, and the kernel closes all
-            client.close()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_client" in state:  # none in what stands for a node that is gone
+            self._own(state["_client"])
+
+    def _own(self, client: Client) -> None:
+        """No `__del__`: in a cycle, as exceptions make them, that may come after the sockets' own end, which warns."""
+        self._client = client
+        weakref.finalize(self, client.close).atexit = False  # then the kernel closes all
 
     @property
     def url(self) -> str:
