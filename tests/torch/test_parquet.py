@@ -63,8 +63,10 @@ def test_columns_alone_are_read_and_a_group_once(source: MemorySource):
     count = len(asked)
     assert [sample["number"] for sample in dataset.__getitems__([15, 0, 9])] == [15, 0, 9]
     assert len(asked) == count, "the group is kept"
-    rows, _ = dataset.accesses(np.asarray([3, 50]))
+    rows, size_bytes = dataset.accesses(np.asarray([3, 50]))
     assert rows.tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert size_bytes < 4000, "what lies between the columns is not read"
+    assert source.batches[:2] == [3, 3], "the ends of all files at once; then two columns, and the end again"
     with pytest.raises(Invalid, match=r"0.parquet has no column 'colour': it has deep, image, list, number, text"):
         ParquetDataset("b-1/rows/", columns=["colour"], source=source)
 

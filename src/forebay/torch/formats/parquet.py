@@ -40,6 +40,7 @@ SUFFIXES = (".parquet", ".pq")
 WINDOW_BYTES = 256 * limits.MIB  # of decoded groups
 GAP_BYTES_MAX = 64 * limits.KIB  # between chunks that are read together
 _TAIL_BYTES = 64 * limits.KIB  # the end of most files
+_FILES_AT_ONCE = 128
 _MAGIC = b"PAR1"
 
 
@@ -107,9 +108,11 @@ class ParquetDataset(Dataset):
             listing=listing,
         )
         self._ends_at: Column = np.zeros(self.listing.objects, np.int64)  # where each file's own end begins
-        self._groups = [group for file in range(self.listing.objects) for group in self._read_end(file)]
+        self._groups = list(self._read_ends())
         self._rows: Column = np.asarray([group.rows for group in self._groups], np.int64)
         self._row_ends: Column = np.cumsum(self._rows)
+        read_bytes = [sum(end - start for start, end in group.spans) for group in self._groups]
+        self._read_bytes: Column = np.asarray(read_bytes, np.int64)
         self.samples = int(self._rows.sum())
         if not self.samples:
             raise NotFound(f"the files under {place!r} hold no rows")
@@ -118,9 +121,16 @@ class ParquetDataset(Dataset):
         return super().__getstate__() | {"_decoded": (0, None)}
 
     # --- the ends of files -------------------------------------------------------------------------------------------
-    def _read_end(self, file: int) -> Iterator[_Group]:
-        size = int(self.listing.sizes[file])
-        tail = self._asked([self._item(file, max(0, size - _TAIL_BYTES), size)], Facts())[0] if size else b""
+    def _read_ends(self) -> Iterator[_Group]:
+        for first in range(0, self.listing.objects, _FILES_AT_ONCE):
+            files = range(first, min(first + _FILES_AT_ONCE, self.listing.objects))
+            sizes = [int(self.listing.sizes[file]) for file in files]
+            items = [self._item(file, max(0, size - _TAIL_BYTES), size) for file, size in zip(files, sizes) if size]
+            tails = iter(self._asked(items, Facts()) if items else ())
+            for file, size in zip(files, sizes, strict=True):
+                yield from self._read_end(file, size, next(tails) if size else b"")
+
+    def _read_end(self, file: int, size: int, tail: bytes) -> Iterator[_Group]:
         length = int.from_bytes(tail[-8:-4], "little") + 8 if tail[-4:] == _MAGIC else 0
         if not 8 < length <= size:
             raise Corrupt(f"{self._name(file)} is no parquet file, or is cut short: repair it, or leave it out (keys=)")
@@ -184,15 +194,14 @@ class ParquetDataset(Dataset):
     def sizes(self, indices: Column) -> Column:
         """Their share of their groups."""
         groups = np.searchsorted(self._row_ends, indices, "right")
-        size_bytes = np.asarray([sum(end - start for start, end in group.spans) for group in self._groups])
-        return -(-size_bytes[groups] // self._rows[groups])
+        return -(-self._read_bytes[groups] // self._rows[groups])
 
     def accesses(self, indices: Column) -> Accesses:
         """Of each row its group, from the first to the last of its columns."""
         groups = np.searchsorted(self._row_ends, indices, "right")
         table = [(each.file, each.spans[0][0], each.spans[-1][1]) for each in self._groups]
         files, starts, ends = np.asarray(table, np.int64)[groups].T
-        return Accesses(block_rows(self.listing, files, starts, ends), int((ends - starts).sum()))
+        return Accesses(block_rows(self.listing, files, starts, ends), int(self._read_bytes[groups].sum()))
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def fetch(self, indices: Sequence[int], facts: Facts) -> list[Any]:
