@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.membership import (
+    PAST_MAX,
     Answered,
     Due,
     Event,
     Membership,
     Owes,
+    Released,
     Settle,
     Settled,
     Told,
@@ -50,6 +52,7 @@ class Town:
         self.nodes: dict[str, Node] = {}
         self.maps: list[Map] = []
         self.owing: set[str] = set()
+        self.keeping: set[str] = set()  # what is at home elsewhere
         self.agreed.told.append(lambda changes: self.maps.extend(self._maps(changes)))
 
     @staticmethod
@@ -91,6 +94,8 @@ class Town:
         changes = node.mirror.listed(self.agreed.under(PREFIX), self.agreed.revision)
         self._step(node, Told(tuple(changes), self.agreed.revision))
         self._step(node, Owes(1 if name in self.owing else 0))
+        if name not in self.keeping and node.membership.map is not None:
+            self._step(node, Released(node.membership.map.epoch))
         self._step(node, Due())
 
     def _step(self, node: Node, event: Event) -> None:
@@ -136,7 +141,7 @@ def test_the_map_is_what_is_wanted_and_lives_and_no_more_moves_than_must(seed: i
         if living:
             assert town.map.active
             assert town.map.owners == {one: weights[one] for one in sorted(living) if words[one] == "active"}
-    settled = [one for one in town.maps if one.active and one.owners]
+    settled = list({one.epoch: one for one in town.maps if one.active and one.owners}.values())
     for before, after in pairwise(settled):
         assert after.epoch > before.epoch
         for key in KEYS:
@@ -169,10 +174,10 @@ def test_what_a_change_looks_like_to_those_who_act() -> None:
         assert all(not second.right(town.now_s, "b", key) for key in KEYS)
         town.quiet(0.25)
     town.quiet()
-    assert [(one.epoch, one.active, sorted(one.owners)) for one in town.maps] == [
-        (1, True, []), (2, False, ["a"]), (2, True, ["a"]), (3, False, ["a", "b"]), (3, True, ["a", "b"]),
+    assert list(dict.fromkeys((one.epoch, one.active, tuple(sorted(one.owners))) for one in town.maps)) == [
+        (1, True, ()), (2, False, ("a",)), (2, True, ("a",)), (3, False, ("a", "b")), (3, True, ("a", "b")),
     ]  # fmt: skip
-    preparing = town.maps[-2]
+    preparing = [one for one in town.maps if not one.active][-1]
     acting = {preparing.actor("b", key) for key in KEYS}
     assert acting == {"a", None}, "what stays with A goes on, what moves waits"
     for key in KEYS:
@@ -180,6 +185,74 @@ def test_what_a_change_looks_like_to_those_who_act() -> None:
         assert (one is None) != (other is None)
         if other is not None:
             assert town.map.former_home("b", key) == "a", "whom it asks before the backend"
+
+
+def test_what_only_nodes_have_stays_at_home_until_its_node_is_drained_or_given_up() -> None:
+    town = Town()
+    for name in "abc":
+        town.start(name)
+    town.quiet()
+    before = town.map
+    assert before.holders == before.owners == dict.fromkeys("abc", 1.0)
+    assert before.past == (), "all brought nothing, and said so"
+
+    town.stop("a")
+    town.quiet(20.0)
+    assert sorted(town.map.owners) == ["b", "c"]
+    assert town.map.holders == before.holders, "what only A has is at home with A"
+    assert town.map.past == ()
+    town.keeping |= {"b", "c"}
+    town.want("a", "gone")  # given up
+    town.quiet()
+    assert sorted(town.map.holders) == ["b", "c"]
+    (past,) = town.map.past
+    assert past.holders == before.holders
+    for key in KEYS:
+        held, holds = before.holder("b", key), town.map.holder("b", key)
+        assert town.map.earlier("b", key) == {held} - {holds}
+    town.keeping.clear()
+    town.quiet()
+    assert town.map.past == (), "nobody asks one that was given up"
+
+
+def test_a_drained_node_is_asked_until_it_is_gone_and_a_new_one_for_every_key() -> None:
+    town = Town()
+    town.start("a")
+    town.start("b")
+    town.quiet()
+    town.keeping |= {"a", "c"}
+    town.owing.add("a")
+    town.want("a", "draining")
+    town.quiet()
+    assert town.map.holders == {"b": 1.0}
+    assert {frozenset(town.map.earlier("b", key)) for key in KEYS} == {frozenset("a"), frozenset()}
+    town.start("c")
+    town.quiet()
+    moved = [key for key in KEYS if town.map.holder("b", key) == "c" and town.map.past[0].holders]
+    assert moved
+    assert all("c" in town.map.earlier("b", key) for key in KEYS if town.map.holder("b", key) == "b")
+    town.owing.clear()
+    town.quiet()
+    assert town.nodes["a"].membership.state("a") == "leaving", "what it has cached counts as confirmed still"
+    town.keeping.clear()
+    town.quiet()
+    assert town.map.past == ()
+
+
+def test_changes_wait_while_too_many_are_owed() -> None:
+    town = Town()
+    town.start("a")
+    town.quiet()
+    town.keeping.add("a")
+    for number in range(2 * PAST_MAX):
+        town.start(f"b{number}")
+        town.quiet()
+    assert len(town.map.past) == PAST_MAX
+    assert len(town.map.owners) == 2 * PAST_MAX + 1 > len(town.map.holders)
+    town.keeping.clear()
+    town.quiet(20.0)
+    assert town.map.holders == town.map.owners
+    assert town.map.past == ()
 
 
 def test_a_node_drains_when_it_owes_nothing_and_not_before() -> None:

@@ -114,14 +114,15 @@ def test_nodes_find_each_other_one_drains_and_comes_back(node: Make, etcd: serve
     found = {each["node_id"]: each["endpoint"] for each in one.json("GET", "map")["nodes"]}
     assert found == {first: one.endpoint, second: two.endpoint}
 
-    add_back_bucket(two, tmp_path / "bucket")
-    assert takes_writes(two, "only-here")
+    for each in (one, two):
+        add_back_bucket(each, tmp_path / "bucket")
+    until(lambda: takes_writes(two, "only-here"))
     assert "is gone: owes nothing" in program("drain", second[:8], "--url", one.endpoint)
-    assert (tmp_path / "bucket" / "only-here").read_bytes() == b"bytes"
+    until((tmp_path / "bucket" / "only-here").exists, "that its home flushed it")
     assert cluster_of(one)["nodes"] != [], "it is still known"
     until(lambda: not is_ready(two), "that clients are sent elsewhere")
     assert two.get("back", "only-here") == b"bytes"
-    assert not takes_writes(two)
+    until(lambda: takes_writes(two), "that it asks the home, which the other is")
 
     program("drain", two.endpoint.removeprefix("http://"), "--undo", "--url", one.endpoint)
     until_all_are("active", one, two)

@@ -171,6 +171,23 @@ def test_nodes_prove_who_they_are_and_a_stranger_gets_nothing(
     assert peer_bytes(nodes[1]) > 0
     assert peer_bytes(nodes[2]) == 0, "nobody takes its key, and it asks the backend"
 
+    for one in nodes:
+        asked(one, "PUT", "/-/v1/buckets/local", {"name": "local", "url": "local://", "write": "local"})
+    ids = [state_of(one)["node_id"] for one in nodes]
+    members = Members(
+        {each["node_id"]: each["weight"] for each in json.loads(asked(nodes[0], "GET", "/-/v1/map"))["nodes"]}
+    )
+    key = next(key for key in many if members.first("local", key) == ids[0])
+
+    def write(one: NodeProcess, headers: dict[str, str]) -> int:
+        return one.ask("PUT", f"/-/v1/objects/local/{key}", headers, bodies["small"])[0]
+
+    until(lambda: write(nodes[1], WHO) == 200, "that a home takes what another node was given")
+    assert asked(nodes[0], "GET", f"/-/v1/objects/local/{key}") == bodies["small"]
+    assert asked(nodes[1], "GET", f"/-/v1/objects/local/{key}") == bodies["small"]
+    assert write(nodes[2], WHO) == 403, "nobody takes its key, and it does not act alone"
+    assert write(nodes[1], {}) == 403
+
     for headers in ({}, {"x-forebay-peer": "anything"}):
         status, answer = nodes[0].ask("GET", "/corpus/small", headers)
         assert status in (403, 503), answer

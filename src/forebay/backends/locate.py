@@ -132,6 +132,14 @@ def locate(
     return Unwritten(scheme, store, Wire(url, anonymous, client), prefix, None, clock)
 
 
+def wire_to(bucket: Bucket, clock: Clock, node: str, peer: str) -> Wire:
+    """Requests to the node at which the S3 bucket `bucket` is, as another node (see `locate`)."""
+    client = _client_options(bucket.options)
+    client["default_headers"] = {LOOP_HEADER: node, PEER_HEADER: peer}
+    place = aws.find(bucket.name, bucket.options, clock)
+    return Wire(place.url, aws.Signer(place, clock), client, bucket=bucket.name)
+
+
 def _parse(bucket: Bucket) -> tuple[str, str, str]:
     """Scheme, bucket or host, and path (decoded for file)."""
     try:

@@ -16,11 +16,23 @@ from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.backends.wrap.faulty import FaultPlan, Faulty
 from forebay.backends.wrap.peers import Peers, PeersFirst
 from forebay.backends.wrap.retrying import Retrying
+from forebay.core.machines.retry import RetryPolicy
 from forebay.core.types import Bucket
 from forebay.ports import chance as system_chance
 from forebay.ports import clock as system_clock
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
+
+NODE_POLICY = RetryPolicy(attempts_max=3, elapsed_max_s=10.0)  # the client tries again, perhaps by another map
+
+
+def open_node(
+    bucket: Bucket, *, clock: Clock, chance: Chance, counters: BackendCounters, node: str, peer: str
+) -> Backend:
+    """Another node of the cluster as the backend of `bucket`, ready to use; `peer` says by which map it is asked."""
+    return Retrying(
+        Counting(locate(bucket, clock, node, peer=peer), counters, clock), clock, chance, counters, NODE_POLICY
+    )
 
 
 def open_backend(

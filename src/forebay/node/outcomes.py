@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from forebay.core.errors import ForebayError
@@ -12,6 +13,7 @@ AnswerT = TypeVar("AnswerT")
 Call = Callable[
     [str, Any], Coroutine[Any, Any, Any]
 ]  # (verb, arguments) -> answer, as core/messages/calls.py types them
+from_node: ContextVar[bool] = ContextVar("from_node", default=False)  # another node of the cluster asks
 
 
 def resolve(future: asyncio.Future[AnswerT], outcome: AnswerT | ForebayError) -> None:

@@ -28,7 +28,18 @@ import msgspec
 
 from forebay.core.cluster import membership
 from forebay.core.cluster.lease import LeaseHold, Take
-from forebay.core.cluster.membership import Answered, Due, Membership, Owes, Right, Settle, Settled, Told, Write
+from forebay.core.cluster.membership import (
+    Answered,
+    Due,
+    Membership,
+    Owes,
+    Released,
+    Right,
+    Settle,
+    Settled,
+    Told,
+    Write,
+)
 from forebay.core.cluster.mirror import Mirror
 from forebay.core.cluster.records import NODES, PREFIX, NodeRecord, Wanted
 from forebay.core.errors import ForebayError, NotFound
@@ -181,6 +192,8 @@ class Cluster:
         if not process.listing and self.now_s - process.listed_s > LIST_S:
             self._list(process)
         self._step(process, Owes(0 if process.node not in self._owes else 1))
+        if process.membership.map is not None and process.node not in self._owes:
+            self._step(process, Released(process.membership.map.epoch))
         pause_s = membership.LOOK_S * self.chance.uniform(0.5, 1.5)
         self._at(pause_s, lambda: self._within(process, lambda: self._beat(process)))
 

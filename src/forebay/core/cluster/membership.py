@@ -24,6 +24,10 @@ are when the map is written.
 noticed by nobody; for less than a lease, it pauses; beyond that its keys move, and move back. Lateness of whoever looks
 cannot make another look dead, because the store counts, and is asked in the same transaction.
 
+*Holders.* With the owners change the holders of what only nodes have (`records.py`), but not for a node that is
+missing. Who held before goes to `past`, and those who come in too, until each said that it has `Released` what is at
+home elsewhere, or is gone. While PAST_MAX changes wait for that, the holders stay as they are.
+
 *What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
 presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
 who acts by the one before cannot be known, so no map follows until an operator has deleted it.
@@ -55,6 +59,7 @@ from forebay.core.cluster.records import (
     UNREADABLE,
     Map,
     NodeRecord,
+    Past,
     Presence,
     State,
     Wanted,
@@ -67,6 +72,7 @@ AGAIN_S = 0.5  # after a refusal or no answer
 JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
 MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
 CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
+PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,14 @@ class Owes:
     size_bytes: int
 
 
-Event = Told | Due | Answered | Settled | Owes
+@dataclass(frozen=True, slots=True)
+class Released:
+    """By the map of this epoch the node had nothing that is at home elsewhere."""
+
+    epoch: int
+
+
+Event = Told | Due | Answered | Settled | Owes | Released
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +161,14 @@ class Membership:
         self._wanted_revision = 0  # the copy must be of this one before it is decided from
         self._again_s = float("-inf")
         self._out = False  # a transaction is
-        self._asked_epoch = self._settled_epoch = 0
+        self._asked_epoch = self._settled_epoch = self._released_epoch = 0
         self._owes_bytes: int | None = None  # nobody has said yet
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
+
+    def keeps(self, buckets: dict[str, str]) -> None:
+        """How the node keeps its buckets that are not written through; the others are told."""
+        self._record = msgspec.structs.replace(self._record, buckets=buckets)
 
     # --- what others ask ---------------------------------------------------------------------------------------------
     def right(self, now_s: float, bucket: str, key: str) -> Right | None:
@@ -208,6 +225,8 @@ class Membership:
                 self._settled_epoch = max(self._settled_epoch, epoch)
             case Owes(size_bytes):
                 self._owes_bytes = size_bytes
+            case Released(epoch):
+                self._released_epoch = max(self._released_epoch, epoch)
             case Due():
                 pass
         return [*self._settle(), *self._write(now_s)]
@@ -252,8 +271,9 @@ class Membership:
         own, wish = self.nodes.get(self.node), self._record
         if own is None:
             return self._changed({NODES + self.node: wish})
-        if own.wanted != "gone" and not self.doubled and (own.address, own.weight) != (wish.address, wish.weight):
-            return self._changed({NODES + self.node: msgspec.structs.replace(wish, wanted=own.wanted)})
+        wish = msgspec.structs.replace(wish, wanted=own.wanted)
+        if own.wanted != "gone" and not self.doubled and own != wish:
+            return self._changed({NODES + self.node: wish})
         return None
 
     def _in_turn(self, now_s: float) -> Write | None:
@@ -265,19 +285,22 @@ class Membership:
         if self.map is None:
             # one that was deleted is followed by a later one, which the living must take up as any other
             epoch = max((self._asked_epoch, *(presence.epoch for presence in self.alive.values())))
-            return self._changed({MAP: Map(epoch + 1, True, {}, {})})
+            past = Past(epoch + 1, {}, tuple(sorted(self.nodes)))  # who held what is not known any more
+            return self._changed({MAP: Map(epoch + 1, True, {}, {}, past=(past,))})
         present = self.alive.get(self.node)
         if present in (None, UNREADABLE):
-            return self._presence(self.map)
+            return self._presence(self.map.epoch)
         assert present is not None
         if present.lease != self.hold.lease:
             return None  # it went with the lease that it hung on, and the copy will say so
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
-            return self._presence(self.map)
+            return self._presence(self.map.epoch)
+        if present.released < self._released_epoch:
+            return self._presence(present.epoch)
         return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
 
-    def _presence(self, map: Map) -> Write:
-        presence = Presence(self.incarnation, map.epoch, self.hold.lease)
+    def _presence(self, epoch: int) -> Write:
+        presence = Presence(self.incarnation, epoch, self.hold.lease, self._released_epoch)
         return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
 
     def _farewell(self, map: Map) -> Write | None:
@@ -285,6 +308,8 @@ class Membership:
         own = self.nodes[self.node]
         if own.wanted != "draining" or self._owes_bytes != 0 or not map.active or self.node in map.owners:
             return None
+        if self._released_epoch < max((past.epoch for past in map.past), default=0) or self.node in map.holders:
+            return None  # what it has cached counts as confirmed still, and nobody asks one that is gone
         gone = msgspec.structs.replace(own, wanted="gone")
         return self._changed({NODES + self.node: gone, ALIVE + self.node: None}, also=(MAP,))
 
@@ -310,9 +335,35 @@ class Membership:
             reasons |= {NODES + node, ALIVE + node}
             if len(reasons) >= 2 * CHANGES_MAX:
                 break
-        if not reasons:
-            return None
-        return self._changed({MAP: Map(map.epoch + 1, False, owners, map.owners)}, also=tuple(sorted(reasons)))
+        past = tuple(each for each in map.past if not self._is_over(each))
+        holders = self._holders(map, owners, reasons) if len(past) < PAST_MAX else map.holders
+        if holders != map.holders:
+            newcomers = tuple(sorted(holders.keys() - map.holders.keys()))
+            past = (*past, Past(map.epoch + 1, map.holders, newcomers))
+        elif not reasons:
+            return self._changed({MAP: msgspec.structs.replace(map, past=past)}) if past != map.past else None
+        changed = Map(map.epoch + 1, False, owners, map.owners, holders, past)
+        return self._changed({MAP: changed}, also=tuple(sorted(reasons)))
+
+    def _holders(self, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
+        """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
+        holders = dict(owners)
+        for node, weight in map.holders.items():
+            record = self.nodes.get(node)
+            leaves = record is None or record.wanted not in ("active", "maintenance")
+            if leaves and len(reasons) < 2 * CHANGES_MAX:
+                reasons.add(NODES + node)
+            else:
+                holders.setdefault(node, weight)
+        return holders
+
+    def _is_over(self, past: Past) -> bool:
+        """Whether nobody may have keys from then any more."""
+        return all(
+            self.nodes[node].wanted == "gone" or self.alive.get(node, UNREADABLE).released >= past.epoch
+            for node in (*past.holders, *past.newcomers)
+            if node in self.nodes
+        )
 
     def _changed(
         self, values: dict[str, NodeRecord | Presence | Map | None], also: tuple[str, ...] = (), lease: int = 0

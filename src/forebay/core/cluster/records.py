@@ -12,6 +12,11 @@ Theory. Four kinds of entries (`meta/seam.py`), each with one writer at a time:
 Placement is weighted rendezvous hashing over the owners (`core/placement.py`), so a map is a list of names and weights
 and says where every key is.
 
+*Holders.* What a backend has anybody may serve, so its keys go from a node that is not heard of to the others. What
+only nodes have (buckets written back, or local) stays where it is: such keys are at home by `holders`, which a node
+leaves only when it is drained or given up. `past` says who may still have keys from before. A home asks them before it
+acts.
+
 Rejected: a list of changes instead of maps (whoever missed one is wrong for ever); the table of slots in the store
 (megabytes, and everybody can compute it).
 
@@ -38,11 +43,13 @@ State = Literal["joining", "active", "missing", "draining", "leaving", "maintena
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """A node: where it is reached, how much it holds, and what is wanted of it."""
+    """A node: where it is reached, how much it holds, what is wanted of it, and how it keeps the buckets that are not
+    written through."""
 
     address: str
     weight: float  # bytes of capacity
     wanted: Wanted = "active"
+    buckets: dict[str, str] = {}
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -51,18 +58,31 @@ class Presence(msgspec.Struct, frozen=True):
     incarnation: str
     epoch: int
     lease: int
+    released: int = 0  # by the map of this epoch it had nothing that is at home elsewhere
 
 
 UNREADABLE = Presence("", 0, 0)  # of a process that lives, perhaps, and whose entry somebody overwrote
 
 
+class Past(msgspec.Struct, frozen=True):
+    """Who may still have what only nodes have, of keys that the map of `epoch` gave to others: those who held them
+    until then, and `newcomers`, who may have brought anything."""
+
+    epoch: int
+    holders: dict[str, float]
+    newcomers: tuple[str, ...] = ()
+
+
 class Map(msgspec.Struct, frozen=True):
-    """Who owns which keys: weights by node. `former`: before that."""
+    """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
+    have."""
 
     epoch: int
     active: bool
     owners: dict[str, float]
     former: dict[str, float]
+    holders: dict[str, float] = {}
+    past: tuple[Past, ...] = ()
 
     def actor(self, bucket: str, key: str) -> str | None:
         """Who may act on the key by this map: its home, unless the key is on its way to another."""
@@ -77,6 +97,15 @@ class Map(msgspec.Struct, frozen=True):
         """Who owned it before: whom the home asks before it asks the backend."""
         return _first(self.former, bucket, key)
 
+    def holder(self, bucket: str, key: str) -> str | None:
+        """Whose word counts for the key, in a bucket that is not written through."""
+        return _first(self.holders, bucket, key)
+
+    def earlier(self, bucket: str, key: str) -> set[str]:
+        """Whom the holder asks before it acts on the key: they may have it from before."""
+        asked = {node for past in self.past for node in (_first(past.holders, bucket, key), *past.newcomers)}
+        return {node for node in asked if node is not None} - {self.holder(bucket, key)}
+
 
 def encoded(value: NodeRecord | Presence | Map) -> bytes:
     """As it stands in the store: JSON, so that an operator can read it with etcdctl."""
@@ -87,7 +116,7 @@ def _first(weights: dict[str, float], bucket: str, key: str) -> str | None:
     return _members(tuple(sorted(weights.items()))).first(bucket, key) if weights else None
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=24)
 def _members(weights: tuple[tuple[str, float], ...]) -> Members:
     """Maps follow each other, and each has its owners twice: their tables (2 MiB) are made once."""
     return Members(dict(weights))

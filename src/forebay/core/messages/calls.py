@@ -23,7 +23,7 @@ from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
 from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
-from forebay.core.types import Bucket, CorsRule, Headers, ListPage
+from forebay.core.types import Bucket, CorsRule, Headers, ListEntry, ListPage
 from forebay.core.volumes import LostObject, VolumeState
 
 
@@ -454,6 +454,8 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "volume_give_up": (VolumeNamed, VolumeState),  # what it owed is lost; as it was
     "lost": (LostCall, list[LostObject]),  # at most LIST_KEYS_MAX
     "lost_give_up": (LostCall, list[LostObject]),  # these are given up; at most LIST_KEYS_MAX
+    "claim": (ObjectNamed, bool),  # by the key's home; whether nothing is here that nobody else has
+    "owed": (ListCall, list[tuple[str, ListEntry | None]]),  # what the node has that no backend has; None: a delete
     "map": (Nothing, NodeMap),
     "wish": (WishCall, ClusterNode),
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged

@@ -39,7 +39,7 @@ from forebay.core.errors import Bug, ErrorOnWire
 from forebay.core.record import Record
 from forebay.core.types import Bucket, RangeSpec
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -55,7 +55,7 @@ class Hello(_Message):
 
 class OpenRead(_Message):
     """`version`: only this version will do (a later part of one response). `head_only`: metadata, no body.
-    `revalidate`: ask the backend now, whatever the freshness."""
+    `revalidate`: ask the backend now, whatever the freshness. `from_node`: another node of the cluster asks."""
 
     read: int
     bucket: str
@@ -64,6 +64,7 @@ class OpenRead(_Message):
     version: str = ""
     head_only: bool = False
     revalidate: bool = False
+    from_node: bool = False
 
 
 class Consumed(_Message):
@@ -95,11 +96,13 @@ class Suspect(_Message):
 
 
 class Call(_Message):
-    """`verb` names an engine call (`calls.py` lists them); `body` is msgpack of its arguments."""
+    """`verb` names an engine call (`calls.py` lists them); `body` is msgpack of its arguments. `from_node`: another
+    node of the cluster asks."""
 
     call: int
     verb: str
     body: bytes
+    from_node: bool = False
 
 
 class Grown(_Message):

@@ -17,9 +17,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -58,10 +58,12 @@ def decode_bucket(entry: Entry) -> Bucket:
 
 
 class Served:
-    """A bucket and its backend, until its settings change. `error` is the last failure ("" after a success)."""
+    """A bucket and its backend, until its settings change. `error` is the last failure ("" after a success). `of`: the
+    bucket itself, where another node of the cluster stands in its backend's place."""
 
-    def __init__(self, bucket: Bucket, backend: Backend, implicit: bool = False) -> None:
+    def __init__(self, bucket: Bucket, backend: Backend, implicit: bool = False, of: Served | None = None) -> None:
         self.bucket = bucket
+        self.of = of
         self.backend: Backend = _Watched(backend, self)
         self.implicit = implicit
         self.error = ""
@@ -169,6 +171,24 @@ def environment_has_credentials(environ: dict[str, str] | None = None) -> bool:
     return shared.is_file() or Path(env.get("AWS_CONFIG_FILE", home / ".aws" / "config")).is_file()
 
 
+class Homes(Protocol):
+    """Whose word counts for a key (`node/engine/homes.py`)."""
+
+    node_id: str
+
+    def is_here(self, bucket: Bucket, key: str) -> bool: ...
+
+    async def at(self, served: Served, key: str) -> Served: ...
+
+    def acts(self, bucket: str, key: str) -> AbstractContextManager[None]: ...
+
+    def begin(self, name: tuple[str, str]) -> None: ...
+
+    def end(self, name: tuple[str, str]) -> None: ...
+
+    def upload_at(self, served: Served, upload_id: str) -> Served | None: ...
+
+
 class Buckets:
     """See the module's header. `open_backend` makes a backend without a request to it; it may raise `Invalid`."""
 
@@ -181,6 +201,7 @@ class Buckets:
         auto: bool,
         changed: Callable[[], None],
     ) -> None:
+        self.homes: Homes | None = None  # None: the node is alone, and its word counts
         self._meta = meta
         self._opener = open_backend
         self.heard: set[str] = set()  # ids of uploads at backends that are in use
@@ -243,6 +264,7 @@ class Buckets:
 
     def stands(self, served: Served) -> bool:
         """Whether the bucket still is the place that it was."""
+        served = served.of or served
         name = whose_versions(served.bucket.name)
         now = self._versions[name][1] if name in self._versions else self._served.get(served.bucket.name)
         return now is served or (now is not None and now.same_place(served))
@@ -264,12 +286,23 @@ class Buckets:
             task.add_done_callback(lambda done: self._probing.pop(name, None))
         return await asyncio.shield(task)
 
-    async def readable(self, name: str) -> Served:
-        """As `get`, also for the versions of a bucket's objects (`core/versions.py`); `NotSupported` if its backend has
-        none."""
+    async def acting(self, name: str, key: str) -> Served:
+        """The bucket as this node acts on the key: with the key's home in the backend's place, if that is another.
+        Errors as `get`; `Unavailable` if nobody may act now."""
+        served = await self.get(name)
+        return served if self.homes is None else await self.homes.at(served, key)
+
+    def is_here(self, name: str, key: str) -> bool:
+        """Whether this node acts on the key."""
+        served = None if self.homes is None else self.known(name)
+        return served is None or self.homes is None or self.homes.is_here(served.bucket, key)
+
+    async def readable(self, name: str, key: str) -> Served:
+        """As `acting`, also for the versions of a bucket's objects (`core/versions.py`); `NotSupported` if its backend
+        has none."""
         of = whose_versions(name)
         if not of:
-            return await self.get(name)
+            return await self.acting(name, key)
         served = await self.get(of)
         known = self._versions.get(of)
         if known is None or known[0] is not served:

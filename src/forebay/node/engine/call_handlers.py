@@ -28,7 +28,7 @@ from forebay.core.metrics import Snapshot, merge, series
 from forebay.core.quantity import counted
 from forebay.core.record import State, blocks_in, cached_bytes, headers_of, present_blocks
 from forebay.core.s3rules.compat.cors import check_rules
-from forebay.core.types import Bucket, check_bucket_name, check_key
+from forebay.core.types import Bucket, ListEntry, check_bucket_name, check_key
 from forebay.core.versions import versions_of
 from forebay.core.volumes import LostObject
 from forebay.node.engine.buckets import Buckets, no_bucket
@@ -38,6 +38,7 @@ from forebay.node.engine.evictions import Room
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.flush.owed_at_start import CatchingUp
 from forebay.node.engine.fronts import Fronts
+from forebay.node.engine.homes import Homes
 from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
@@ -100,6 +101,7 @@ class Engine(Protocol):
     tags: Tags
     issuers: Issuers
     seat: Seat | None
+    homes: Homes | None
 
     def flush(self) -> None: ...
 
@@ -133,6 +135,8 @@ class Verbs:
             "lost_give_up": self._lost_give_up,
             "volume_add": engine.volumes.add,
             "volume_give_up": engine.volumes.give_up,
+            "claim": self._claim,
+            "owed": self._owed,
             "map": self._map,
             "wish": self._wish,
             "metrics": self._metrics,
@@ -239,7 +243,10 @@ class Verbs:
                     if old is None
                     else Busy(f"bucket {bucket.name} was changed or deleted meanwhile: look at it, then try again")
                 )
-            return await self._engine.buckets.put(bucket)
+            kept = await self._engine.buckets.put(bucket)
+        if self._engine.seat is not None:
+            await self._engine.seat.told_of(kept)
+        return kept
 
     async def _bucket_create(self, bucket: Bucket) -> Bucket:
         if self._kept(bucket.name) is not None:
@@ -330,7 +337,7 @@ class Verbs:
     async def _stat(self, call: calls.StatCall) -> calls.ObjectState:
         engine = self._engine
         check_key(call.key)
-        served = await engine.buckets.get(call.bucket)
+        served = await engine.buckets.acting(call.bucket, call.key)
         record = await engine.cold.metadata(Ask(call.bucket, call.key, revalidate=call.revalidate), served)
         volume_id, here = engine.store.here(call.bucket, call.key)
         if here is not None and here.version != record.version:
@@ -448,6 +455,15 @@ class Verbs:
         if seat is not None:
             return seat.map()
         return NodeMap(1, [MapNode(self._engine.node_id, self._engine.settings.endpoint)])
+
+    async def _owed(self, call: calls.ListCall) -> list[tuple[str, ListEntry | None]]:
+        bucket = (await self._engine.buckets.get(call.bucket)).bucket
+        return await self._engine.pages.owed(bucket, call.prefix, call.start_after)
+
+    async def _claim(self, named: calls.ObjectNamed) -> bool:
+        if self._engine.homes is None:
+            raise Invalid("this node is of no cluster: start it with --cluster, or ask one that is")
+        return await self._engine.homes.claim(named.bucket, named.key)
 
     async def _wish(self, call: calls.WishCall) -> ClusterNode:
         if self._engine.seat is None:

@@ -36,7 +36,7 @@ class Writing(Protocol):
 
     def lock(self, bucket: str, key: str) -> AbstractAsyncContextManager[None]: ...
 
-    def entered(self, bucket: str, *, answers: bool = True) -> AbstractAsyncContextManager[Any]: ...
+    def entered(self, bucket: str, key: str, *, answers: bool = True) -> AbstractAsyncContextManager[Any]: ...
 
     async def finish(self, section: Any) -> Any: ...
 
@@ -77,7 +77,7 @@ class Keeping:
         try:
             if (call.body is None) == (not call.path):
                 raise Invalid("a derived object comes as a body or as a file: please report it")
-            async with self._writes.entered(call.bucket, answers=False):
+            async with self._writes.entered(call.bucket, call.key, answers=False):
                 source = self._store.lookup(call.bucket, call.key) if call.kind != "listings" else None
                 if source is not None and not is_version(source, call.version):
                     return KeepAnswer(False)  # the source changed meanwhile: nobody will ask for this

@@ -53,6 +53,7 @@ from forebay.node.engine.evictions import Room
 from forebay.node.engine.flush.flusher import Flusher
 from forebay.node.engine.flush.owed_at_start import CatchingUp
 from forebay.node.engine.fronts import Connection, Fronts
+from forebay.node.engine.homes import Homes
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
@@ -120,6 +121,7 @@ class Engine:
         self.started_s = clock.wall_s()
         self.seat: Seat | None = None  # None: the node is alone
         self.peers: Peers | None = None
+        self.homes: Homes | None = None
         self.restarts: list[tuple[str, str, int]] = []  # of the node's processes: which one, why, how often
         self._opener = opener or self._open_backend
         self._chance = chance
@@ -156,7 +158,10 @@ class Engine:
             if self.settings.cluster:
                 self.seat = self._take_seat(remembered)
                 self.peers = self._meet_peers(self.seat)
+                self.homes = self.buckets.homes = self._know_homes(self.seat)
             await self.buckets.load()
+            if self.seat is not None:
+                self.seat.keeps(self.buckets.all())
             self.catching_up.start()
             self.room.restore(self.buckets.all(), self.catching_up.whole)
             await self.uploads.load()
@@ -175,6 +180,8 @@ class Engine:
             await self.jobs.resume()
         else:
             late.append(self.jobs.resume)
+        if self.homes is not None:
+            late.append(self.homes.tend)
         work = [self._housekeep(), self._watch(), self._scrub(), *map(self._when_whole, late)]
         self._background = [asyncio.create_task(each) for each in work]
 
@@ -318,7 +325,13 @@ class Engine:
         )
 
     def _assemble_answers(self) -> None:
-        self.pages = Pages(self.store, self.index, self.flusher, self.cold.openings.listed)
+        self.pages = Pages(
+            self.store,
+            self.index,
+            self.flusher,
+            self.cold.openings.listed,
+            lambda bucket, prefix: None if self.homes is None else self.homes.others(bucket, prefix),
+        )
         self.derived = Derived(self.index, self._ask, self._touched)
         self.listings = Listings(self.buckets, self.pages, self.derived, self.clock, self._workers)
         self.hinting = Hinting(
@@ -389,6 +402,22 @@ class Engine:
             return None
         secret = read_secret(settings.peer_key) if settings.peer_key else ""
         return Peers(seat, self.node_id, self.clock, secret=secret, ca=settings.peer_ca)
+
+    def _know_homes(self, seat: Seat) -> Homes:
+        return Homes(
+            seat,
+            self.peers,
+            self.node_id,
+            self.clock,
+            store=self.store,
+            index=self.index,
+            buckets=self.buckets,
+            cold=self.cold,
+            flusher=self.flusher,
+            volumes=self.volumes,
+            flush=self.flush,
+            is_whole=lambda: self.catching_up.is_done,
+        )
 
     def _owes_bytes(self) -> int:
         """How much would be lost with this node's disks; at least 1 if anything."""
@@ -521,6 +550,8 @@ class Engine:
 
     def _buckets_changed(self) -> None:
         self.room.set_quotas(self.buckets.all())
+        if self.seat is not None:
+            self.seat.keeps(self.buckets.all())
         self.fronts.greet_again()
 
     def _store_event(self, event: StoreEvent) -> None:

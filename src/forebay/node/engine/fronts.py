@@ -31,6 +31,7 @@ from forebay.core.messages.calls import PutCall, PutOpened, Written, decode_call
 from forebay.core.metrics import Snapshot, decode_snapshot
 from forebay.core.record import Record
 from forebay.node.engine.read.one_read import Ask, Out, Read
+from forebay.node.outcomes import from_node
 
 log = logging.getLogger("forebay.fronts")
 
@@ -165,7 +166,9 @@ class Connection(asyncio.Protocol):
             )
             if message.read in self._reads:
                 raise Bug(f"read {message.read} is open already")
+            before = from_node.set(message.from_node)
             self._reads[message.read] = self._fronts.reads.open(ask, _Answers(self, message.read))
+            from_node.reset(before)
         elif isinstance(message, wire.CloseRead):
             if read := self._reads.pop(message.read, None):
                 read.close()
@@ -219,6 +222,7 @@ class Connection(asyncio.Protocol):
             self.post(wire.Answer(call, encode_answer(outcome)))
 
     async def _call(self, message: wire.Call) -> None:
+        from_node.set(message.from_node)
         try:
             arguments = decode_call(message.verb, message.body)
             if isinstance(arguments, PutCall) and arguments.put not in self._puts:

@@ -28,13 +28,22 @@ import hmac
 import logging
 from pathlib import Path
 
-from forebay.backends.locate import locate
+import msgspec
+
+from forebay.backends import errors
+from forebay.backends.http.requests import Wire
+from forebay.backends.locate import locate, wire_to
 from forebay.backends.seam import Backend
+from forebay.backends.stack import open_node
+from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.access import Grant, Identity
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.types import Bucket
+from forebay.core.types import CLAIM_QUERY, OWED_QUERY, Bucket
 from forebay.core.versions import whose_versions
-from forebay.node.engine.seat import Seat
+from forebay.node.engine.buckets import Served
+from forebay.node.engine.read.owed_keys import Found
+from forebay.node.engine.seat import Home, Seat
+from forebay.ports import chance
 from forebay.ports.clock import Clock
 
 log = logging.getLogger("forebay.peers")
@@ -56,8 +65,8 @@ def read_secret(path: str) -> str:
 
 
 def identity_of_peers(secret: str) -> Identity:
-    """Who the other nodes are to this one: they read for their clients, whom they have judged."""
-    return Identity(NAME, ACCESS_KEY_ID, secret, grants=(Grant("read", "*"),))
+    """Who the other nodes are to this one: they read and write for their clients, whom they have judged."""
+    return Identity(NAME, ACCESS_KEY_ID, secret, grants=(Grant("read", "*"), Grant("write", "*")))
 
 
 class Peers:
@@ -73,7 +82,10 @@ class Peers:
         if ca:
             self._options["root_certificate"] = ca
         self._epoch = 0
-        self._backends: dict[tuple[str, str], Backend] = {}
+        self._backends: dict[tuple[str, Home], Backend] = {}
+        self._in_place: dict[tuple[str, Home], tuple[Served, Served]] = {}
+        self._wires: dict[tuple[str, Home], Wire] = {}
+        self._counters = BackendCounters()
         self._rests_until_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -84,16 +96,64 @@ class Peers:
             return None
         if self._rests_until_s.get(home.node, 0.0) > self._clock.monotonic_s():
             return None
-        if home.epoch != self._epoch:
-            self._epoch = home.epoch
-            self._drop()
-        backend = self._backends.get((bucket, home.node))
+        self._go_by(home.epoch)
+        backend = self._backends.get((bucket, home))
         if backend is None:
-            options = {**self._options, "endpoint": home.address}
-            place = Bucket(bucket, f"s3://{bucket}", options=options)
-            backend = locate(place, self._clock, self._node_id, peer=f"{home.node} {home.epoch}")
-            self._backends[bucket, home.node] = backend
+            backend = locate(self._place(bucket, home), self._clock, self._node_id, peer=f"{home.node} {home.epoch}")
+            self._backends[bucket, home] = backend
         return backend
+
+    def in_place(self, served: Served, home: Home) -> Served:
+        """The bucket with a node in its backend's place: written through to it, confirmed with it at each read."""
+        self._go_by(home.epoch)
+        bucket = served.bucket
+        of, known = self._in_place.get((bucket.name, home), (None, None))
+        if known is None or of is not served:
+            place = msgspec.structs.replace(self._place(bucket.name, home), pinned=bucket.pinned)
+            backend = open_node(
+                place,
+                clock=self._clock,
+                chance=chance.system,
+                counters=self._counters,
+                node=self._node_id,
+                peer=f"{home.node} {home.epoch}",
+            )
+            known = Served(place, backend, of=served)
+            self._in_place[bucket.name, home] = served, known
+        return known
+
+    async def claim(self, home: Home, bucket: str, key: str) -> bool:
+        """Ask a node to let go of a key; False if it has something of it that nobody else has."""
+        wire = self._wire(home, bucket)
+        answer = await wire.run(lambda: wire.ask([(CLAIM_QUERY, "")], key=key))
+        if answer.status not in (202, 204):
+            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+        return answer.status == 204
+
+    async def owed(self, home: Home, bucket: str, prefix: str, after: str) -> Found:
+        """The next keys under a prefix of which a node has what no backend has."""
+        wire = self._wire(home, bucket)
+        query = [(OWED_QUERY, ""), ("prefix", prefix), ("start-after", after)]
+        answer = await wire.run(lambda: wire.ask(query))
+        if answer.status != 200:
+            raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
+        return msgspec.json.decode(answer.body, type=Found)
+
+    def _wire(self, home: Home, bucket: str) -> Wire:
+        self._go_by(home.epoch)
+        wire = self._wires.get((bucket, home))
+        if wire is None:
+            wire = wire_to(self._place(bucket, home), self._clock, self._node_id, f"{home.node} {home.epoch}")
+            self._wires[bucket, home] = wire
+        return wire
+
+    def _place(self, bucket: str, home: Home) -> Bucket:
+        return Bucket(bucket, f"s3://{bucket}", 0.0, options={**self._options, "endpoint": home.address})
+
+    def _go_by(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._drop()
 
     def failed(self, bucket: str, key: str, error: BaseException) -> None:
         """The key's home did not answer: it is not asked for a while."""
@@ -112,8 +172,12 @@ class Peers:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _drop(self) -> None:
-        for backend in self._backends.values():
+        for backend in (*self._backends.values(), *(served.backend for _, served in self._in_place.values())):
             task = asyncio.ensure_future(backend.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        for wire in self._wires.values():
+            wire.close()
         self._backends.clear()
+        self._in_place.clear()
+        self._wires.clear()

@@ -32,12 +32,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from forebay.core.cluster.membership import LOOK_S, Answered, Due, Event, Membership, Owes, Settle, Settled, Told, Write
+from forebay.core.cluster.membership import (
+    LOOK_S,
+    Answered,
+    Due,
+    Event,
+    Membership,
+    Owes,
+    Released,
+    Settle,
+    Settled,
+    Told,
+    Write,
+)
 from forebay.core.cluster.membership import wanted as wanted_record
-from forebay.core.cluster.records import ID, NODES, PREFIX, UNREADABLE, NodeRecord
+from forebay.core.cluster.records import ID, NODES, PREFIX, UNREADABLE, Map, NodeRecord
 from forebay.core.errors import Exists, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.messages.node_state import ClusterNode, ClusterState, MapNode, NodeMap, Wish
 from forebay.core.metrics import series
+from forebay.core.types import Bucket
 from forebay.meta.seam import Entry, MetaStore
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
@@ -45,6 +58,8 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.cluster")
 
 AGAIN_S = 1.0  # between attempts to find out which cluster it is
+TOLD_LOOKS = 200
+TOLD_S = 2.0  # how long the change of a bucket waits until the cluster is told
 ASKS_MAX = 5  # of a wish for a node whose entry changes meanwhile
 MEMORY = "node/cluster"
 
@@ -158,6 +173,58 @@ class Seat:
         if node is None or node not in machine.alive or node not in machine.nodes:
             return None
         return Home(node, machine.nodes[node].address, known.epoch)
+
+    @property
+    def agreed(self) -> Map | None:
+        """The map; None if this process is not one that may go by it."""
+        return None if self._wrong or self._closed or self._machine.doubled else self._machine.map
+
+    def place_of(self, node: str) -> Home | None:
+        """Where a node is reached by the agreed map; None if it does not live."""
+        machine, agreed = self._machine, self.agreed
+        if agreed is None or node not in machine.alive or node not in machine.nodes:
+            return None
+        return Home(node, machine.nodes[node].address, agreed.epoch)
+
+    def knows(self, node: str) -> bool:
+        """Whether a node of this id is, or was, of the cluster."""
+        return node in self._machine.nodes
+
+    def is_gone(self, node: str) -> bool:
+        """Whether a node has nothing that is only there: it was drained, or given up."""
+        record = self._machine.nodes.get(node)
+        return record is None or record.wanted == "gone"
+
+    def released(self, epoch: int) -> None:
+        """By the map of this epoch the node has nothing that is at home elsewhere."""
+        self._step(Released(epoch))
+
+    def keeps(self, buckets: list[Bucket]) -> None:
+        """These are the node's buckets from now on."""
+        self._machine.keeps({bucket.name: kept_how(bucket) for bucket in buckets if bucket.write != "through"})
+        self._step(Due())
+
+    async def told_of(self, bucket: Bucket) -> None:
+        """Return when the cluster is told how the node keeps the bucket, or after TOLD_S."""
+        for _ in range(TOLD_LOOKS):
+            if not self.unfit(bucket):
+                return
+            await asyncio.sleep(TOLD_S / TOLD_LOOKS)
+
+    def unfit(self, bucket: Bucket) -> str:
+        """Why the bucket must not be used: the nodes keep it differently, or do not know yet how; "" if it may."""
+        machine, how = self._machine, kept_how(bucket)
+        for node, record in machine.nodes.items():
+            theirs = record.buckets.get(bucket.name, how)
+            if theirs != how and node != machine.node and record.wanted != "gone":
+                return (
+                    f"bucket {bucket.name} is {how} here, and {theirs} at node {node}: make them the same with "
+                    "`forebay bucket set`, or `forebay bucket rm` and `add`"
+                )
+        own = machine.nodes.get(machine.node)
+        if bucket.write != "through" and (own is None or own.buckets.get(bucket.name) != how):
+            return f"the cluster is not told yet that bucket {bucket.name} is {how} ({self.trouble or 'a moment'})"
+        return ""
 
     @property
     def as_home(self) -> str:
@@ -389,7 +456,8 @@ class Seat:
                     case Write():
                         self._spawn(self._write(effect))
         machine.check()
-        if machine.map is not None and machine.map != before:
+        was = (0, False) if before is None else (before.epoch, before.active)
+        if machine.map is not None and (machine.map.epoch, machine.map.active) != was:
             word = "active" if machine.map.active else "preparing"
             log.info("map %d is %s: %s", machine.map.epoch, word, ", ".join(machine.map.owners) or "nobody")
         self._tell()
@@ -433,6 +501,14 @@ class Seat:
             for other in self._tasks:
                 other.cancel()
             self._tell()
+
+
+def kept_how(bucket: Bucket) -> str:
+    """What nodes must agree on about a bucket, for people too."""
+    if bucket.write == "local":
+        return "local"
+    at = f" at {bucket.options['endpoint']}" if "endpoint" in bucket.options else ""
+    return f"written {bucket.write} to {bucket.url}{at}"
 
 
 def _no_node(name: str) -> NotFound:

@@ -44,7 +44,7 @@ from forebay.core.machines.pulse import Pulse, interval_s
 from forebay.core.messages import calls, wire
 from forebay.core.metrics import Snapshot, encode_snapshot
 from forebay.core.types import RangeSpec
-from forebay.node.outcomes import resolve
+from forebay.node.outcomes import from_node, resolve
 from forebay.ports import machine
 from forebay.ports.clock import Clock
 from forebay.ports.clock import system as system_clock
@@ -339,7 +339,9 @@ class Link:
         self._number += 1
         read.begin(self._number, self._wire)
         self._reads[read.number] = read
-        self.post(wire.OpenRead(read.number, read.bucket, read.key, range, version, head_only, revalidate))
+        self.post(
+            wire.OpenRead(read.number, read.bucket, read.key, range, version, head_only, revalidate, from_node.get())
+        )
 
     async def call(self, verb: str, arguments: Any = None) -> Any:
         """Ask the engine and return its answer, typed as core/messages/calls.py says. Raises the engine's error.
@@ -364,7 +366,7 @@ class Link:
     def _call(self, verb: str, body: bytes, answered: Answered) -> int:
         self._number += 1
         self._calls[self._number] = (verb, answered)
-        self.post(wire.Call(self._number, verb, body))
+        self.post(wire.Call(self._number, verb, body, from_node.get()))
         return self._number
 
     def grown(self, put: int, upto: int) -> None:

@@ -149,8 +149,8 @@ class ColdReads:
 
     async def _serve(self, read: Read) -> None:
         try:
-            served = await self._buckets.readable(read.ask.bucket)
             self.bring_up(read.ask.bucket, read.ask.key)
+            served = await self._buckets.readable(read.ask.bucket, read.ask.key)
             if read.ask.head_only:
                 record = await self.metadata(read.ask, served)
                 start, end = _resolve(read.ask.range, record.size_bytes)
@@ -571,7 +571,7 @@ class ColdReads:
         """Serve the rest of a read whose flight lost its disk."""
         assert isinstance(flight.sink, DiskSink)
         try:
-            served = await self._buckets.readable(flight.bucket)
+            served = await self._buckets.readable(flight.bucket, flight.info.key)
             record = flight.sink.landing.record
             await self._pass(read, served, flight.info, flight.checked_s, record=record, rest=(start, end))
         except ForebayError as error:

@@ -35,7 +35,9 @@ from forebay.core import limits
 from forebay.core.errors import Busy, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.machines.opening import (
     CHECK_TIMEOUT_S,
+    DOUBTS_MAX,
     DOWN_FOR_S,
+    MISSED,
     Held,
     Said,
     Terms,
@@ -338,11 +340,13 @@ class Openings:
 
 class Confirmations:
     """When the backend last confirmed what is here: the index and the machine's windows together. `flush_soon` is
-    called after changes to the store."""
+    called after changes to the store. Of a key on which another node acts nothing is recorded, since fronts go by it:
+    what that node confirmed is held in memory."""
 
     def __init__(self, store: Store, buckets: Buckets, flush_soon: Callable[[], None]) -> None:
         self.windows = Windows()
         self._store, self._buckets, self._flush_soon = store, buckets, flush_soon
+        self._elsewhere: dict[tuple[str, str], tuple[str, float]] = {}  # version, and when it was confirmed
 
     def _answers(self, bucket: str) -> int:
         served = self._buckets.known(bucket)
@@ -359,7 +363,7 @@ class Confirmations:
     def restore(self, bucket: str, key: str) -> None:
         """The backend refused the write: restore the confirmation that was held."""
         held = self.windows.refused((bucket, key))
-        if held is not None:
+        if held is not None and self._buckets.is_here(bucket, key):
             self._store.confirm([(bucket, key, *held)])
             self._flush_soon()
 
@@ -373,16 +377,30 @@ class Confirmations:
         """What is here, for the machine."""
         held = held_of(found, is_owned=is_owned)
         answers = self._answers(name[0])
+        if name in self._elsewhere and self._buckets.is_here(*name):
+            del self._elsewhere[name]
+        elif name in self._elsewhere:
+            version, checked_s = self._elsewhere[name]
+            return held._replace(checked_s=checked_s) if version == held.version else held
         return held._replace(checked_s=self.windows.checked_s(name, held.version, held.checked_s, answers))
 
     def confirm(self, bucket: str, key: str, version: str, asked_s: float) -> None:
         """The backend confirmed this version when asked at `asked_s`."""
-        if self.windows.may_record((bucket, key), version, asked_s):
+        if not self.windows.may_record((bucket, key), version, asked_s):
+            return
+        if not self._buckets.is_here(bucket, key):
+            self._elsewhere.pop((bucket, key), None)
+            self._elsewhere[bucket, key] = version, asked_s
+            if len(self._elsewhere) > DOUBTS_MAX:
+                del self._elsewhere[next(iter(self._elsewhere))]
+        else:
             self._store.confirm([(bucket, key, version, asked_s)])
             self._flush_soon()
 
     def kept_s(self, bucket: str, key: str, version: str, checked_s: float) -> float:
         """The `checked_s` for a new record of a version that was confirmed at `checked_s`: none inside a window."""
+        if not self._buckets.is_here(bucket, key):
+            return MISSED
         return checked_s if self.windows.may_record((bucket, key), version, checked_s) else min(checked_s, 0.0)
 
 

@@ -106,7 +106,9 @@ class Appends:
 
     async def _append(self, call: AppendCall) -> Written:
         async with self._locks.lock(call.bucket, call.key):
-            async with self._writes.entered(call.bucket) as served:
+            async with self._writes.entered(call.bucket, call.key) as served:
+                if served.of is not None:
+                    raise NotSupported(f"{call.key} is at home on another node of the cluster: append there")
                 if served.bucket.write == "through":
                     raise NotSupported(
                         f"bucket {call.bucket} is written through, and its backend cannot append: use a bucket "

@@ -221,7 +221,7 @@ class Copies:
         return await self._writes.finish(self._copy(call, onto_itself))
 
     async def _copy(self, call: CopyCall, onto_itself: bool) -> Written:
-        async with self._writes.entered(call.bucket) as served:
+        async with self._writes.entered(call.bucket, call.key) as served:
             if served.bucket.write == "through":
                 check_writable(served)
             for attempt in range(1, TRIES + 1):
@@ -233,7 +233,7 @@ class Copies:
         raise AssertionError("unreachable")
 
     async def _try(self, call: CopyCall, served: Served, onto_itself: bool, again: bool) -> Written:
-        source = await self._buckets.readable(call.source_bucket)
+        source = await self._buckets.readable(call.source_bucket, call.source_key)
         info = await self._source(source, call, again=again)
         _check_size(info.size_bytes)
         if served.bucket.write == "through" and served.same_place(source) and self._is_there(call):
@@ -246,6 +246,8 @@ class Copies:
             md5 = served.bucket.options.get("etag") == "md5" or info.size_bytes <= limits.ETAG_MD5_BYTES_MAX
             algorithm = call.checksum_algorithm or stored_checksum(info.headers)[0]
             drawn = await self._draw(source, info, self._target(call, path), md5=md5, algorithm=algorithm)
+            if source.of is not None and call.tags is None:  # a node says of tags no more than their number
+                call = msgspec.structs.replace(call, tags=await source.backend.read_tags(call.source_key))
             written = await self._put(call, served, info, drawn, algorithm, etag_kept)
             return msgspec.structs.replace(written, checksums={algorithm: drawn.checksum}) if algorithm else written
         finally:
@@ -285,8 +287,8 @@ class Copies:
         return await self._writes.finish(self._copy_part(call))
 
     async def _copy_part(self, call: UploadPartCopyCall) -> PartState:
-        self._uploads().find(call.bucket, call.key, call.upload_id)
-        source = await self._buckets.readable(call.source_bucket)
+        await self._uploads().check(call.bucket, call.key, call.upload_id)
+        source = await self._buckets.readable(call.source_bucket, call.source_key)
         for attempt in range(1, TRIES + 1):
             info = await self._source(source, call, again=attempt > 1)
             start = call.start or 0

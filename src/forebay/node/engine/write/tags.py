@@ -47,7 +47,7 @@ class Tags:
     async def read(self, named: ObjectNamed) -> TagsSaid:
         """The object's tags. `NotFound`; `NotSupported` if only a backend knows them and does not tell."""
         bucket, key = named.bucket, check_key(named.key)
-        served = await self._buckets.get(bucket)
+        served = await self._buckets.acting(bucket, key)
         record = self._owned(bucket, key, served)
         if record is not None:
             return TagsSaid(tags_among(headers_of(record)) or "")
@@ -70,7 +70,7 @@ class Tags:
 
     async def _tag(self, call: TagCall) -> Nothing:
         bucket, key = call.bucket, call.key
-        async with self._writes.entered(bucket) as served, self._writes.lock(bucket, key):
+        async with self._writes.entered(bucket, key) as served, self._writes.lock(bucket, key):
             record = self._owned(bucket, key, served)
             if record is not None:
                 await self._rehead(bucket, key, record, call.tags)

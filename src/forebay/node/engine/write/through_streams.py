@@ -82,7 +82,7 @@ class Streams:
         """Begin, if the bucket and its backend support it. `NotSupported` for a backend that cannot be written,
         `Precondition` for conditions that fail already: both before the body is taken."""
         check_key(call.key)
-        served = await self._buckets.get(call.bucket)
+        served = await self._buckets.acting(call.bucket, call.key)
         if served.bucket.write != "through":
             return PutOpened(0)
         check_writable(served)
@@ -133,7 +133,7 @@ class Streams:
         arriving = self._arriving.pop(call.put, None)
         try:
             check_key(call.key)
-            async with self._writes.entered(call.bucket) as served:
+            async with self._writes.entered(call.bucket, call.key) as served:
                 if arriving is not None and not _fits(arriving, call, served):
                     self._give_up(arriving)
                     arriving = None

@@ -65,7 +65,9 @@ from forebay.core.types import Headers, ObjectInfo, check_key
 from forebay.meta.seam import MetaStore
 from forebay.node.engine.buckets import Buckets, Served
 from forebay.node.engine.write import parts as files
+from forebay.node.engine.write import uploads_elsewhere
 from forebay.node.engine.write.through_bodies import Filled
+from forebay.node.outcomes import from_node
 from forebay.ports.chance import Chance
 from forebay.ports.clock import Clock
 
@@ -219,6 +221,8 @@ class UploadBook:
 
     async def parts(self, call: UploadPartsCall) -> UploadParts:
         """A page of an upload's parts."""
+        if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
+            return await uploads_elsewhere.parts(there, call)
         upload = self.find(call.bucket, call.key, call.upload_id)
         numbers = sorted(number for number in upload.parts if number > call.after)
         shown = numbers[: max(0, min(call.limit, limits.LIST_KEYS_MAX))]
@@ -243,6 +247,9 @@ class UploadBook:
 
     async def abort(self, call: UploadNamed) -> Nothing:
         """Forget the upload and its parts."""
+        if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
+            await there.backend.abort_upload(call.key, call.upload_id)
+            return Nothing()
         return await self._whole(self._abort(self.find(call.bucket, call.key, call.upload_id)))
 
     async def uploads(self, call: UploadsCall) -> Uploads:
@@ -264,6 +271,16 @@ class UploadBook:
             await self._meta.delete(kept.name)
         return count
 
+    async def check(self, bucket: str, key: str, upload_id: str) -> None:
+        """`NotFound` (`NoSuchUpload`) unless there is such an open upload, or another node says."""
+        if await self._elsewhere(bucket, upload_id) is None:
+            self.find(bucket, key, upload_id)
+
+    async def _elsewhere(self, bucket: str, upload_id: str) -> Served | None:
+        """The bucket with the node in its backend's place that has the upload; None if that is this one."""
+        homes = self._buckets.homes
+        return None if homes is None else homes.upload_at(await self._buckets.get(bucket), upload_id)
+
     def find(self, bucket: str, key: str, upload_id: str) -> Upload:
         """The open upload; `NotFound` (`NoSuchUpload`)."""
         upload = self._open.get(upload_id)
@@ -275,7 +292,9 @@ class UploadBook:
     async def _create(self, call: UploadCreateCall) -> UploadState:
         check_key(call.key)
         algorithm, kind = rules.settle_checksum(call.checksum_algorithm, call.checksum_type)
-        async with self._writes.entered(call.bucket) as served:
+        async with self._writes.entered(call.bucket, call.key) as served:
+            if served.of is not None:
+                return await uploads_elsewhere.begin(served, call, self._clock.wall_s(), algorithm, kind)
             return await self._begin(served, call, algorithm, kind)
 
     async def _begin(self, served: Served, call: UploadCreateCall, algorithm: str, kind: str) -> UploadState:
@@ -289,12 +308,13 @@ class UploadBook:
                 retry_after_s=FULL_RETRY_S,
             )
         self._store.free_to_write(call.bucket, call.key, 0)
-        created_s = self._clock.wall_s()
+        created_s, homes = self._clock.wall_s(), self._buckets.homes
+        node = "" if homes is None or bucket.write == "through" else homes.node_id  # any node is asked for it
         synced = bucket.durability == "disk" and bucket.write != "through"
         kept = UploadRecord(
             bucket=call.bucket,
             key=call.key,
-            upload_id=f"{int(created_s * 1000):012x}{self._chance.token_hex(10)}",
+            upload_id=f"{int(created_s * 1000):012x}{self._chance.token_hex(10)}{node}",
             created_s=created_s,
             volume_id=self._store.volume_of(call.bucket, call.key),
             headers=call.headers,
@@ -359,11 +379,15 @@ class UploadBook:
                 await self._work(files.forget, call.path)
 
     async def _take(self, call: UploadPartCall) -> PartState:
+        if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
+            rules.check_part(call.number, call.size_bytes)
+            return await uploads_elsewhere.part(there, call, round(self._clock.wall_s(), 3))
         upload = self.find(call.bucket, call.key, call.upload_id)
         rules.check_part(call.number, call.size_bytes)
         kept, directory = upload.kept, self.directory(upload.kept)
         algorithm, checksum = rules.pick_checksum(kept.checksum_algorithm, call.checksums)
-        async with self._writes.entered(call.bucket) as served, upload.arrival(call.number):
+        from_node.set(False)  # who asks holds no lock: the upload is here, wherever its key is at home by now
+        async with self._writes.entered(call.bucket, call.key) as served, upload.arrival(call.number):
             upload.seq += 1
             now_s = round(self._clock.wall_s(), 3)
             part = Part(call.number, upload.seq, call.size_bytes, call.md5, now_s, algorithm, checksum)
@@ -457,9 +481,12 @@ class UploadBook:
 
     # --- completing --------------------------------------------------------------------------------------------------
     async def _complete(self, call: UploadCompleteCall) -> UploadCompleted:
+        if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
+            return await uploads_elsewhere.complete(there, call)
+        from_node.set(False)  # as in `_take`
         if call.upload_id not in self._done:
             upload = self.find(call.bucket, call.key, call.upload_id)
-            async with self._writes.entered(call.bucket) as served, upload.closing:
+            async with self._writes.entered(call.bucket, call.key) as served, upload.closing:
                 if not upload.gone:
                     return await self._finish(served, upload, call)
         kept = self._done.get(call.upload_id)

@@ -38,7 +38,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -58,6 +58,7 @@ from forebay.core.errors import (
     Unavailable,
 )
 from forebay.core.machines import sent_bodies
+from forebay.core.machines.opening import MISSED
 from forebay.core.machines.sent_bodies import Sent
 from forebay.core.messages.calls import DeleteCall, Nothing, PutCall, Written
 from forebay.core.record import PINNED, Record, State, blocks_in, info_of, is_pinned, own_version, present_blocks
@@ -167,20 +168,22 @@ class Writes:
             task.exception()  # mark it retrieved: the waiter has it, if there is one
 
     @asynccontextmanager
-    async def entered(self, bucket: str, *, answers: bool = True) -> AsyncIterator[Served]:
-        """Spans a write in this bucket, whose settings stay the same meanwhile. `NotFound` if there is no such
-        bucket; `Unavailable` if somebody hears of it, no backend does, and the node may not `answer` for it. At the
-        end it may have happened all the same."""
+    async def entered(self, bucket: str, key: str, *, answers: bool = True) -> AsyncIterator[Served]:
+        """Spans a write of this key, whose bucket's settings stay the same meanwhile. If another node acts on the key,
+        that stands in the backend's place, and the write goes through to it. `NotFound` if there is no such bucket;
+        `Unavailable` if somebody hears of it, no backend does, and the node may not `answer` for it. At the end it may
+        have happened all the same."""
         while bucket in self._quiet:
             await self._quiet[bucket].wait()
         self._entered[bucket] += 1
         try:
-            served = await self._buckets.get(bucket)
+            served = await (self._buckets.acting(bucket, key) if answers else self._buckets.get(bucket))
             if not answers or served.bucket.write == "through":
                 yield served
                 return
-            lease = self._member()
-            yield served
+            lease, homes = self._member(), self._buckets.homes
+            with nullcontext() if homes is None else homes.acts(bucket, key):
+                yield served
             self._check_lease(lease)
         finally:
             self._leave(bucket)
@@ -275,7 +278,7 @@ class Writes:
     async def _put(self, call: PutCall) -> Written:
         try:
             check_key(call.key)
-            async with self.entered(call.bucket) as served:
+            async with self.entered(call.bucket, call.key) as served:
                 return await self.put_called(served, call)
         finally:
             if call.path:
@@ -294,7 +297,9 @@ class Writes:
         try:
             check_key(call.key)
             served = self._buckets.known(bucket)
-            if served is None or served.bucket.write == "through" or not self.locks.take_free(name):
+            if served is None or served.bucket.write == "through" or not self._buckets.is_here(*name):
+                return False
+            if not self.locks.take_free(name):
                 return False
             taken = True
             lease = self._member()
@@ -312,6 +317,8 @@ class Writes:
                 self.locks.give(name)
             return False
         self._entered[bucket] += 1
+        if self._buckets.homes is not None:
+            self._buckets.homes.begin(name)
         self.commits.begin(put, functools.partial(self._begun, name, lease, done))
         return True
 
@@ -324,6 +331,8 @@ class Writes:
     ) -> None:
         self.locks.give(name)
         self._leave(name[0])
+        if self._buckets.homes is not None:
+            self._buckets.homes.end(name)
         try:
             self._check_lease(lease)
         except Unavailable as error:
@@ -393,7 +402,7 @@ class Writes:
 
     async def _delete(self, call: DeleteCall) -> Nothing:
         check_key(call.key)
-        async with self.entered(call.bucket) as served:
+        async with self.entered(call.bucket, call.key) as served:
             self._store.check_present(call.bucket, call.key)
             if served.bucket.write == "through":
                 check_writable(served)
@@ -412,7 +421,7 @@ class Writes:
         await self.finish(self._give_up(bucket, key))
 
     async def _give_up(self, bucket: str, key: str) -> None:
-        async with self.entered(bucket, answers=False), self.lock(bucket, key):
+        async with self.entered(bucket, key, answers=False), self.lock(bucket, key):
             if self._store.lost_of(bucket, key) is not None:
                 log.warning("%s/%s is lost, and was given up", bucket, key)
                 await self.commit(Delete(bucket, key))
@@ -550,9 +559,10 @@ class Writes:
             except BaseException as error:
                 self.doubt(bucket, key, error, expect)
                 raise
-            return await self._keep(bucket, what, seen, asked_s)
+            checked_s = asked_s if served.of is None else MISSED  # fronts ask about what is at home elsewhere
+            return await self._keep(bucket, what, seen, checked_s)
 
-    async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, asked_s: float) -> Written:
+    async def _keep(self, bucket: Bucket, what: _What, seen: ObjectInfo, checked_s: float) -> Written:
         """Cache the object that the backend has now; if that fails, forget the key."""
         key = what.key
         headers = kept_as(what.shown, keeping_among(seen.headers))
@@ -562,7 +572,7 @@ class Writes:
             info,
             self._store.take_id(),
             _state(bucket, key, 0, self._store.lookup(bucket.name, key)),
-            checked_s=asked_s,
+            checked_s=checked_s,
             body=what.body,
             path=what.path,
             sums=what.sums,

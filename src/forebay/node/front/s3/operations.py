@@ -28,12 +28,14 @@ from __future__ import annotations
 import email.utils
 from typing import Final
 
+import msgspec
+
 from forebay.core.access import ANONYMOUS, Identity
 from forebay.core.errors import ForebayError, Invalid, NotSupported
-from forebay.core.messages.calls import BucketNamed, Nothing, StatCall
+from forebay.core.messages.calls import BucketNamed, ListCall, Nothing, ObjectNamed, StatCall
 from forebay.core.s3rules.names import Addressing
-from forebay.core.types import Bucket, RangeSpec, check_key
-from forebay.node.front.http.auth import Auth
+from forebay.core.types import CLAIM_QUERY, OWED_QUERY, Bucket, RangeSpec, check_key
+from forebay.node.front.http.auth import PEER_NAME, Auth
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import (
     BodySink,
@@ -62,7 +64,7 @@ from forebay.node.front.s3.unserved import (
 from forebay.node.front.s3.uploads import UploadsApi
 from forebay.node.front.s3.write import Objects
 from forebay.node.front.s3.xml import CONTENT_TYPE, document
-from forebay.node.outcomes import Call
+from forebay.node.outcomes import Call, from_node
 
 REGION: Final = "us-east-1"  # what an S3-compatible endpoint without regions says; any region is accepted in signatures
 
@@ -119,6 +121,16 @@ class S3:
     # --- the handler's three methods ---------------------------------------------------------------------------------
     def handle(self, request: Request, exchange: Exchange) -> None:
         """Answer, now or in a task. Raises `ForebayError` for what is wrong with the request."""
+        if PEER_NAME not in request.headers:
+            self._handle(request, exchange)
+            return
+        before = from_node.set(True)  # also for the tasks that begin meanwhile
+        try:
+            self._handle(request, exchange)
+        finally:
+            from_node.reset(before)
+
+    def _handle(self, request: Request, exchange: Exchange) -> None:
         sink = request.sink
         if isinstance(sink, Incoming) and sink.put_to is not None:  # which operation it is was found before its body
             name, key = sink.put_to
@@ -153,6 +165,13 @@ class S3:
 
     def take_body(self, request: Request) -> BodySink:
         """Bodies belong to writes; who may not write is refused before the body. A GET's is read and ignored."""
+        before = from_node.set(PEER_NAME in request.headers)
+        try:
+            return self._take_body(request)
+        finally:
+            from_node.reset(before)
+
+    def _take_body(self, request: Request) -> BodySink:
         if request.method not in (b"PUT", b"POST", b"DELETE"):
             return stray_body(proved=self._auth.open)
         self._auth.check_host(request)
@@ -243,6 +262,10 @@ class S3:
     def _read(self, request: Request, exchange: Exchange, identity: Identity, bucket: Bucket, key: str) -> None:
         """GET or HEAD of an object with anything beyond its name."""
         query = decode_query(request.query) if request.query else {}
+        if CLAIM_QUERY in query and from_node.get():
+            self._auth.require_write(identity, bucket, key)
+            exchange.spawn(self._claim(exchange, ObjectNamed(bucket.name, check_key(key))))
+            return
         for api in (self._uploads, self._compat):
             if query and api.handle(request, exchange, identity, bucket, key, query):
                 return
@@ -282,6 +305,11 @@ class S3:
         else:
             self._reads.serve(exchange, bucket, key, wanted, decide)
 
+    async def _claim(self, exchange: Exchange, named: ObjectNamed) -> None:
+        """Another node claims the key: 204 if it is that one's, 202 if this one keeps it."""
+        given = await self._call("claim", named)
+        exchange.respond(204 if given else 202, self._lines(exchange.request))
+
     async def _attributes(self, exchange: Exchange, call: StatCall, asked: attributes.Asked) -> None:
         state = await self._call("stat", call)
         modified = b"Last-Modified: %b\r\n" % email.utils.formatdate(state.modified_s, usegmt=True).encode()
@@ -292,6 +320,11 @@ class S3:
     def _bucket_operation(self, request: Request, exchange: Exchange, name: str) -> None:
         bucket = self._reads.bucket(name)
         query = decode_query(request.query)
+        if OWED_QUERY in query and from_node.get():
+            self._auth.require_read(self._auth.signed(request, bucket), bucket, query.get("prefix", ""))
+            call = ListCall(name, query.get("prefix", ""), "", query.get("start-after", ""))
+            exchange.spawn(self._owed(exchange, call))
+            return
         about_it = request.method == b"HEAD" or not _OF_ANY_READER.isdisjoint(query)
         identity = self._auth.reader(request, bucket, None if about_it else query.get("prefix", ""))
         for api in (self._uploads, self._compat):
@@ -310,6 +343,12 @@ class S3:
             exchange.spawn(self._list_versions(exchange, name, query))
         else:
             exchange.spawn(self._list_objects(exchange, name, listing.parse_list(query)))
+
+    async def _owed(self, exchange: Exchange, call: ListCall) -> None:
+        """Another node lists: what this one has that no backend has."""
+        found = await self._call("owed", call)
+        head = b"Content-Type: application/json\r\n"
+        exchange.respond(200, self._lines(exchange.request) + head, msgspec.json.encode(found))
 
     def _answer_if_there(self, exchange: Exchange, bucket: Bucket, head: bytes, body: bytes) -> None:
         """Answer about a bucket; one that is not configured but looked for (no URL) is asked for first."""

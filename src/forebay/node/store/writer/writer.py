@@ -517,13 +517,14 @@ class Store(VolumeSet):
                     self.home(bucket, key), bucket, key, msgspec.structs.replace(record, checked_s=checked_s), record
                 )
 
-    def unconfirm(self, bucket: str, key: str) -> bool:
-        """Make the key's record and its landing unconfirmed; return whether that takes a `flush`."""
+    def unconfirm(self, bucket: str, key: str, to_s: float = 0.0) -> bool:
+        """Make the key's record and its landing unconfirmed (`to_s`: or missed, see `core/machines/opening.py`); return
+        whether that takes a `flush`."""
         if (landing := self._landings.get((bucket, key))) is not None:
-            landing.checked_s = min(landing.checked_s, 0.0)
+            landing.checked_s = min(landing.checked_s, to_s)
         record = self.lookup(bucket, key)
-        if record is not None and record.checked_s > 0 and not record.state & State.OWNED:
-            self.confirm([(bucket, key, record.version, 0.0)])
+        if record is not None and record.checked_s > to_s and not record.state & State.OWNED:
+            self.confirm([(bucket, key, record.version, to_s)])
         return bool(self._by_id) and self.home(bucket, key).index.is_pending("records", keys.index_key(bucket, key))
 
     def set_pinned(self, bucket: str, key: str, pinned: bool) -> bool:

@@ -1,0 +1,359 @@
+"""Whose word counts for a key that only nodes may have, and how this node gets it.
+
+Theory. In a bucket that is written back or local, what was acknowledged is on a node's disks before any backend has it.
+So each key has one home, which judges and acknowledges its writes, and says what it is. Every node and client may be
+asked: one that is not the home has the home in the backend's place (`Buckets.acting`), for this key alone. It writes
+through to it and confirms with it at each read, by the same code as with any backend.
+
+*Who acts.* A node that has something of the key that nobody else has (dirty, local, deleted and not flushed) acts on
+it, whatever the map says. Else the home by the map's `holders`, once nobody whom `Map.earlier` names has anything.
+It asks them (`claim`). One that has nothing counts what is cached of the key as unconfirmed and acts on it no more,
+before it says so. One that has something hurries its flush and keeps the key until a later claim, and the home sends
+everybody there. So a backend that is away, or a local bucket, holds nothing up. A claim goes by one map at both ends
+(the epoch is in the request), so of two that take themselves for the home only the later one is given the key. Nothing
+here depends on who lives or how late it is: a node that is not heard of keeps what it has, and its keys are refused.
+
+*Letting go.* In the background a node looks through what it has for keys that are at home elsewhere. It flushes them,
+takes their confirmations away, and when nothing is left it says so (`Seat.released`). Then nobody asks it any more.
+
+*No loops, no knots.* A request between nodes (`from_node`) is passed on by the key's home alone, to one that keeps the
+key, who passes nothing on: each of them holds its own lock of the key meanwhile.
+
+Rejected: moving keys with the map, all at once (a backend that is away would hold up the map, and so everybody);
+handing local objects over (they are asked for where they are; moving bytes belongs to replication).
+
+Invariants. (1) Of two nodes at most one acts on a key. (2) What a front finds confirmed on a node that is not the home
+is as new as what anybody was answered: the home asked before it acted, and then nothing was confirmed any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from forebay.core import limits
+from forebay.core.cluster.membership import LOOK_S
+from forebay.core.cluster.records import Map
+from forebay.core.errors import Busy, ForebayError, Unavailable
+from forebay.core.machines.opening import MISSED
+from forebay.core.record import State
+from forebay.core.types import Bucket
+from forebay.node.engine.buckets import Buckets, Served
+from forebay.node.engine.flush.flusher import Flusher
+from forebay.node.engine.peers import Peers
+from forebay.node.engine.read.cold import ColdReads
+from forebay.node.engine.read.owed_keys import Found
+from forebay.node.engine.seat import Seat
+from forebay.node.outcomes import from_node
+from forebay.node.store.reader import StoreReader
+from forebay.node.store.writer.writer import Store
+from forebay.ports.clock import Clock
+
+log = logging.getLogger("forebay.homes")
+
+Name = tuple[str, str]
+CLAIM_S = 3.0  # how long a claim waits for what is under way
+LOOKED_S = 0.01  # between looks while it waits
+CLAIMED_MAX = 65_536  # keys known to be nobody else's, or ours: of one that was forgotten it is asked again
+FLUSHED_AT_ONCE = 64
+TURNS = 3  # of finding out who acts, while the map changes
+
+
+class Volumes(Protocol):
+    """`node/engine/volumes.py`."""
+
+    def missing(self, bucket: str) -> list[str]: ...
+
+
+class Homes:
+    """See the module's header. `peers` is None where the nodes would not know each other; `flush` makes changes of the
+    index visible; `is_whole`: all that was owed before the start is in view."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        peers: Peers | None,
+        node_id: str,
+        clock: Clock,
+        *,
+        store: Store,
+        index: StoreReader,
+        buckets: Buckets,
+        cold: ColdReads,
+        flusher: Flusher,
+        volumes: Volumes,
+        flush: Callable[[], None],
+        is_whole: Callable[[], bool],
+    ) -> None:
+        self._seat, self._peers, self.node_id, self._clock = seat, peers, node_id, clock
+        self._store, self._index, self._buckets, self._cold = store, index, buckets, cold
+        self._flusher, self._volumes, self._flush, self._is_whole = flusher, volumes, flush, is_whole
+        self._acting: Counter[Name] = Counter()
+        self._claimed: dict[Name, None] = {}  # as their home, of whom may have them from before
+        self._kept: dict[Name, None] = {}  # though others are their home, who were told so
+        self._map: Map | None = None
+        self._released_epoch = 0
+
+    # --- who acts ----------------------------------------------------------------------------------------------------
+    def is_here(self, bucket: Bucket, key: str) -> bool:
+        """Whether this node acts on the key, as far as it knows without asking anybody."""
+        if bucket.write == "through":
+            return self._unfit(bucket) == ""
+        return not self._unfit(bucket) and (self._has(bucket.name, key) or self._is_home((bucket.name, key)))
+
+    async def at(self, served: Served, key: str) -> Served:
+        """The bucket as this node acts on the key: itself, or with whoever acts in the backend's place. `Unavailable`
+        if nobody may act now."""
+        bucket = served.bucket
+        unfit = self._unfit(bucket)
+        if unfit:
+            raise Unavailable(unfit, retry_after_s=LOOK_S)
+        if bucket.write == "through":
+            return served
+        name = (bucket.name, key)
+        for _ in range(TURNS):
+            if self._has(*name) or self._is_home(name):
+                return served
+            agreed = self._agreed()
+            home = agreed.holder(*name)
+            if home is None:
+                raise Unavailable("no node of the cluster holds keys: `forebay status` lists them", retry_after_s=1.0)
+            if home == self.node_id:
+                keeper = await self._claim_from(agreed, name)
+                if self._agreed() is not agreed:
+                    continue
+                if not keeper:
+                    _note(self._claimed, name)
+                    continue
+                home = keeper
+            elif from_node.get():
+                raise Busy("this node does not act on the key: the cluster's map changes", retry_after_s=LOOK_S)
+            return self.through(served, home)
+        raise Busy("the cluster's map changes: try again in a moment", retry_after_s=LOOK_S)
+
+    @contextmanager
+    def acts(self, bucket: str, key: str) -> Iterator[None]:
+        """Spans what this node does as the one who acts on the key, from the moment that `at` or `is_here` said so."""
+        name = (bucket, key)
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end(name)
+
+    def begin(self, name: Name) -> None:
+        """As `acts`; `end` follows."""
+        self._acting[name] += 1
+
+    def end(self, name: Name) -> None:
+        self._acting[name] -= 1
+        if not self._acting[name]:
+            del self._acting[name]
+
+    def through(self, served: Served, node: str) -> Served:
+        """The bucket with that node in the backend's place."""
+        home = self._seat.place_of(node)
+        if home is None:
+            raise Unavailable(
+                f"node {node} has this key, and is not heard of: start it again; if it never will be, give it up with "
+                f"`forebay drain {node} --give-up`",
+                retry_after_s=1.0,
+            )
+        if self._peers is None:
+            raise Unavailable("nodes with identities pass requests on with --peer-key: give it to every node")
+        return self._peers.in_place(served, home)
+
+    def upload_at(self, served: Served, upload_id: str) -> Served | None:
+        """The bucket with the node in its backend's place that has this upload; None if that is this one."""
+        node = upload_id[-len(self.node_id) :]
+        if node == self.node_id or served.bucket.write == "through" or not self._seat.knows(node):
+            return None
+        return self.through(served, node)
+
+    def others(self, bucket: Bucket, prefix: str) -> list[Callable[[str], Awaitable[Found]]]:
+        """Ask each other node that may have what no backend has under a prefix. `Unavailable` for one that does not
+        say."""
+        if bucket.write == "through" or from_node.get():
+            return []
+        agreed = self._agreed()
+        asked = {*agreed.holders, *(node for past in agreed.past for node in (*past.holders, *past.newcomers))}
+        asked -= {self.node_id, *filter(self._seat.is_gone, asked)}
+        return [functools.partial(self._owed, node, bucket.name, prefix) for node in sorted(asked)]
+
+    async def _owed(self, node: str, bucket: str, prefix: str, after: str) -> Found:
+        place = self._seat.place_of(node)
+        try:
+            if place is None or self._peers is None:
+                raise Unavailable("it is not heard of" if place is None else "nodes with identities need --peer-key")
+            return await self._peers.owed(place, bucket, prefix, after)
+        except ForebayError as error:
+            raise Unavailable(
+                f"node {node} may have what no backend has of {bucket}, and does not say ({error.message}): start it "
+                f"again; if it never will be, give it up with `forebay drain {node} --give-up`",
+                retry_after_s=1.0,
+            ) from error
+
+    def _has(self, bucket: str, key: str) -> bool:
+        """Whether this node has something of the key that nobody else has, or had it and was not asked since."""
+        return (bucket, key) in self._kept or self._owes_key(bucket, key)
+
+    def _owes_key(self, bucket: str, key: str) -> bool:
+        if self._flusher.find(bucket, key) is not None or self._store.lost_of(bucket, key) is not None:
+            return True
+        record = self._store.lookup(bucket, key)
+        return record is not None and bool(record.state & State.OWNED)
+
+    def _is_home(self, name: Name) -> bool:
+        agreed = self._follow()
+        if agreed is None or agreed.holder(*name) != self.node_id:
+            return False
+        return name in self._claimed or not self._asked(agreed, name)
+
+    def _asked(self, agreed: Map, name: Name) -> list[str]:
+        return sorted(node for node in agreed.earlier(*name) if not self._seat.is_gone(node))
+
+    def _agreed(self) -> Map:
+        agreed = self._follow()
+        if agreed is None:
+            raise Unavailable(
+                f"this node does not know the cluster's map ({self._seat.trouble or 'not yet'}), so not who has what "
+                "no backend has: ask another node, or try again",
+                retry_after_s=LOOK_S,
+            )
+        return agreed
+
+    def _follow(self) -> Map | None:
+        """The agreed, if this node is of the cluster. What was claimed by another is forgotten."""
+        agreed, before = self._seat.agreed, self._map
+        if agreed is not before:
+            self._map = agreed
+            if agreed is None or before is None or (agreed.holders, agreed.past) != (before.holders, before.past):
+                self._claimed.clear()
+                self._kept.clear()
+        return agreed
+
+    def _unfit(self, bucket: Bucket) -> str:
+        """Why the bucket is not served: other nodes know it otherwise."""
+        return self._seat.unfit(bucket)
+
+    # --- claims ------------------------------------------------------------------------------------------------------
+    async def _claim_from(self, agreed: Map, name: Name) -> str:
+        """Ask all who may have something of the key from before; who keeps it, "" if nobody does."""
+        if self._peers is None:
+            raise Unavailable("nodes with identities ask each other with --peer-key: give it to every node")
+        for node in self._asked(agreed, name):
+            place = self._seat.place_of(node)
+            try:
+                if place is None:
+                    raise Unavailable("it is not heard of")
+                if not await self._peers.claim(place, *name):
+                    return node
+            except ForebayError as error:
+                raise Unavailable(
+                    f"node {node} may have what no backend has of {name[0]}/{name[1]}, and does not say "
+                    f"({error.message}): start it again; if it never will be, give it up with "
+                    f"`forebay drain {node} --give-up`",
+                    retry_after_s=1.0,
+                ) from error
+        return ""
+
+    async def claim(self, bucket: str, key: str) -> bool:
+        """The key's home asks: True if this node has nothing of the key that nobody else has, and acts on it no more;
+        False if it keeps the key. `Busy` if it cannot say yet."""
+        name, until_s = (bucket, key), self._clock.monotonic_s() + CLAIM_S
+        while self._agreed().holder(*name) != self.node_id:
+            if self._owes_key(bucket, key):
+                if self._flusher.find(bucket, key) is not None:
+                    self._flusher.ask(bucket, key)
+                _note(self._kept, name)
+                return False
+            if name not in self._acting:
+                self._let_go(name)
+                self._flush()
+                return True
+            if self._clock.monotonic_s() >= until_s:
+                raise Busy(f"{bucket}/{key} is being written: try again in a moment", retry_after_s=LOOK_S)
+            await asyncio.sleep(LOOKED_S)
+        raise Busy("this node is the key's home by now: the cluster's map changes", retry_after_s=LOOK_S)
+
+    def _let_go(self, name: Name) -> None:
+        """What is here of the key counts as unconfirmed, and so will what is on its way."""
+        self._claimed.pop(name, None)
+        self._kept.pop(name, None)
+        self._cold.written(*name)
+        self._store.unconfirm(*name, MISSED)
+
+    # --- letting go of what is at home elsewhere ---------------------------------------------------------------------
+    async def tend(self) -> None:
+        """Do so, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            agreed = self._follow()
+            if agreed is None or agreed.epoch == self._released_epoch or not self._is_whole():
+                continue
+            past = any(self.node_id in past.holders or self.node_id in past.newcomers for past in agreed.past)
+            if not past and self.node_id in agreed.holders:
+                continue
+            try:
+                if await self._let_all_go(agreed):
+                    self._released_epoch = agreed.epoch
+                    self._seat.released(agreed.epoch)
+            except ForebayError as error:
+                log.warning("what is at home elsewhere is not let go yet: %s", error)
+            except Exception:
+                log.exception("letting go broke; it goes on")
+
+    async def _let_all_go(self, agreed: Map) -> bool:
+        """One round; whether nothing is left that is at home elsewhere by this agreed."""
+        self._kept.clear()
+        if any(agreed.holder(*name) != self.node_id for name in self._acting):
+            return False
+        flights = self._cold.flights.keys() | self._cold.openings.under_way.keys()
+        buckets = [bucket.name for bucket in self._buckets.all() if bucket.write != "through"]
+        for name in flights:
+            if name[0] in buckets and agreed.holder(*name) != self.node_id:
+                self._let_go(name)
+        left = False
+        for bucket in buckets:
+            left |= bool(self._volumes.missing(bucket)) or bool(self._store.lost_in(bucket, limit=1))
+            left |= await self._owes(agreed, bucket) or await self._unconfirm(agreed, bucket)
+        self._flush()
+        return not left and self._seat.agreed is agreed
+
+    async def _owes(self, agreed: Map, bucket: str) -> bool:
+        """Whether something of the bucket is owed for others; some of it is hurried."""
+        after, moved = "", 0
+        while moved < FLUSHED_AT_ONCE and (found := self._flusher.window(bucket, "", after, limits.LIST_KEYS_MAX)):
+            after = found[-1][0]
+            for key, _ in found:
+                if agreed.holder(bucket, key) != self.node_id:
+                    self._flusher.ask(bucket, key)
+                    moved += 1
+            await asyncio.sleep(0)
+        return moved > 0
+
+    async def _unconfirm(self, agreed: Map, bucket: str) -> bool:
+        """Nothing of what others are the home of counts as confirmed. Whether some of it is here alone."""
+        self._flush()
+        after, owned = "", False
+        while found := self._index.scan(bucket, "", after, limits.LIST_KEYS_MAX):
+            after = found[-1][0]
+            for key, record in found:
+                if agreed.holder(bucket, key) == self.node_id:
+                    continue
+                owned |= bool(record.state & State.OWNED)
+                if record.checked_s > MISSED:
+                    self._store.unconfirm(bucket, key, MISSED)
+            await asyncio.sleep(0)
+        return owned
+
+
+def _note(names: dict[Name, None], name: Name) -> None:
+    names[name] = None
+    if len(names) > CLAIMED_MAX:
+        del names[next(iter(names))]

@@ -1,0 +1,296 @@
+"""Three nodes, one truth: what one acknowledged, every other serves at once, before any backend has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.exceptions
+import pytest
+from botocore import UNSIGNED
+from botocore.config import Config
+
+from bench import servers
+from forebay.core.placement import Members
+from tests.node.conftest import NodeProcess, pattern
+from tests.node.test_cluster import cluster_of, flags, until_all_are, url
+from tests.patience import until
+
+Make = Callable[..., NodeProcess]
+MIB = 1 << 20
+PATIENT = Config(signature_version=UNSIGNED, retries={"max_attempts": 8, "mode": "standard"}, read_timeout=30)
+
+
+def client(node: NodeProcess, config: Config = PATIENT) -> Any:
+    return boto3.client("s3", endpoint_url=node.endpoint, region_name="us-east-1", config=config)
+
+
+class Cluster:
+    """Three nodes and their clients, with one local bucket and one that is written back to a directory."""
+
+    def __init__(self, make: Make, etcd: servers.EtcdCluster, root: Path, count: int = 3) -> None:
+        self.root, self.make = root, make
+        self.at = url(etcd.addresses, uuid.uuid4().hex)
+        self.nodes: list[NodeProcess] = []
+        self.ids: list[str] = []
+        (root / "bucket").mkdir()
+        for _ in range(count):
+            self.nodes.append(make(*flags(root, self.at)))
+        self.settle()
+
+    def settle(self) -> None:
+        self.ids = until_all_are("active", *self.nodes)
+        for node in self.nodes:
+            self.add_buckets(node)
+        for node in self.nodes:
+            until(lambda node=node: node.ask("HEAD", "/back/nothing")[0] == 404, "that its buckets are known")
+        self.clients = [client(node) for node in self.nodes]
+
+    def add_buckets(self, node: NodeProcess) -> None:
+        node.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
+        back = {"name": "back", "url": f"file://{self.root / 'bucket'}", "write": "back"}
+        node.json("PUT", "buckets/back", back)
+
+    def key(self, home: int, bucket: str = "local", start: int = 0) -> str:
+        """A key whose home is that node."""
+        nodes = self.nodes[0].json("GET", "map")["nodes"]
+        members = Members({each["node_id"]: each["weight"] for each in nodes})
+        names = (f"key-{number}" for number in range(start, start + 1000))
+        return next(name for name in names if members.first(bucket, name) == self.ids[home])
+
+
+def test_what_one_node_acknowledged_every_node_serves(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    cluster = Cluster(node, etcd, tmp_path)
+    objects(cluster)
+    listings(cluster, tmp_path)
+    uploads(cluster)
+
+
+def objects(cluster: Cluster) -> None:
+    a, b, c = cluster.clients
+    bodies = {"small": b"small bytes", "large": pattern(9 * MIB + 5), "empty": b""}
+    for home in range(3):
+        for name, body in bodies.items():
+            key = f"{cluster.key(home)}"
+            said = a.put_object(Bucket="local", Key=key, Body=body, ContentType="text/x", Metadata={"who": name})
+            for asked in (b, c, a, b):
+                found = asked.get_object(Bucket="local", Key=key)
+                assert found["Body"].read() == body
+                assert (found["ETag"], found["ContentType"], found["Metadata"]) == (
+                    said["ETag"], "text/x", {"who": name},
+                )  # fmt: skip
+            c.delete_object(Bucket="local", Key=key)
+            for asked in (a, b, c):
+                with pytest.raises(botocore.exceptions.ClientError, match="NoSuchKey"):
+                    asked.get_object(Bucket="local", Key=key)
+
+    # of many who create an object at all nodes at once one succeeds; and of those who replace it
+    for home in range(3):
+        key = cluster.key(home, start=1000)
+
+        def create(number: int, key: str = key, **condition: str) -> str:
+            try:
+                condition = condition or {"IfNoneMatch": "*"}
+                body = str(number).encode()
+                cluster.clients[number % 3].put_object(Bucket="local", Key=key, Body=body, **condition)
+            except botocore.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] != "PreconditionFailed":
+                    raise
+                return ""
+            return str(number)
+
+        with ThreadPoolExecutor(9) as pool:
+            (won,) = filter(None, pool.map(create, range(9)))
+            seen = [asked.get_object(Bucket="local", Key=key) for asked in cluster.clients]
+            assert {each["Body"].read() for each in seen} == {won.encode()}
+            (won,) = filter(None, pool.map(lambda n: create(n, IfMatch=seen[0]["ETag"]), range(10, 19)))  # noqa: B023
+        assert {each.get_object(Bucket="local", Key=key)["Body"].read() for each in cluster.clients} == {won.encode()}
+
+    # copies and tags
+    key = cluster.key(1, start=2000)
+    a.put_object(Bucket="local", Key=key, Body=bodies["small"], Tagging="a=b")
+    for home in range(3):
+        to = cluster.key(home, start=3000)
+        c.copy_object(Bucket="local", Key=to, CopySource={"Bucket": "local", "Key": key})
+        assert b.get_object(Bucket="local", Key=to)["Body"].read() == bodies["small"]
+        assert b.get_object_tagging(Bucket="local", Key=to)["TagSet"] == [{"Key": "a", "Value": "b"}]
+        b.put_object_tagging(Bucket="local", Key=to, Tagging={"TagSet": [{"Key": "c", "Value": "d"}]})
+        assert a.get_object_tagging(Bucket="local", Key=to)["TagSet"] == [{"Key": "c", "Value": "d"}]
+
+
+def listed(asked: Any, bucket: str, **options: Any) -> list[str]:
+    found = asked.list_objects_v2(Bucket=bucket, **options)
+    return [each["Key"] for each in found.get("Contents", [])] + [
+        each["Prefix"] for each in found.get("CommonPrefixes", [])
+    ]
+
+
+def listings(cluster: Cluster, tmp_path: Path) -> None:
+    a, b, _ = cluster.clients
+    for key in listed(a, "local"):
+        a.delete_object(Bucket="local", Key=key)
+    keys = [f"{folder}/{number}" for folder in "xyz" for number in range(4)] + ["top"]
+    for number, key in enumerate(keys):
+        cluster.clients[number % 3].put_object(Bucket="local", Key=key, Body=b"1")
+    b.get_object(Bucket="local", Key="top")
+    for number in range(4):
+        cluster.clients[number % 3].delete_object(Bucket="local", Key=f"y/{number}")
+    for asked in cluster.clients:
+        assert listed(asked, "local") == sorted(key for key in keys if not key.startswith("y"))
+        assert listed(asked, "local", Delimiter="/") == ["top", "x/", "z/"]
+        assert listed(asked, "local", Prefix="z/", StartAfter="z/1") == ["z/2", "z/3"]
+
+    # what is in the backend, less what was deleted here and is not flushed, plus what is not flushed
+    (tmp_path / "bucket" / "theirs").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "bucket" / "theirs" / name).write_bytes(b"theirs")
+    a.delete_object(Bucket="back", Key="theirs/one")
+    b.put_object(Bucket="back", Key="theirs/three", Body=b"ours")
+    for asked in cluster.clients:
+        assert listed(asked, "back") == ["theirs/three", "theirs/two"]
+
+
+def uploads(cluster: Cluster) -> None:
+    """Begun at one node, filled at the others, completed at each."""
+    a, b, c = cluster.clients
+    parts = [pattern(5 * MIB, 1), pattern(5 * MIB, 2), b"the rest"]
+    for home in range(3):
+        key = cluster.key(home, start=4000)
+        made = cluster.clients[home - 1].create_multipart_upload(Bucket="local", Key=key, ContentType="text/y")
+        named = {"Bucket": "local", "Key": key, "UploadId": made["UploadId"]}
+        sent = [
+            {"PartNumber": n, "ETag": cluster.clients[n - 1].upload_part(**named, PartNumber=n, Body=body)["ETag"]}
+            for n, body in enumerate(parts, 1)
+        ]
+        assert [each["PartNumber"] for each in b.list_parts(**named)["Parts"]] == [1, 2, 3]
+        done = cluster.clients[(home + 1) % 3].complete_multipart_upload(**named, MultipartUpload={"Parts": sent})
+        for asked in cluster.clients:
+            found = asked.get_object(Bucket="local", Key=key)
+            assert found["Body"].read() == b"".join(parts)
+            assert (found["ETag"], found["ContentType"]) == (done["ETag"], "text/y")
+        given_up = a.create_multipart_upload(Bucket="local", Key=key)["UploadId"]
+        c.abort_multipart_upload(Bucket="local", Key=key, UploadId=given_up)
+        with pytest.raises(botocore.exceptions.ClientError, match="NoSuchUpload"):
+            b.list_parts(Bucket="local", Key=key, UploadId=given_up)
+
+
+AWAY = {"endpoint": "http://127.0.0.1:9", "skip_signature": "true"}
+ONCE = Config(signature_version=UNSIGNED, retries={"max_attempts": 0}, read_timeout=30)
+
+
+def test_what_a_killed_home_acknowledged_is_refused_and_then_there(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    """The backend is away throughout, so nothing is anywhere but on the nodes."""
+    cluster = Cluster(node, etcd, tmp_path)
+    away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY}
+    for one in cluster.nodes:
+        one.json("PUT", "buckets/away", away)
+    a, _, c = cluster.clients
+    until(lambda: a.put_object(Bucket="away", Key="warm", Body=b"up"))
+    first, other = cluster.key(1, "away"), cluster.key(0, "away")
+    home = cluster.nodes[1]
+    for key in (first, other):
+        a.put_object(Bucket="away", Key=key, Body=key.encode())
+        assert c.get_object(Bucket="away", Key=key)["Body"].read() == key.encode()
+    assert home.process is not None
+    for pid in (home.process.pid, *home.children().values()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    home.process.wait()
+    once = client(cluster.nodes[2], ONCE)
+    for act in (
+        lambda: once.get_object(Bucket="away", Key=first),
+        lambda: once.put_object(Bucket="away", Key=first, Body=b"another history"),
+        lambda: once.delete_object(Bucket="away", Key=first),
+        lambda: once.list_objects_v2(Bucket="away"),
+    ):
+        with pytest.raises(botocore.exceptions.ClientError) as refused:
+            act()
+        assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 503, refused.value
+    assert c.get_object(Bucket="away", Key=other)["Body"].read() == other.encode(), "of those whose home lives"
+    home.start()
+    cluster.clients[1] = client(home)
+    until_all_are("active", *cluster.nodes)
+    for asked in cluster.clients:
+        for key in (first, other):
+            until(lambda asked=asked, key=key: asked.get_object(Bucket="away", Key=key)["Body"].read() == key.encode())
+    c.put_object(Bucket="away", Key=first, Body=b"newer")
+    assert a.get_object(Bucket="away", Key=first)["Body"].read() == b"newer"
+
+
+def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCluster, tmp_path: Path) -> None:
+    cluster = Cluster(node, etcd, tmp_path, 2)
+    kept_differently(cluster, tmp_path)
+    away = {"name": "away", "url": "s3://nowhere", "write": "back", "options": AWAY}
+    for one in cluster.nodes:
+        one.json("PUT", "buckets/away", away)
+    a, b = cluster.clients
+    until(lambda: a.put_object(Bucket="away", Key="warm", Body=b"up"))
+    until(lambda: b.put_object(Bucket="away", Key="warm", Body=b"up"))
+    keys = [f"key-{number}" for number in range(6)]
+    for bucket in ("away", "local", "back"):
+        for number, key in enumerate(keys):
+            cluster.clients[number % 2].put_object(Bucket=bucket, Key=key, Body=key.encode())
+            b.get_object(Bucket=bucket, Key=key)
+
+    third = node(*flags(tmp_path, cluster.at))
+    cluster.nodes.append(third)
+    cluster.settle()
+    third.json("PUT", "buckets/away", away)
+    c = cluster.clients[2]
+    until(lambda: c.head_object(Bucket="away", Key="warm"))
+    for bucket in ("away", "local", "back"):
+        if bucket != "away":
+            assert [each for each in listed(c, bucket) if each in keys] == sorted(keys), bucket
+        for number, key in enumerate(keys):
+            assert c.get_object(Bucket=bucket, Key=key)["Body"].read() == key.encode(), (bucket, key)
+            cluster.clients[number % 3].put_object(Bucket=bucket, Key=key, Body=b"2" + key.encode())
+            for asked in cluster.clients:
+                assert asked.get_object(Bucket=bucket, Key=key)["Body"].read() == b"2" + key.encode(), (bucket, key)
+            if number % 3 == 0:
+                cluster.clients[(number + 1) % 3].delete_object(Bucket=bucket, Key=key)
+    left = {key: b"2" + key.encode() for number, key in enumerate(keys) if number % 3}
+    for asked in cluster.clients:
+        for bucket in ("local", "back"):
+            assert [each for each in listed(asked, bucket) if each in keys] == sorted(left), bucket
+
+    # the second is drained; what it cannot bring to a backend stays there, and every node says so by serving it
+    two = third.json("GET", "status")["cluster"]["node_id"]
+    third.json("POST", "cluster/wish", {"node": two, "wish": "draining"})
+    until(lambda: [each["state"] for each in cluster_of(cluster.nodes[0])["nodes"]].count("leaving") == 1)
+    for bucket in ("away", "local", "back"):
+        for key, body in left.items():
+            for asked in cluster.clients:
+                assert asked.get_object(Bucket=bucket, Key=key)["Body"].read() == body, (bucket, key)
+    for key in left:
+        until(lambda key=key: a.put_object(Bucket="back", Key=key, Body=b"3"), "that a home writes again")
+        assert b.get_object(Bucket="back", Key=key)["Body"].read() == b"3"
+    until(lambda: all((tmp_path / "bucket" / key).read_bytes() == b"3" for key in left), "that it is flushed")
+
+
+def kept_differently(cluster: Cluster, tmp_path: Path) -> None:
+    """Nodes that keep a bucket differently refuse it."""
+    one, two = cluster.nodes
+    (tmp_path / "other").mkdir()
+    other = {"name": "mixed", "url": f"file://{tmp_path / 'other'}", "write": "back"}
+    one.json("PUT", "buckets/mixed", other)
+    two.json("PUT", "buckets/mixed", {**other, "write": "through"})
+
+    def words(asked: NodeProcess) -> bytes:
+        status, said = asked.ask("GET", "/mixed/key")
+        return said if status == 503 else b""
+
+    assert b"written back to" in until(lambda: words(two), "that it knows how the other keeps it")
+    assert two.ask("PUT", "/mixed/key", body=b"bytes")[0] == 503
+    assert not list((tmp_path / "other").iterdir())
+    two.json("PUT", "buckets/mixed", other)
+    until(lambda: two.ask("PUT", "/mixed/key", body=b"bytes")[0] == 200)
+    assert one.get("mixed", "key") == b"bytes"
