@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.membership import (
+    HOLDS_AFTER_S,
     PAST_MAX,
     Answered,
     Due,
@@ -228,6 +229,9 @@ def test_a_drained_node_is_asked_until_it_is_gone_and_a_new_one_for_every_key() 
     assert {frozenset(town.map.earlier("b", key)) for key in KEYS} == {frozenset("a"), frozenset()}
     town.start("c")
     town.quiet()
+    assert town.map.owners.keys() == {"b", "c"}
+    assert town.map.holders == {"b": 1.0}, "C has something from before"
+    town.quiet(HOLDS_AFTER_S)
     moved = [key for key in KEYS if town.map.holder("b", key) == "c" and town.map.past[0].holders]
     assert moved
     assert all("c" in town.map.earlier("b", key) for key in KEYS if town.map.holder("b", key) == "b")

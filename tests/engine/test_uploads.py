@@ -85,7 +85,7 @@ class Writing:
         self.through = WholePuts(NoNotes())  # type: ignore[arg-type]
 
     @asynccontextmanager
-    async def entered(self, bucket: str) -> AsyncIterator[Any]:
+    async def entered(self, bucket: str, key: str) -> AsyncIterator[Any]:
         yield await self.place.get(bucket)
 
     def lock(self, bucket: str, key: str) -> Any:
@@ -132,7 +132,8 @@ class Place:
         self.dir = dir
         self.clock = Clock()
         self.backend: Any = MemoryBackend("uploads")
-        self.served = SimpleNamespace(backend=self.backend, bucket=Bucket("b", "memory://uploads", **settings))
+        self.homes = None  # the node is alone
+        self.served = SimpleNamespace(backend=self.backend, bucket=Bucket("b", "memory://uploads", **settings), of=None)
         self.objects: dict[str, Any] = {}
         self.full = False
         self.strict = True

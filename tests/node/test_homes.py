@@ -13,14 +13,17 @@ from typing import Any
 
 import boto3
 import botocore.exceptions
+import msgspec
 import pytest
 from botocore import UNSIGNED
 from botocore.config import Config
 
 from bench import servers
+from forebay.core.cluster.records import MAP, Map
 from forebay.core.placement import Members
+from forebay.meta.etcd import EtcdMeta
 from tests.node.conftest import NodeProcess, pattern
-from tests.node.test_cluster import cluster_of, flags, until_all_are, url
+from tests.node.test_cluster import cluster_of, flags, meta, until_all_are, url
 from tests.patience import until
 
 Make = Callable[..., NodeProcess]
@@ -37,7 +40,8 @@ class Cluster:
 
     def __init__(self, make: Make, etcd: servers.EtcdCluster, root: Path, count: int = 3) -> None:
         self.root, self.make = root, make
-        self.at = url(etcd.addresses, uuid.uuid4().hex)
+        self.addresses, self.name = etcd.addresses, uuid.uuid4().hex
+        self.at = url(self.addresses, self.name)
         self.nodes: list[NodeProcess] = []
         self.ids: list[str] = []
         (root / "bucket").mkdir()
@@ -47,11 +51,23 @@ class Cluster:
 
     def settle(self) -> None:
         self.ids = until_all_are("active", *self.nodes)
+        until(self._hold, "that all hold keys")
         for node in self.nodes:
             self.add_buckets(node)
         for node in self.nodes:
             until(lambda node=node: node.ask("HEAD", "/back/nothing")[0] == 404, "that its buckets are known")
         self.clients = [client(node) for node in self.nodes]
+
+    def _hold(self) -> bool:
+        seen: list[Map] = []
+
+        async def look(store: EtcdMeta) -> None:
+            entry = await store.get(MAP)
+            if entry is not None:
+                seen.append(msgspec.json.decode(entry.value, type=Map))
+
+        meta(self.addresses, self.name, look)
+        return bool(seen) and sorted(seen[0].holders) == sorted(self.ids) and seen[0].active
 
     def add_buckets(self, node: NodeProcess) -> None:
         node.json("PUT", "buckets/local", {"name": "local", "url": "local://", "write": "local"})
@@ -241,6 +257,9 @@ def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCl
             cluster.clients[number % 2].put_object(Bucket=bucket, Key=key, Body=key.encode())
             b.get_object(Bucket=bucket, Key=key)
 
+    kept = cluster.key(1, start=5000)
+    a.put_object(Bucket="local", Key=kept, Body=b"kept")
+
     third = node(*flags(tmp_path, cluster.at))
     cluster.nodes.append(third)
     cluster.settle()
@@ -263,13 +282,13 @@ def test_a_join_and_a_drain_while_data_is_dirty(node: Make, etcd: servers.EtcdCl
             assert [each for each in listed(asked, bucket) if each in keys] == sorted(left), bucket
 
     # the second is drained; what it cannot bring to a backend stays there, and every node says so by serving it
-    two = third.json("GET", "status")["cluster"]["node_id"]
-    third.json("POST", "cluster/wish", {"node": two, "wish": "draining"})
+    third.json("POST", "cluster/wish", {"node": cluster.ids[1], "wish": "draining"})
     until(lambda: [each["state"] for each in cluster_of(cluster.nodes[0])["nodes"]].count("leaving") == 1)
     for bucket in ("away", "local", "back"):
         for key, body in left.items():
             for asked in cluster.clients:
                 assert asked.get_object(Bucket=bucket, Key=key)["Body"].read() == body, (bucket, key)
+    assert c.get_object(Bucket="local", Key=kept)["Body"].read() == b"kept"
     for key in left:
         until(lambda key=key: a.put_object(Bucket="back", Key=key, Body=b"3"), "that a home writes again")
         assert b.get_object(Bucket="back", Key=key)["Body"].read() == b"3"

@@ -92,7 +92,7 @@ class Cluster:
         self.now_s = 0.0
         self.lines: list[str] = []
         self.acknowledged = 0
-        self.epochs = 0  # how often the map had changed at the end
+        self.epochs: set[int] = set()  # of maps with other owners than before
         self._echo = echo
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
@@ -192,7 +192,7 @@ class Cluster:
         if not process.listing and self.now_s - process.listed_s > LIST_S:
             self._list(process)
         self._step(process, Owes(0 if process.node not in self._owes else 1))
-        if process.membership.map is not None and process.node not in self._owes:
+        if process.membership.map is not None:
             self._step(process, Released(process.membership.map.epoch))
         pause_s = membership.LOOK_S * self.chance.uniform(0.5, 1.5)
         self._at(pause_s, lambda: self._within(process, lambda: self._beat(process)))
@@ -207,6 +207,8 @@ class Cluster:
                 self._send(process, effect)
         machine.check()
         if machine.map is not before and machine.map is not None:
+            if machine.map.owners != machine.map.former:
+                self.epochs.add(machine.map.epoch)
             owners = ",".join(machine.map.owners)
             self._tell(process.incarnation, f"knows map {machine.map.epoch} {machine.map.active} {owners}")
         self._settle(process)
@@ -431,7 +433,6 @@ class Cluster:
         for process in self._living.values():
             assert process.membership.map == known, f"{process.incarnation} knows another map than {self._names[0]}"
         assert known is not None, "there is no map"
-        self.epochs = known.epoch
         assert known.active, f"map {known.epoch} was never made active"
         assert sorted(known.owners) == self._names, f"{sorted(known.owners)} own keys, {self._names} are wanted"
         for process in self._living.values():

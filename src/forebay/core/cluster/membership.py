@@ -25,8 +25,9 @@ noticed by nobody; for less than a lease, it pauses; beyond that its keys move, 
 cannot make another look dead, because the store counts, and is asked in the same transaction.
 
 *Holders.* With the owners change the holders of what only nodes have (`records.py`), but not for a node that is
-missing. Who held before goes to `past`, and those who come in too, until each said that it has `Released` what is at
-home elsewhere, or is gone. While PAST_MAX changes wait for that, the holders stay as they are.
+missing. Who held before goes to `past`, until each said that it has `Released` what is at home elsewhere, or is gone.
+While PAST_MAX changes wait for that, the holders stay as they are. A node that comes in holds once it said that it
+brings nothing; one that does not say so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
 *What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
 presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
@@ -72,6 +73,7 @@ AGAIN_S = 0.5  # after a refusal or no answer
 JOIN_AFTER_S = 1.0  # nodes of one rack start within it, or cost a map each
 MISSING_AFTER_S = 0.5  # beyond the lease: a process that was started again meanwhile waits for its end, and is back
 CHANGES_MAX = 50  # nodes that one map takes in or out: each is a condition of the transaction
+HOLDS_AFTER_S = 10.0
 PAST_MAX = 8  # changes of holders that somebody still owes keys of
 
 
@@ -336,18 +338,25 @@ class Membership:
             if len(reasons) >= 2 * CHANGES_MAX:
                 break
         past = tuple(each for each in map.past if not self._is_over(each))
-        holders = self._holders(map, owners, reasons) if len(past) < PAST_MAX else map.holders
+        holders = self._holders(now_s, map, owners, reasons) if len(past) < PAST_MAX else map.holders
         if holders != map.holders:
-            newcomers = tuple(sorted(holders.keys() - map.holders.keys()))
+            came = sorted(holders.keys() - map.holders.keys())
+            newcomers = tuple(node for node in came if self._released(node) < map.epoch)
             past = (*past, Past(map.epoch + 1, map.holders, newcomers))
         elif not reasons:
             return self._changed({MAP: msgspec.structs.replace(map, past=past)}) if past != map.past else None
-        changed = Map(map.epoch + 1, False, owners, map.owners, holders, past)
+        at_once = owners == map.owners  # whoever holds by a new map asks the others, who must know it too
+        changed = Map(map.epoch + 1, at_once, owners, map.owners, holders, past)
         return self._changed({MAP: changed}, also=tuple(sorted(reasons)))
 
-    def _holders(self, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
+    def _holders(self, now_s: float, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
         """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
-        holders = dict(owners)
+        waits = bool(map.holders) and now_s < self._came_or_went_s + HOLDS_AFTER_S
+        holders = {
+            node: weight
+            for node, weight in owners.items()
+            if node in map.holders or not waits or self._released(node) >= map.epoch
+        }
         for node, weight in map.holders.items():
             record = self.nodes.get(node)
             leaves = record is None or record.wanted not in ("active", "maintenance")
@@ -357,10 +366,13 @@ class Membership:
                 holders.setdefault(node, weight)
         return holders
 
+    def _released(self, node: str) -> int:
+        return self.alive.get(node, UNREADABLE).released
+
     def _is_over(self, past: Past) -> bool:
         """Whether nobody may have keys from then any more."""
         return all(
-            self.nodes[node].wanted == "gone" or self.alive.get(node, UNREADABLE).released >= past.epoch
+            self.nodes[node].wanted == "gone" or self._released(node) >= past.epoch
             for node in (*past.holders, *past.newcomers)
             if node in self.nodes
         )

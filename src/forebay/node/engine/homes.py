@@ -59,6 +59,7 @@ log = logging.getLogger("forebay.homes")
 Name = tuple[str, str]
 CLAIM_S = 3.0  # how long a claim waits for what is under way
 LOOKED_S = 0.01  # between looks while it waits
+AGAIN_S = 2.0  # between rounds of letting go, each of which looks at every record
 CLAIMED_MAX = 65_536  # keys known to be nobody else's, or ours: of one that was forgotten it is asked again
 FLUSHED_AT_ONCE = 64
 TURNS = 3  # of finding out who acts, while the map changes
@@ -266,6 +267,7 @@ class Homes:
         """The key's home asks: True if this node has nothing of the key that nobody else has, and acts on it no more;
         False if it keeps the key. `Busy` if it cannot say yet."""
         name, until_s = (bucket, key), self._clock.monotonic_s() + CLAIM_S
+        self._store.check_present(bucket, key)  # a volume that is out may have it
         while self._agreed().holder(*name) != self.node_id:
             if self._owes_key(bucket, key):
                 if self._flusher.find(bucket, key) is not None:
@@ -303,6 +305,8 @@ class Homes:
                 if await self._let_all_go(agreed):
                     self._released_epoch = agreed.epoch
                     self._seat.released(agreed.epoch)
+                else:
+                    await asyncio.sleep(AGAIN_S)
             except ForebayError as error:
                 log.warning("what is at home elsewhere is not let go yet: %s", error)
             except Exception:
