@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import pickle
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ import numpy as np
 import pytest
 
 from bench import servers
-from forebay.core.errors import Denied, ForebayError, Invalid, Precondition, Unavailable
+from forebay.core.errors import Busy, Denied, ForebayError, Invalid, Precondition, Unavailable
 from forebay.core.messages.batch import Item
 from forebay.core.types import Bucket
-from forebay.torch import DataLoader, ObjectDataset, ShardDataset
+from forebay.torch import DataLoader, ObjectDataset, ShardDataset, switch
 from forebay.torch.direct import DirectSource, Refused, settings_told
-from forebay.torch.source import NodeSource, Patient
+from forebay.torch.source import Answers, NodeSource, Patient
 from forebay.torch.switch import NodeOrBackend
 from tests.backends.backend_places import s3_place
 from tests.node.conftest import NodeProcess, until
+from tests.node.test_cluster import flags, until_all_are, url
 from tests.torch.memory_source import as_int, label, numbered_shard
 
 OBJECTS, SAMPLES = 120, 160
@@ -179,6 +181,37 @@ def test_without_credentials_the_error_says_so(running: NodeProcess, monkeypatch
         assert loader.stall.direct_items == 0
 
 
+@pytest.mark.real
+def test_an_epoch_goes_on_at_another_node_of_the_cluster(
+    folder: Path, etcd: servers.EtcdCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING, "forebay.torch")
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    ports = servers.free_ports(2)
+    nodes = [NodeProcess(tmp_path / str(port), *flags(tmp_path, at), "--listen", f"127.0.0.1:{port}") for port in ports]
+    try:
+        for node in nodes:
+            node.start()
+            node.add_bucket("files", f"file://{folder}")
+        until_all_are("active", *nodes)
+        dataset, whole = (ShardDataset("files/train/", transform=label, url=node.endpoint) for node in nodes)
+        with DataLoader(whole, 4, seed=1) as loader:
+            expected = [number for batch in loader for number in batch.tolist()]
+        with DataLoader(dataset, 4, seed=1, prefetch=2, workers=2) as loader:
+            batches = iter(loader)
+            found = [number for _ in range(3) for number in next(batches).tolist()]
+            kill(nodes[0])
+            found += [number for batch in batches for number in batch.tolist()]
+            assert found == expected
+            assert loader.stall.direct_items == 0
+            nodes[0].start()
+            assert sorted(number for batch in loader for number in batch.tolist()) == list(range(len(dataset)))
+    finally:
+        for node in nodes:
+            if node.process is not None and node.process.poll() is None:
+                node.stop()
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 class GoneNode(NodeSource):
     """A node that told `bucket` before it went; `up` brings it back."""
@@ -198,6 +231,9 @@ class GoneNode(NodeSource):
 
     def listing(self, bucket: str, prefix: str, id: str = "") -> Any:
         return None
+
+    def nodes(self) -> list[str]:
+        return []
 
     def get_many(self, items: Any) -> Any:
         raise Unavailable("no node answers")
@@ -311,3 +347,82 @@ def test_a_pickle_reads_for_itself(tmp_path: Path):
     assert source.get_many(items).values == expected
     again = pickle.loads(pickle.dumps(source))
     assert again.get_many(items) == (expected, 0, 6)
+
+
+# --- another node stands in ------------------------------------------------------------------------------------------
+class Neighbour(GoneNode):
+    """A node of a cluster whose nodes are all in `nodes_of`, by URL."""
+
+    def __init__(
+        self, url: str, cluster: dict[str, Neighbour], values: list[Any], bucket: Bucket | None = None
+    ) -> None:
+        super().__init__(bucket or Bucket("b-1", "s3://b-1"))
+        self.url, self.up, self.cluster, self.values, self.asked = url, True, cluster, values, 0  # type: ignore[misc]
+        cluster[url] = self
+
+    def nodes(self) -> list[str]:
+        return list(self.cluster)
+
+    def at(self, url: str) -> NodeSource:
+        return self.cluster[url]
+
+    def get_many(self, items: Any) -> Any:
+        self.asked += 1
+        if not self.up:
+            raise Unavailable("no node answers")
+        return Answers([self.values.pop(0) if len(self.values) > 1 else self.values[0] for _ in items])
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switch, "OTHER_AFTER_S", 0.0)
+    monkeypatch.setattr(switch, "LOOK_S", 0.0)
+
+
+def test_another_node_stands_in_until_the_own_one_is_back(at_once: None, caplog: pytest.LogCaptureFixture):
+    cluster: dict[str, Neighbour] = {}
+    own = Neighbour("http://own", cluster, [b"own"])
+    Neighbour("http://other", cluster, [b"other"])
+    elsewhere = Neighbour("http://elsewhere", cluster, [b"?"], "s3://another")
+    waited = Patient(NodeOrBackend(own, "b-1", None), 60.0)
+    item = Item("b-1", "a")
+    assert ask(waited, item) == [b"own"]
+    own.up = False
+    for _ in range(3):
+        assert ask(waited, item) == [b"other"]
+    assert (own.asked, len(caplog.records)) == (2, 1), "it is not asked while another stands in, and that is said once"
+    again = pickle.loads(pickle.dumps(NodeOrBackend(GoneNode(own.bucket), "b-1", None)))
+    assert again._other is None
+    own.up = True
+    until(lambda: ask(waited, item) == [b"own"])
+    assert elsewhere.asked == 0, "its bucket of that name is another"
+
+
+def test_what_a_stand_in_says_that_the_node_might_not_is_not_believed(at_once: None):
+    cluster: dict[str, Neighbour] = {}
+    own = Neighbour("http://own", cluster, [b"own"])
+    old = [Neighbour(f"http://old-{number}", cluster, [Precondition("has an older version")]) for number in range(3)]
+    waited = Patient(NodeOrBackend(own, "b-1", None), 0.3)
+    item = Item("b-1", "a")
+    assert ask(waited, item) == [b"own"]
+    own.up = False
+    with pytest.raises(Unavailable, match=r"in vain \(no node answers\)"):
+        ask(waited, item)
+    assert [other.asked for other in old] == [1, 1, 1]
+    own.up = True
+    assert ask(waited, item) == [b"own"]
+
+
+def test_a_stand_in_that_goes_too_is_followed_by_another_and_a_busy_one_is_waited_for(at_once: None):
+    cluster: dict[str, Neighbour] = {}
+    own = Neighbour("http://own", cluster, [b"own"])
+    two = [Neighbour(f"http://{name}", cluster, [Busy("a moment", retry_after_s=0.01), b"x"]) for name in "ab"]
+    waited = Patient(NodeOrBackend(own, "b-1", None), 60.0)
+    item = Item("b-1", "a")
+    ask(waited, item)
+    own.up = False
+    assert ask(waited, item) == [b"x"]
+    first = next(other for other in two if other.asked)
+    first.up = False
+    assert ask(waited, item) == [b"x"]
+    assert all(other.asked for other in two)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from forebay.client import batchflow, exposition, flows, members
 from forebay.client.calling import DEFAULT_URL as DEFAULT_URL
 from forebay.client.calling import Calling, Fields
-from forebay.client.connection import Connection, Stale
+from forebay.client.connection import Connection, Stale, parse_url
 from forebay.client.door import HostDoor
 from forebay.client.download import Downloaded, download
 from forebay.client.files import ObjectReader, ObjectWriter, open_object
@@ -103,7 +103,7 @@ class Client:
     ) -> None:
         self._calling = Calling(url, token, patience_s, ca, trust)
         self._made_of = (self._calling.endpoint.url, self._calling.given_token, patience_s, self._calling.ca)
-        self._portable = trust is None
+        self._given_trust = trust
         self.endpoint = self._calling.endpoint
         self._members = members.MembersCache()
         self._idle: dict[Endpoint, list[Connection]] = {}  # list.append and list.pop are atomic: threads need no lock
@@ -125,9 +125,17 @@ class Client:
         return f"<Client {self.url}, {sum(map(len, self._idle.values()))} idle>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._portable:
+        if self._given_trust is not None:
             raise TypeError("a client with its own `trust` cannot be pickled: give it `ca` instead")
         return _remake, self._made_of  # the token goes along: another process has the same rights
+
+    def at(self, url: str, patience_s: float | None = None) -> Client:
+        """A client of another node of this one's cluster, with the same token and trust. `Invalid` if `url` has another
+        scheme: the token is for this one's."""
+        if parse_url(url).scheme != self.endpoint.scheme:
+            raise Invalid(f"the node at {url} is not reached as {self.url} is: give both https, or neither")
+        _, token, own_patience_s, ca = self._made_of
+        return Client(url, token=token, patience_s=patience_s or own_patience_s, ca=ca, trust=self._given_trust)
 
     def close(self) -> None:
         """Close kept connections; later calls raise `Closed`. May be called twice."""

@@ -175,10 +175,10 @@ def _sleep(delay_s: float, facts: Facts) -> None:
 
 
 class NodeSource:
-    """A node, through a client of its own, which is closed with it. `url` as of `forebay.connect`."""
+    """A node, through a client of its own, which is closed with it. `url` as of `forebay.connect`, or the client."""
 
-    def __init__(self, url: str | None = None) -> None:
-        self._own(Client(url))
+    def __init__(self, url: str | Client | None = None) -> None:
+        self._own(url if isinstance(url, Client) else Client(url))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -197,10 +197,19 @@ class NodeSource:
     def answers(self) -> bool:
         """Whether the node says, within ANSWER_S, that it is ready."""
         try:
-            with Client(self.url, patience_s=ANSWER_S) as client:
+            with self._client.at(self.url, ANSWER_S) as client:
                 return client.ready()
         except ForebayError:
             return False
+
+    def nodes(self) -> list[str]:
+        """URLs of the nodes of its cluster that can be asked instead; none for a node alone."""
+        found = self._client.node_map().nodes
+        return [node.endpoint for node in found] if len(found) > 1 else []
+
+    def at(self, url: str) -> NodeSource:
+        """Another node of its cluster."""
+        return NodeSource(self._client.at(url))
 
     def settings(self, bucket: str) -> Bucket:
         """A bucket's settings, without its secrets."""
