@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,35 @@ def draw(path: Path, direct: Run, node: Run, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=0)
     figure.tight_layout(rect=(0, 0, 1, 0.95), w_pad=3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_cluster(path: Path, run: Run, happened: list[tuple[float, str]]) -> None:
+    """Write the picture of one job's progress, with what happened when."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK})
+    figure, axes = pyplot.subplots(figsize=(9, 4.4))
+    times, seen = [0.0, *(at for at, _ in run.progress)], [0, *(samples for _, samples in run.progress)]
+    axes.plot(times, seen, color=NODE_COLOUR, linewidth=2.2)
+    for samples in itertools.accumulate(run.samples):
+        axes.axhline(samples, color=FAINT, linewidth=0.8, zorder=0)
+    for at_s, what in happened:
+        axes.axvline(at_s, color=BUCKET_COLOUR, linewidth=1.2, linestyle=":")
+        axes.annotate(what, (at_s, 0), (4, 6), textcoords="offset points", fontsize=9)
+    axes.set_xlim(0, times[-1] * 1.03)
+    axes.set_ylim(0, seen[-1] * 1.1)
+    axes.set_xlabel("seconds since training began")
+    axes.set_ylabel("samples seen (lines: end of an epoch)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:.0f} k")
+    axes.set_title("A training job whose node dies in a cluster of three", loc="left", fontsize=12, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=0)
+    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -50,8 +50,8 @@ def marked_processes(tmp_path: Path) -> list[int]:
     return found
 
 
-def start(environment: dict[str, str], out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "demo", "--out", str(out), *SMALL]
+def start(environment: dict[str, str], out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "demo", "--out", str(out), *SMALL, *more]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -81,6 +81,20 @@ def test_the_demo_ends_with_a_table_and_a_picture(marked: dict[str, str], tmp_pa
     hits = [float(words[-1].rstrip("%")) for words in through]
     assert len(hits) == 2
     assert hits[0] < 50 < hits[1], "the second epoch came from the cache"
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_demo_of_a_cluster_kills_a_node_under_a_job_that_goes_on(marked: dict[str, str], tmp_path: Path):
+    job = start(marked, tmp_path / "out", "--cluster", "--megabytes", "40", "--rate", "20")  # not all read ahead
+    said, _ = job.communicate(timeout=270)
+    assert job.returncode == 0, said
+    for what in ("killed", "is read at the node at", "in each of 3 epochs, each once"):
+        assert what in said
+    assert said.count("active  33.") == 3
+    assert (tmp_path / "out" / "cluster.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "cluster.txt").read_text() in said
+    assert not marked_processes(tmp_path)
 
 
 @pytest.mark.real
