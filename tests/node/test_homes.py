@@ -15,6 +15,7 @@ import boto3
 import botocore.exceptions
 import msgspec
 import pytest
+import torch
 from botocore import UNSIGNED
 from botocore.config import Config
 
@@ -22,6 +23,8 @@ from bench import servers
 from forebay.core.cluster.records import MAP, Map
 from forebay.core.placement import Members
 from forebay.meta.etcd import EtcdMeta
+from forebay.torch import Checkpointer
+from forebay.torch.checkpoint import checkpointer
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import cluster_of, flags, meta, until_all_are, url
 from tests.patience import until
@@ -313,3 +316,22 @@ def kept_differently(cluster: Cluster, tmp_path: Path) -> None:
     two.json("PUT", "buckets/mixed", other)
     until(lambda: two.ask("PUT", "/mixed/key", body=b"bytes")[0] == 200)
     assert one.get("mixed", "key") == b"bytes"
+
+
+def test_a_job_that_moves_to_another_node_finds_its_newest_checkpoint_while_the_bucket_is_away(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "OUTAGE_S", 0.2)
+    cluster = Cluster(node, etcd, tmp_path, 2)
+    (tmp_path / "bucket").rename(tmp_path / "away")
+    for step, (one, other) in enumerate(zip(cluster.nodes, reversed(cluster.nodes), strict=True), 1):
+        weights = torch.full((300_000,), float(step))
+        with Checkpointer("back/run", url=one.endpoint) as checkpoints:
+            checkpoints.save(step, {"w": weights}, wait=True).durable("tier")
+        with Checkpointer("back/run", url=other.endpoint) as checkpoints:
+            found = {"w": torch.zeros(300_000)}
+            restored = checkpoints.restore(found)
+            assert restored is not None
+            assert restored.step == step
+            assert torch.equal(found["w"], weights)
+    (tmp_path / "away").rename(tmp_path / "bucket")

@@ -30,7 +30,7 @@ from forebay.checkpoint.stream import Stream, by_threads, cells
 from forebay.client.connection import CUT
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import Index, Manifest
-from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, Precondition, Unavailable
+from forebay.core.errors import Busy, Corrupt, ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.goodput import Life
 from forebay.core.types import check_bucket_name
 
@@ -240,7 +240,7 @@ class Repository:
         except Precondition:
             if not self._is_ours(manifest):
                 raise self._two_jobs(manifest.sequence) from None
-        except Unavailable:
+        except (Unavailable, Busy):  # the latter where another node than the client's has the key
             if not self._bucket_is_away():
                 raise
             self._put(manifest, only_new=False)
@@ -354,7 +354,7 @@ class Repository:
 
     def _objects(self, below: str, *, known: bool = False) -> Iterator[tuple[str, int]]:
         """Names below the prefix, and sizes, of all objects there; with `known`, if the bucket is away, of those that
-        the node has whole."""
+        the nodes have whole."""
         begin = self.prefix + below
         try:
             found = [(e.key, e.size_bytes) for page in self.client.list_pages(self.bucket, begin) for e in page.entries]
@@ -366,13 +366,17 @@ class Repository:
             yield key.removeprefix(self.prefix), size_bytes
 
     def _here(self, begin: str) -> Iterator[CachedEntry]:
-        after = ""
-        while True:
-            page = self.client.cached_page(self.bucket, begin, start_after=after)
-            yield from page.entries
-            after = page.next_after
-            if not after:
-                return
+        """What the nodes of the cluster have, each name once: a node lists what is on its own disks."""
+        seen: set[str] = set()
+        nodes = self.client.node_map().nodes
+        for url in [node.endpoint for node in nodes] if len(nodes) > 1 else [self.client.url]:
+            with self.client.at(url) as client:
+                after: str | None = ""
+                while after is not None:
+                    page = client.cached_page(self.bucket, begin, start_after=after)
+                    yield from (entry for entry in page.entries if entry.key not in seen)
+                    seen.update(entry.key for entry in page.entries)
+                    after = page.next_after or None
 
 
 def _folder(manifest: Manifest) -> str:
