@@ -354,7 +354,7 @@ ROWS: tuple[Row, ...] = (
         (Objects("nodes", 10 * MIB, 8),),  # for each node
         (Objects("nodes", MIB, 4),),
         NODE_LINK,
-        {"of the links": at_least(0.95), "of SeaweedFS": REPORTED, "node spread": at_most(0.05)},
+        {"of the links": at_least(0.95), "of SeaweedFS": REPORTED, "node spread": at_most(0.05), "failed": at_most(0)},
         seconds=8.0,
         peer="limit",
     ),
