@@ -351,12 +351,10 @@ def test_a_pickle_reads_for_itself(tmp_path: Path):
 
 # --- another node stands in ------------------------------------------------------------------------------------------
 class Neighbour(GoneNode):
-    """A node of a cluster whose nodes are all in `nodes_of`, by URL."""
+    """A node of `cluster`, which has all by URL."""
 
-    def __init__(
-        self, url: str, cluster: dict[str, Neighbour], values: list[Any], bucket: Bucket | None = None
-    ) -> None:
-        super().__init__(bucket or Bucket("b-1", "s3://b-1"))
+    def __init__(self, url: str, cluster: dict[str, Neighbour], values: list[Any], place: str = "s3://b-1") -> None:
+        super().__init__(Bucket("b-1", place))
         self.url, self.up, self.cluster, self.values, self.asked = url, True, cluster, values, 0  # type: ignore[misc]
         cluster[url] = self
 
