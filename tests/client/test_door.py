@@ -457,3 +457,22 @@ def test_a_client_without_a_door_asks_once(node: FakeNode, client: Client) -> No
     for _ in range(3):
         assert client.door.read_many([Item("corpus", "a")]) == [None]
     assert node.requests("GET", "door") == ["/-/v1/door"]
+
+
+def test_threads_that_come_at_once_share_one_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Barrier(2, timeout=90)
+
+    class Slow(HostDoor):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            waiting.wait()
+            super().__init__(*arguments, **more)
+
+    monkeypatch.setattr("forebay.client.sync.HostDoor", Slow)
+    found: list[HostDoor] = []
+    with Client("http://127.0.0.1:9") as client:
+        threads = [threading.Thread(target=lambda: found.append(client.door)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        assert found == [client.door] * 2

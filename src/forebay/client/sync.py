@@ -110,6 +110,7 @@ class Client:
         self._pid = os.getpid()
         self._closed = False
         self._door: HostDoor | None = None
+        self._first_door: dict[str, HostDoor] = {}
 
     @property
     def url(self) -> str:
@@ -155,12 +156,14 @@ class Client:
         """The way to objects' files where the node is on this host (see `door.py`); where it is not, it gives None."""
         door = self._door
         if door is None:
-            door = self._door = HostDoor(
+            made = HostDoor(
                 lambda: self.run(flows.door()),
                 lambda: self._calling.token,
                 known_members=self._known_members,
                 read_members=lambda bucket, key: self.members(bucket, key).index,
             )
+            # Threads may come at once: all use one of theirs, or a door with a connection would be forgotten open.
+            door = self._door = self._first_door.setdefault("", made)
         return door
 
     def _known_members(self, bucket: str, key: str) -> MemberIndex | None:
