@@ -20,7 +20,7 @@ from botocore.config import Config
 from bench import servers
 from forebay.client.sync import connect
 from forebay.core.placement import Members
-from forebay.core.types import FRESH_IMMUTABLE, Bucket
+from forebay.core.types import Bucket
 from tests.node import certificates
 from tests.node.conftest import NodeProcess, pattern
 from tests.node.test_cluster import flags, until_all_are, url
@@ -221,8 +221,8 @@ def test_nodes_that_speak_tls_trust_whom_the_operator_names(
             return all(state and [each.state for each in state.nodes] == ["active"] * 2 for state in states)
 
         until(active)
-        for client in clients:
-            client.bucket_put(Bucket("corpus", f"file://{tmp_path / 'bucket'}", freshness_s=FRESH_IMMUTABLE))
+        for client in clients:  # if its objects never changed, clients would go to owners themselves
+            client.bucket_put(Bucket("corpus", f"file://{tmp_path / 'bucket'}", freshness_s=60.0))
 
         for number in range(24):
             (tmp_path / "bucket" / f"key-{number}").write_bytes(bodies["small"])
