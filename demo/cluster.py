@@ -55,10 +55,8 @@ def demonstrate(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> N
     url = f"etcd://{','.join(f'{host}:{port}' for host, port in etcd.addresses)}/demo"
 
     step("3. three nodes")
-    nodes = [
-        stack.enter_context(Node(out / f"node-{number}", remote.endpoint, "--fronts", "1", "--cluster", url))
-        for number in range(NODES)
-    ]
+    flags = ("--fronts", "1", "--capacity", "4GiB", "--cluster", url)  # of one size, so that each owns a third
+    nodes = [stack.enter_context(Node(out / f"node-{number}", remote.endpoint, *flags)) for number in range(NODES)]
     own = nodes[0]
     _wait_until_together(own.endpoint)
     forebay("status", url=own.endpoint, lines=NODES + 8)

@@ -194,7 +194,9 @@ def test_an_epoch_goes_on_at_another_node_of_the_cluster(
             node.start()
             node.add_bucket("files", f"file://{folder}")
         until_all_are("active", *nodes)
-        dataset, whole = (ShardDataset("files/train/", transform=label, url=node.endpoint) for node in nodes)
+        dataset, whole = (
+            ShardDataset("files/train/", transform=label, url=node.endpoint, direct_after_s=None) for node in nodes
+        )
         with DataLoader(whole, 4, seed=1) as loader:
             expected = [number for batch in loader for number in batch.tolist()]
         with DataLoader(dataset, 4, seed=1, prefetch=2, workers=2) as loader:
