@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 BUCKET_COLOUR, NODE_COLOUR, INK, FAINT = "#9a9a9a", "#1f6f8b", "#222222", "#dddddd"
 
@@ -22,14 +23,20 @@ class Run:
     accuracy: float = 0.0
 
 
-def draw(path: Path, direct: Run, node: Run, title: str) -> None:
-    """Write the picture to `path`."""
+def _pyplot() -> Any:
+    """Without a screen, in the demo's colours."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK})
+    return pyplot
+
+
+def draw(path: Path, direct: Run, node: Run, title: str) -> None:
+    """Write the picture to `path`."""
+    pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1, 1.35))
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
     _epochs(left, direct, node)
@@ -44,12 +51,7 @@ def draw(path: Path, direct: Run, node: Run, title: str) -> None:
 
 def draw_cluster(path: Path, run: Run, happened: list[tuple[float, str]]) -> None:
     """Write the picture of one job's progress, with what happened when."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK})
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 4.4))
     times, seen = [0.0, *(at for at, _ in run.progress)], [0, *(samples for _, samples in run.progress)]
     axes.plot(times, seen, color=NODE_COLOUR, linewidth=2.2)

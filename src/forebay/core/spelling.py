@@ -31,7 +31,7 @@ def known_arguments(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in known:
-                what = function.__qualname__.removesuffix(".__init__")
+                what = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
                 raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, known)}")
         return function(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,10 +26,12 @@ from forebay.core.errors import Corrupt, ForebayError, Invalid, NotFound, NotSup
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import WHOLE
 from forebay.core.messages.batch import Item
+from forebay.core.spelling import known_arguments
 from forebay.ports import clock
 from forebay.torch.columns import Column
 from forebay.torch.dataset import Accesses, Dataset, OnError, decoded, parameters, ranges
-from forebay.torch.source import Bytes, Facts, Source
+from forebay.torch.source import PATIENCE_S, Bytes, Facts, Source
+from forebay.torch.switch import DIRECT_AFTER_S
 
 INDEX = "index.json"
 HEADS_BYTES_MAX = limits.GIB  # some 250 million samples; forked workers share them
@@ -55,29 +57,30 @@ class Said(NamedTuple):
 
 
 class IndexedShards(Dataset):
-    """See the module's header. Kinds say `library`, and read the index."""
+    """See the module's header. Kinds say `library` and `suffixes` of its shards, and read the index."""
 
     library = ""
+    suffixes: ClassVar[tuple[str, ...]] = ()
 
+    @known_arguments
     def __init__(
         self,
         place: str,
         *,
-        suffixes: Sequence[str],
-        decode: Mapping[str, Decode] | None,
-        transform: Callable[..., Any] | None,
-        url: str | None,
-        on_error: OnError,
-        patience_s: float,
-        direct_after_s: float | None,
-        direct: Mapping[str, str] | None,
-        source: Source | None,
-        listing: Listing | bytes | None,
+        decode: Mapping[str, Decode] | None = None,
+        transform: Callable[..., Any] | None = None,
+        url: str | None = None,
+        on_error: OnError = "raise",
+        patience_s: float = PATIENCE_S,
+        direct_after_s: float | None = DIRECT_AFTER_S,
+        direct: Mapping[str, str] | None = None,
+        source: Source | None = None,
+        listing: Listing | bytes | None = None,
     ) -> None:
         self.decode, self.transform, self._with_epoch = dict(decode or {}), transform, bool(parameters(transform))
         super().__init__(
             place,
-            suffixes=suffixes,
+            suffixes=self.suffixes,
             url=url,
             on_error=on_error,
             patience_s=patience_s,

@@ -9,7 +9,7 @@ compressed together, encrypted ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,8 @@ import numpy as np
 import torch
 
 from forebay.core.errors import NotSupported
-from forebay.core.formats.listing import Listing
-from forebay.core.spelling import known_arguments
-from forebay.torch.dataset import OnError
 from forebay.torch.formats.indexed import Columns, Decode, IndexedShards, Said, array, number, text, undecoded
-from forebay.torch.source import PATIENCE_S, Bytes, Source
-from forebay.torch.switch import DIRECT_AFTER_S
+from forebay.torch.source import Bytes
 
 _ARRAYS = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -80,35 +76,7 @@ class LitDataset(IndexedShards):
 
     shape = "litdata"
     library = "litdata.optimize"
-
-    @known_arguments
-    def __init__(
-        self,
-        place: str,
-        *,
-        decode: Mapping[str, Decode] | None = None,
-        transform: Callable[..., Any] | None = None,
-        url: str | None = None,
-        on_error: OnError = "raise",
-        patience_s: float = PATIENCE_S,
-        direct_after_s: float | None = DIRECT_AFTER_S,
-        direct: Mapping[str, str] | None = None,
-        source: Source | None = None,
-        listing: Listing | bytes | None = None,
-    ) -> None:
-        super().__init__(
-            place,
-            suffixes=[".bin"],
-            decode=decode,
-            transform=transform,
-            url=url,
-            on_error=on_error,
-            patience_s=patience_s,
-            direct_after_s=direct_after_s,
-            direct=direct,
-            source=source,
-            listing=listing,
-        )
+    suffixes = (".bin",)
 
     def said(self, index: Bytes) -> dict[str, Said]:
         said = msgspec.json.decode(index, type=_Index)

@@ -7,7 +7,7 @@ has many, then how many axes there are and how wide the numbers are that say the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -16,15 +16,10 @@ import msgspec
 import numpy as np
 
 from forebay.core.errors import NotSupported
-from forebay.core.formats.listing import Listing
-from forebay.core.spelling import known_arguments
-from forebay.torch.dataset import OnError
 from forebay.torch.formats.indexed import Columns, Decode, IndexedShards, Said, array, number, text, undecoded
-from forebay.torch.source import PATIENCE_S, Bytes, Source
-from forebay.torch.switch import DIRECT_AFTER_S
+from forebay.torch.source import Bytes
 
 _PACKED = ("zstd", "gz")  # what a node unpacks
-SUFFIXES = (".mds", *(f".mds.{packing}" for packing in (*_PACKED, "br", "bz2", "snappy")))
 _TYPES = {
     8: "uint8",
     16: "uint16",
@@ -76,35 +71,7 @@ class MdsDataset(IndexedShards):
 
     shape = "mds"
     library = "Mosaic's writer"
-
-    @known_arguments
-    def __init__(
-        self,
-        place: str,
-        *,
-        decode: Mapping[str, Decode] | None = None,
-        transform: Callable[..., Any] | None = None,
-        url: str | None = None,
-        on_error: OnError = "raise",
-        patience_s: float = PATIENCE_S,
-        direct_after_s: float | None = DIRECT_AFTER_S,
-        direct: Mapping[str, str] | None = None,
-        source: Source | None = None,
-        listing: Listing | bytes | None = None,
-    ) -> None:
-        super().__init__(
-            place,
-            suffixes=SUFFIXES,
-            decode=decode,
-            transform=transform,
-            url=url,
-            on_error=on_error,
-            patience_s=patience_s,
-            direct_after_s=direct_after_s,
-            direct=direct,
-            source=source,
-            listing=listing,
-        )
+    suffixes = (".mds", ".mds.zstd", ".mds.gz", ".mds.br", ".mds.bz2", ".mds.snappy")
 
     def said(self, index: Bytes) -> dict[str, Said]:
         known: dict[tuple[Any, ...], Columns] = {}

@@ -181,9 +181,8 @@ class Pages:
             return None
         lost = self._store.lost_of(bucket, key)
         record = self._store.lookup(bucket, key) or (None if lost is None else lost.record)
-        if (
-            record is None
-        ):  # a disk has not answered: a delete is under way there, and readers still see what was before
+        if record is None:
+            # a disk has not answered: a delete is under way there, and readers still see what was before
             raise Unavailable(
                 f"{bucket}/{key} is being deleted on a disk that does not answer: list again", retry_after_s=1.0
             )
