@@ -7,7 +7,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv system test check bench peers clients frameworks demo sim fix clean
+.PHONY: help venv system test check bench peers clients frameworks demo sim storm fix clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -45,6 +45,9 @@ demo: venv ## a bucket behind a slow link, a node, a training run: table and plo
 
 sim: venv ## one simulated world: make sim SEED=41
 	@$(PY) -m forebay.sim --seed $(or $(SEED),1) $(ARGS)
+
+storm: venv system ## a cluster in a box, faults at random, all answers judged: make storm ARGS="--rounds 200"
+	@$(PY) -m tests.storm.cluster_storm $(ARGS)
 
 fix: venv ## format and mend what ruff can mend
 	@$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .

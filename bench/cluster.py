@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.box import Box, Host
@@ -42,8 +42,20 @@ LEASE_S = 10.0
 class Cluster:
     """See the module. `hosts[n]` is where `nodes[n]` runs; closing the box ends it all."""
 
-    def __init__(self, box: Box, count: int, *, up_bit_s: float = 0, lease_s: float = LEASE_S, fronts: int = 1) -> None:
+    def __init__(
+        self,
+        box: Box,
+        count: int,
+        *,
+        up_bit_s: float = 0,
+        lease_s: float = LEASE_S,
+        fronts: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: variables of the nodes beside this process's own."""
         self.box, self._up_bit_s, self._fronts = box, up_bit_s, fronts
+        self._environment = ("env", *(f"{name}={value}" for name, value in (environment or {}).items()))
+        self._made = 0
         self.hosts: list[Host] = []
         self.nodes: list[Node] = []
         self.etcd = EtcdCluster(3)
@@ -65,13 +77,21 @@ class Cluster:
         etcd = ",".join(f"{host}:{port}" for host, port in self.etcd.addresses)
         options = ("--cluster", f"etcd://{etcd}/box", "--peer-key", str(self._key), "--config", str(self._config))
         for _ in range(count):
-            host = self.box.host(f"node{len(self.nodes) + 1}", up_bit_s=self._up_bit_s)
+            self._made += 1
+            host = self.box.host(f"node{self._made}", up_bit_s=self._up_bit_s)
             self.hosts.append(host)
-            self.nodes.append(
-                host.place(Node(fronts=self._fronts, capacity_bytes=64 << 30, signed=True, options=options))
-            )
+            node = Node(fronts=self._fronts, capacity_bytes=64 << 30, signed=True, options=options)
+            self.nodes.append(host.place(node))
+            node.within += self._environment
         self.box.start(*self.nodes[len(self.nodes) - count :])
         self.wait_agreed()
+
+    def remove(self, node: Node) -> None:
+        """End a node's machine, disks too, as whoever drained it does."""
+        number = self.nodes.index(node)
+        self.hosts[number].kill()
+        node.stop()
+        del self.nodes[number], self.hosts[number]
 
     def wait_agreed(self, nodes: Iterable[Node] = ()) -> None:
         """Return when these nodes (by default all) say that they, and no others, are active, by one active map."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,3 +99,28 @@ def http_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Ng
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that was free a moment ago."""
     return servers.free_ports(1)[0]
+
+
+@pytest.fixture(scope="session")
+def able() -> None:
+    """Skips where nobody could make a box: most containers may not make namespaces, nor load what a kernel lacks."""
+    name = f"fb-{os.getpid()}"
+    shape = "rate 1mbit burst 4k latency 1s"
+    commands = (
+        f"ip netns add {name}",
+        f"ip -n {name} link add switch type bridge",
+        f"ip -n {name} link add one type veth peer two",
+        f"ip link add {name[:15]} type veth peer far netns {name}",
+        f"tc -n {name} qdisc add dev one root tbf {shape}",
+        f"nsenter --net=/run/netns/{name} true",
+    )
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no box can be made here: {command}: {done.stderr.strip()}")
+    except FileNotFoundError as error:
+        pytest.skip(f"no box can be made here: {error}")
+    finally:
+        with suppress(FileNotFoundError):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

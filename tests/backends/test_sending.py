@@ -293,6 +293,31 @@ def test_a_completion_that_fails_after_saying_200_has_failed() -> None:
     run(story())
 
 
+def test_what_was_made_and_deleted_by_another_at_once_was_made() -> None:
+    """The look that follows finds nothing: that is no answer to the write."""
+
+    def script(asked: Asked) -> bytes:
+        date = "Sat, 21 Nov 2026 12:00:00 GMT"
+        if asked.method == "HEAD":
+            return answer("404 Not Found")
+        if asked.method == "POST":
+            said = b"<CompleteMultipartUploadResult><ETag>&quot;e1&quot;</ETag></CompleteMultipartUploadResult>"
+        else:
+            said = b"<CopyObjectResult><ETag>&quot;e1&quot;</ETag></CopyObjectResult>"
+        return answer("200 OK", said, date=date)
+
+    async def story() -> None:
+        with ScriptedServer(script) as server:
+            backend = bare(server)
+            for made in (await backend.copy("a", "b"), await backend.complete_upload("b", "u1", [(1, '"p1"')])):
+                assert (made.key, made.version, made.etag, made.modified_s) == ("b", ETAG, "e1", 1795262400.0)
+            await backend.put("b", some(b"bytes"))
+            assert server.asked[-1].method == "HEAD", "the answer named no ETag"
+            await backend.aclose()
+
+    run(story())
+
+
 # --- Google's uploads, which its emulator does not have --------------------------------------------------------------
 def test_googles_uploads_are_s3s_with_other_names() -> None:
     exists = {"now": True}

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,47 +39,6 @@ with Box() as box:
     print(box.number, nginx.pid, flush=True)
     time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module")
-def able() -> None:
-    """Skips where nobody could make a box: most containers may not make namespaces, nor load what a kernel lacks."""
-    name = f"fb-{os.getpid()}"
-    far = ("netns", name)
-    commands = (
-        ("ip", "netns", "add", name),
-        ("ip", "-n", name, "link", "add", "switch", "type", "bridge"),
-        ("ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "two"),
-        ("ip", "link", "add", name[:15], "type", "veth", "peer", "far", *far),
-        (
-            "tc",
-            "-n",
-            name,
-            "qdisc",
-            "add",
-            "dev",
-            "one",
-            "root",
-            "tbf",
-            "rate",
-            "1mbit",
-            "burst",
-            "4k",
-            "latency",
-            "1s",
-        ),
-        ("nsenter", f"--net=/run/netns/{name}", "true"),
-    )
-    try:
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"no box can be made here: {' '.join(command)}: {done.stderr.strip()}")
-    except FileNotFoundError as error:
-        pytest.skip(f"no box can be made here: {error}")
-    finally:
-        with suppress(FileNotFoundError):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @pytest.fixture

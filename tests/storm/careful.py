@@ -3,12 +3,15 @@
 SeaweedFS stores an empty object when a PUT ends right after its head, as it does when the sender is killed. S3 refuses
 a body that is shorter than it was announced, so what stands behind a storm has to: each request is read to its end here
 before the service hears of it, and one that is cut is dropped.
+
+    python careful.py HOST PORT PORT_BEHIND     # as a process, on a host of the box
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,9 +20,10 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
 class CarefulGate:
-    """A server on `port` of loopback that passes whole requests on to another port there."""
+    """A server on `port` of an address (by default loopback, and any port) that passes whole requests on to another
+    port there."""
 
-    def __init__(self, port_behind: int) -> None:
+    def __init__(self, port_behind: int, host: str = "127.0.0.1", port: int = 0) -> None:
         gate, self._under_way, self._lock = self, 0, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,7 +44,7 @@ class CarefulGate:
                 if len(body) < size_bytes:
                     self.close_connection = True
                     return
-                behind = http.client.HTTPConnection("127.0.0.1", port_behind, timeout=90)
+                behind = http.client.HTTPConnection(host, port_behind, timeout=90)
                 with contextlib.closing(behind):
                     behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                     for name, value in self.headers.items():
@@ -62,7 +66,7 @@ class CarefulGate:
             def log_message(self, format: str, *args: object) -> None:
                 """Nobody reads it."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -88,3 +92,9 @@ class CarefulGate:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+if __name__ == "__main__":
+    gate = CarefulGate(int(sys.argv[3]), sys.argv[1], int(sys.argv[2]))
+    gate.start()
+    threading.Event().wait()

@@ -149,19 +149,31 @@ class Crew:
         for client in self.clients:
             client.go_on()
 
-    def judge(self) -> list[str]:
-        """In a quiet moment, with the node settled: read every key, and find what cannot be explained.
+    def judge(self, everywhere: Mapping[str, Ask] | None = None) -> list[str]:
+        """In a quiet moment, with the node settled: read every key, and find what cannot be explained. With
+        `everywhere`, read and list them at each of these nodes.
 
         Afterwards the history begins anew with what was read.
         """
-        reader = self.clients[0].client
+        readers = {"": self.clients[0].client}
+        if everywhere is not None:
+            readers = {
+                at: Caller(ask, self.board, f"{at}'s reader", self.places, SOURCES, 0).client
+                for at, ask in everywhere.items()
+            }
         wrong = list(self.board.wrong)
+        for at, reader in readers.items():
+            for place in [*self.places, *self.sources]:
+                self._answered(lambda place=place, reader=reader: driven(reader.read(place, whole=True)), place, at)
+            for bucket in {bucket for bucket, _ in self.places} if everywhere is not None else ():
+                place = (bucket, "")
+                self._answered(lambda place=place, reader=reader: driven(reader.list_bucket(place)), place, at)
         for place in [*self.places, *self.sources]:
-            until(
-                lambda place=place: self.board.wrong or driven(reader.read(place, whole=True)), f"an answer of {place}"
-            )
             wrong += self._judge.judge(place)
         return wrong + self.board.wrong[len(wrong) :]
+
+    def _answered(self, call: Callable[[], object], place: Place, at: str) -> None:
+        until(lambda: self.board.wrong or call(), f"an answer of {'/'.join(place)} {at and f'at {at}'}")
 
 
 def stalled(asks: Mapping[str, Callable[[], bool]], patience_s: float = PATIENCE_S) -> list[str]:

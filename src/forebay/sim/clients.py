@@ -174,7 +174,7 @@ class Client:
 
     async def call(self) -> None:
         """One call, or one of several steps."""
-        reads: list[_Act] = [self.read, self._head, self._list]
+        reads: list[_Act] = [self.read, self._head, self.list_bucket]
         writes: list[_Act] = [
             self._put,
             self._create,
@@ -234,17 +234,19 @@ class Client:
         size_bytes = int(answer.headers["content-length"]) if answer.status == 200 else None
         return self._found_size(place, size_bytes, began, self._board.now(), "head")
 
-    async def _list(self, place: Place) -> None:
-        """All keys of its bucket, in one page or several, as it was while the first to the last was asked for."""
+    async def list_bucket(self, place: Place) -> bool:
+        """All keys of its bucket, in one page or several, as it was while the first to the last was asked for. Whether
+        there was an answer."""
         version, page = self._random.choice(["", "list-type=2&"]), self._random.choice([1000, 1000, 2])
         sizes: dict[str, int] = {}
         began, after = self._board.now(), ""
         while True:
             answer = await self._asked("GET", (place[0], ""), f"{version}max-keys={page}{after}")
             if answer is None:
-                return None
+                return False
             if answer.status != 200:
-                return self._refused(place, "GET ?list", answer)
+                self._refused(place, "GET ?list", answer)
+                return False
             found = re.findall(rb"<Key>([^<]+)</Key>.*?<Size>(\d+)</Size>", answer.body, re.DOTALL)
             sizes |= {key.decode(): int(size) for key, size in found}
             if b"<IsTruncated>true" not in answer.body:
@@ -259,7 +261,7 @@ class Client:
         for each in self._places:
             if each[0] == place[0]:
                 self._found_size(each, sizes.get(each[1]), began, ended, "list v2" if version else "list v1")
-        return None
+        return True
 
     def _found_size(self, place: Place, size_bytes: int | None, began: float, ended: float, act: str) -> None:
         label = ABSENT if size_bytes is None else self._board.label_of(place, size_bytes)

@@ -82,7 +82,7 @@ class S3Writes:
         if answer.status != 200:
             raise refused(answer, what, expect)
         if not answer.headers.get("etag"):
-            return await self._look(key)
+            return await self._made(key, "", answer)
         return described(key, body.size_bytes, answer, _said(answer, headers, sent))
 
     async def delete(self, key: str, expect: str | None) -> None:
@@ -113,9 +113,7 @@ class S3Writes:
         if answer.status != 200:
             raise refused(answer, self._what(source_key), source_version or None)
         root = self._result(answer, "CopyObjectResult", what)
-        info = await self._look(key)
-        etag = bare_etag(root.findtext("{*}ETag") or "")
-        return info if info.etag == etag else ObjectInfo(key, info.size_bytes, f'"{etag}"', etag, info.modified_s)
+        return await self._made(key, bare_etag(root.findtext("{*}ETag") or ""), answer)
 
     async def read_tags(self, key: str) -> str:
         """See `Backend.read_tags`."""
@@ -175,10 +173,7 @@ class S3Writes:
         if answer.status != 200:
             raise upload_refused(answer, what, expect)
         root = self._result(answer, "CompleteMultipartUploadResult", what)
-        etag = bare_etag(root.findtext("{*}ETag") or "")
-        info = await self._look(key)
-        # Somebody may have replaced it since: then ours is what was asked for, though its size is not known any more.
-        return info if info.etag == etag else ObjectInfo(key, info.size_bytes, f'"{etag}"', etag, info.modified_s)
+        return await self._made(key, bare_etag(root.findtext("{*}ETag") or ""), answer)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Backend.abort_upload`."""
@@ -271,6 +266,17 @@ class S3Writes:
         if expect == "":
             return {"if-none-match": "*"}
         return {"if-match": checked_condition(expect, self._what(key))}
+
+    async def _made(self, key: str, etag: str, answer: Answer) -> ObjectInfo:
+        """The object that a request made. Somebody may have replaced or deleted it since: then it is what was asked
+        for all the same, though its size is not known any more."""
+        try:
+            info = await self._look(key)
+        except NotFound:
+            info = described(key, 0, answer, ())
+        if etag in ("", info.etag):
+            return info
+        return ObjectInfo(key, info.size_bytes, f'"{etag}"', etag, info.modified_s)
 
     async def _look(self, key: str) -> ObjectInfo:
         opened = await self._wire.run(functools.partial(self._wire.open, key, None, "", head=True))
