@@ -21,9 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="the (first) story to run; without it, a fresh one")
     parser.add_argument("--seeds", type=int, help="run so many stories, one line each")
-    parser.add_argument("--calls", type=int, default=CALLS_DEFAULT, help="of clients to the node (default %(default)s)")
+    parser.add_argument("--calls", type=int, help=f"of clients (default {CALLS_DEFAULT}; with --nodes 50 a round)")
     parser.add_argument("--plant", help="plant this known bug, to see it found")
-    parser.add_argument("--cluster", action="store_true", help="a world of many nodes that agree, instead of one node")
+    parser.add_argument("--nodes", action="store_true", help="stories of several nodes that share their keys")
+    parser.add_argument("--cluster", action="store_true", help="worlds of the machines alone by which nodes agree")
     parser.add_argument("--coverage", action="store_true", help="say how much of the node's code was entered")
     asked = parser.parse_args(arguments)
     asked.seed = asked.seed if asked.seed is not None else int(chance.token_hex(4), 16)
@@ -69,17 +70,29 @@ def _tell_stories(asked: argparse.Namespace) -> int:
     from forebay.sim import coverage, plants
     from forebay.sim.story import TAIL_LINES, Story
 
-    if asked.plant not in (None, *plants.PLANTS):
-        print(f"--plant: choose from {', '.join(sorted(plants.PLANTS))}", file=sys.stderr)
+    kind: type[Story] | type[Nodes]
+    if asked.nodes:
+        try:
+            from forebay.sim.home_plants import PLANTS
+            from forebay.sim.nodes import CALLS, Nodes
+        except ModuleNotFoundError as error:
+            print(f"--nodes needs {error.name}: pip install '.[sim]'", file=sys.stderr)
+            return 2
+
+        kind, known, calls = Nodes, PLANTS, asked.calls or CALLS
+    else:
+        kind, known, calls = Story, plants.PLANTS, asked.calls or CALLS_DEFAULT
+    if asked.plant not in (None, *known):
+        print(f"--plant: choose from {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     gc.freeze()  # what was imported stays: a world that is given up is collected quickly
     count, began_s = asked.seeds or 1, time.process_time()
     entered = coverage.Entered() if asked.coverage else None
     for seed in range(asked.seed, asked.seed + count):
-        story = Story(seed, asked.calls, echo=print if asked.seeds is None else None)
+        story = kind(seed, calls, echo=print if asked.seeds is None else None)
         finding = ""
         try:
-            with plants.planted(asked.plant):
+            with plants.planted(asked.plant, known):
                 story.run()
         except Exception as error:
             finding = f"{type(error).__name__}: {error}"
@@ -87,7 +100,8 @@ def _tell_stories(asked: argparse.Namespace) -> int:
         print(f"{told} {'FOUND' if finding else 'fine'}", flush=True)
         if finding:
             print("\n".join(story.lines[-TAIL_LINES:]) if asked.seeds is not None else "")
-            command = ["python", "-m", "forebay.sim", "--seed", str(seed), "--calls", str(asked.calls)]
+            command = ["python", "-m", "forebay.sim", *(["--nodes"] if asked.nodes else []), "--seed", str(seed)]
+            command += ["--calls", str(calls)]
             command += ["--plant", asked.plant] if asked.plant else []
             print(f"FOUND {finding}\nreplay: {shlex.join(command)}")
             return 1

@@ -25,7 +25,7 @@ import os
 import socket
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -81,38 +81,13 @@ class Host:
         self._unlinked: dict[int, _Content] = {}
 
     # --- what a process may do ---------------------------------------------------------------------------------------
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """For as long as this lasts, the calls of this process come here."""
-        host = self
+        return Hosts(self).installed()
 
-        class Tracked(_Socket):
-            def __init__(self, *args: Any, **named: Any) -> None:
-                super().__init__(*args, **named)
-                host._sockets.add(self)
-
-            __hash__ = object.__hash__
-
-        replaced: list[tuple[Any, str, Any]] = [
-            *((os, name, getattr(self, f"_{name}")) for name in _CALLS),
-            (builtins, "open", self._open_file),
-            (io, "open", self._open_file),
-            (files, "syncfs", self._syncfs),
-            (files, "begin_writeback", lambda fd, start=0, size=0: None),
-            (lmdb, "open", self._open_environment),
-            (sqlite3, "connect", self._connect),
-            (socket, "socket", Tracked),
-        ]
-        kept = [(where, name, getattr(where, name)) for where, name, _ in replaced]
-        for where, name, replacement in replaced:
-            setattr(where, name, replacement)
-        try:
-            yield
-        finally:
-            self.dead = True
-            gc.collect()
-            for where, name, original in kept:
-                setattr(where, name, original)
+    def opened(self, connection: socket.socket) -> None:
+        """A socket that is closed with the process."""
+        self._sockets.add(connection)
 
     def _path(self, path: Any, dir_fd: int | None = None) -> str:
         """The path as text; "" for a descriptor that is not of a file here."""
@@ -335,8 +310,9 @@ class Host:
                     _real.close(fd)
         for held in (self._connections, self._environments, self._sockets, self._paths):
             held.clear()
-        index._open.clear()
-        volume_threads._of_files.clear()
+        for known in (index._open, volume_threads._of_files):
+            for path in [path for path in known if path.startswith(self.root + "/")]:
+                known.pop(path)
         self.pid += 1
         self.changes_left = -1
 
@@ -427,6 +403,54 @@ class Host:
         for table in self._tables:
             with contextlib.suppress(OSError):
                 _real.unlink(table)
+
+
+class Hosts:
+    """The machines of one world, of which `current` is the one whose process runs."""
+
+    def __init__(self, current: Host) -> None:
+        self.current = current
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """For as long as this lasts, the calls of this process come to the current machine."""
+        hosts = self
+
+        class Tracked(_Socket):
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                hosts.current.opened(self)
+
+            __hash__ = object.__hash__
+
+        replaced: list[tuple[Any, str, Any]] = [
+            *((os, name, self._passed(f"_{name}")) for name in _CALLS),
+            (builtins, "open", self._passed("_open_file")),
+            (io, "open", self._passed("_open_file")),
+            (files, "syncfs", self._passed("_syncfs")),
+            (files, "begin_writeback", lambda fd, start=0, size=0: None),
+            (lmdb, "open", self._passed("_open_environment")),
+            (sqlite3, "connect", self._passed("_connect")),
+            (socket, "socket", Tracked),
+        ]
+        kept = [(where, name, getattr(where, name)) for where, name, _ in replaced]
+        for where, name, replacement in replaced:
+            setattr(where, name, replacement)
+        try:
+            yield
+        finally:
+            self.current.dead = True
+            gc.collect()
+            for where, name, original in kept:
+                setattr(where, name, original)
+
+    def _passed(self, name: str) -> Callable[..., Any]:
+        call = vars(Host)[name]
+
+        def passed(*args: Any, **named: Any) -> Any:
+            return call(self.current, *args, **named)
+
+        return passed
 
 
 def _apply(names: dict[str, int], change: _Change) -> None:

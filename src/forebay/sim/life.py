@@ -30,9 +30,11 @@ class Life:
         threads: SimThreads,
         broke: Callable[[dict[str, Any]], None],
         is_dead: Callable[[], bool],
+        *,
+        alone: bool = True,
     ) -> None:
         self.settings, self._opener = settings, opener
-        self.loop = VirtualLoop(clock, lambda: threads.pool(32, "default"), is_dead)
+        self.loop = VirtualLoop(clock, lambda: threads.pool(32, "default"), is_dead, alone=alone)
         self.loop.set_exception_handler(lambda _, context: broke(context))
         threads.loop = self.loop
         self.engine: Engine

@@ -13,7 +13,9 @@ in the order in which they were first watched, whatever their numbers are.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import selectors
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -44,11 +46,11 @@ class Idle(AssertionError):
 
 
 class _Selector(selectors.EpollSelector):
-    """Never waits: it moves the clock."""
+    """Never waits: it moves the clock, unless somebody else does."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, *, moves: bool) -> None:
         super().__init__()
-        self._clock = clock
+        self._clock, self._moves = clock, moves
         self._count = 0
         self.turn: Callable[[], None] = lambda: None
         self._order: dict[int, int] = {}
@@ -59,11 +61,17 @@ class _Selector(selectors.EpollSelector):
         self._order[key.fd] = self._count
         return key
 
+    def pending(self) -> bool:
+        """Whether a socket is ready."""
+        return bool(super().select(0))
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.turn()
         ready = super().select(0)
         if ready:
             return sorted(ready, key=lambda each: self._order[each[0].fd]) if len(ready) > 1 else ready
+        if not self._moves:
+            return ready
         if timeout is None:
             raise Idle("everybody waits for something that will not happen")
         if timeout > 0:
@@ -73,14 +81,16 @@ class _Selector(selectors.EpollSelector):
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """The loop of one life of a node. `threads` does what `run_in_executor` is given without an executor. It ends where
-    `is_dead` says so."""
+    `is_dead` says so. `alone`: time is its own to move; else somebody else gives turns to this and other loops."""
 
-    def __init__(self, clock: VirtualClock, threads: Callable[[], Executor], is_dead: Callable[[], bool]) -> None:
+    def __init__(
+        self, clock: VirtualClock, threads: Callable[[], Executor], is_dead: Callable[[], bool], *, alone: bool = True
+    ) -> None:
         self._world_clock = clock
         self._threads = threads
         self._own_pool: Executor | None = None
-        super().__init__(_Selector(clock))
-        self._clock_resolution = 1e-7
+        super().__init__(_Selector(clock, moves=alone))
+        self._clock_resolution = 1e-7 if alone else 1e-9
         self.turns_left = -1  # until the process is killed; negative: it is not
         self.turns = 0
         self._is_dead = is_dead
@@ -108,6 +118,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if executor is None:
             executor = self._own_pool = self._own_pool or self._threads()
         return asyncio.wrap_future(executor.submit(func, *args), loop=self)
+
+    # --- beside other loops ------------------------------------------------------------------------------------------
+    def next_s(self) -> float:
+        """When something is to be done here next: now, at a timer's time, or never (infinity)."""
+        if self._ready or self._selector.pending():
+            return self._world_clock.now_s
+        while self._scheduled and self._scheduled[0]._cancelled:
+            heapq.heappop(self._scheduled)._scheduled = False
+            self._timer_cancelled_count -= 1
+        return float(self._scheduled[0]._when) if self._scheduled else float("inf")
+
+    def take_turn(self) -> None:
+        """Do what is ready, once."""
+        kept, self._thread_id = self._thread_id, threading.get_ident()
+        asyncio.events._set_running_loop(self)
+        try:
+            self._run_once()
+        finally:
+            self._thread_id = kept
+            asyncio.events._set_running_loop(None)
+
+    _run_once: Any
+    _thread_id: Any
+    _timer_cancelled_count: Any
 
     def abandon(self) -> None:
         """The process has ended: nothing of this loop happens any more."""

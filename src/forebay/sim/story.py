@@ -15,29 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
-import logging
 import shutil
-import sys
 import tempfile
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import msgspec
 import xxhash
 
-from forebay.core.errors import ForebayError, Unavailable
+from forebay.core.errors import ForebayError
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.settings import Settings
-from forebay.ports import chance, clock, threads
+from forebay.ports import chance
 from forebay.sim.bucket import MOODS, Service
 from forebay.sim.checks import Homes, forgotten, left_over, watch_evictions, watched_retries
 from forebay.sim.clients import FULL, Ask, Board, Client, Judge, Place, Sizes
+from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.history import ABSENT
 from forebay.sim.host import Host
 from forebay.sim.life import Life
@@ -167,7 +163,9 @@ class Story:
     # --- the run -----------------------------------------------------------------------------------------------------
     def run(self) -> None:
         """Raises `Found`, or any `AssertionError` of the product."""
-        with self._doors(), self.host.installed(), watched_retries(self.problems.append):
+        ear = Listener(self.root, lambda: self.host.dead, lambda text: self.log("node", text), self.problems.append)
+        doors = open_doors(self.clock, self.chance, self.threads, ear)
+        with doors, self.host.installed(), watched_retries(self.problems.append):
             try:
                 self._begin_life().run(self._set_up())
                 self._bury("set up")
@@ -179,42 +177,9 @@ class Story:
                 self.host.dead = True
                 if self.life is not None:
                     self._bury("end")
-                self._empty_graves()
+                empty(self._graves)
         self.host.clean_up()
         shutil.rmtree(self.root, ignore_errors=True)
-
-    def _empty_graves(self) -> None:
-        """Let Python get rid of what never ended. What that does and says is nobody's."""
-        kept, sys.unraisablehook = sys.unraisablehook, lambda told: None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were about to begin
-            self._graves.clear()
-            gc.collect()
-        sys.unraisablehook = kept
-
-    @contextmanager
-    def _doors(self) -> Iterator[None]:
-        """Time, chance, threads and the log are the world's."""
-        replaced: list[tuple[Any, str, Any]] = [
-            (clock.SystemClock, "wall_s", staticmethod(self.clock.wall_s)),
-            (clock.SystemClock, "monotonic_s", staticmethod(self.clock.monotonic_s)),
-            *((chance.SystemChance, n, staticmethod(getattr(self.chance, n))) for n in ("random", "randbits")),
-            (chance.SystemChance, "token_hex", staticmethod(self.chance.token_hex)),
-            (threads, "system", self.threads),
-            (asyncio, "run_coroutine_threadsafe", _refused),
-        ]
-        kept = [(where, name, vars(where)[name]) for where, name, _ in replaced]
-        handler = _Listener(self)
-        logger = logging.getLogger()
-        handlers, logger.handlers = logger.handlers, [handler]
-        for where, name, replacement in replaced:
-            setattr(where, name, replacement)
-        try:
-            yield
-        finally:
-            for where, name, original in kept:
-                setattr(where, name, original)
-            logger.handlers = handlers
 
     def _begin_life(self) -> Life:
         self.lives += 1
@@ -510,26 +475,3 @@ class Story:
     def _check(self) -> None:
         if self.problems or self.board.wrong:
             raise Found("\n".join([*self.problems, *self.board.wrong]))
-
-
-def _refused(work: Any, loop: Any) -> Any:
-    """A thread would wait for the loop here, and there is only one: what comes of far shards is not simulated."""
-    work.close()
-    raise Unavailable("not in a simulated world")
-
-
-class _Listener(logging.Handler):
-    """What the node logs is told; an error that it does not know is a finding."""
-
-    def __init__(self, story: Story) -> None:
-        super().__init__(logging.WARNING)
-        self._story = story
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if self._story.host.dead or record.name.startswith("asyncio"):
-            return
-        text = record.getMessage().replace(self._story.root, "")
-        self._story.log("node", f"{record.levelname} {text}")
-        if error is not None and not isinstance(error, ForebayError | OSError | Killed):
-            self._story.problems.append(f"{text}: {error!r}")

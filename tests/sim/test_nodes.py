@@ -1,0 +1,34 @@
+"""Stories of several nodes: the same seed is the same story, fresh ones are sound, and planted bugs are found."""
+
+import re
+
+import pytest
+
+from forebay.sim.home_plants import PLANTS
+from tests.sim.test_stories import told
+
+
+def test_a_seed_is_the_same_story_whatever_the_hash_seed() -> None:
+    runs = [told("--nodes", "--seed", "3", "--calls", "20", hash_seed=hash_seed) for hash_seed in ("1", "2")]
+    assert runs[0].returncode == 0, runs[0].stdout[-3000:] + runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout
+    assert " n2 PUT " in runs[0].stdout
+
+
+def test_these_seeds_find_nothing() -> None:
+    run = told("--nodes", "--seed", "1", "--seeds", "8")
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr
+
+
+@pytest.mark.timeout(3600)  # how long it takes is not what is tested
+@pytest.mark.parametrize("bug", sorted(PLANTS))
+def test_a_planted_bug_is_found(bug: str) -> None:
+    run = told("--nodes", "--seed", "1", "--seeds", "60", "--plant", bug)
+    assert run.returncode == 1, run.stdout[-3000:] + run.stderr
+    assert re.search(r"^FOUND ", run.stdout, re.MULTILINE), run.stderr
+    assert "--nodes --seed" in run.stdout
+    assert f"--plant {bug}" in run.stdout
+
+
+def test_there_are_bugs() -> None:
+    assert len(PLANTS) >= 7
