@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -28,9 +29,10 @@ from forebay.client.listing import listing
 from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.sinks import IntoBuffer
+from forebay.client.stripes import VERSIONS_MAX, Piece, Striped, changing
 from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
-from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Unavailable
+from forebay.core.errors import Bug, Closed, Corrupt, Invalid, Precondition, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.messages.batch import Wanted
 from forebay.core.messages.calls import CopyCall, JobState, JobVerb, ObjectState, Written
@@ -275,7 +277,7 @@ class Client:
         if self._closed:
             raise Closed("the client is closed: make another with connect()")
         if request.of is not None:
-            return await self.run(self._calling.owners.asked(request))
+            return await self._of_object(request)
         request, more = self._calling.dress(request)
         kept = await self._take(request)
         if kept is not None:
@@ -291,6 +293,36 @@ class Client:
             return await self._exchange(await self._open(request.at), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
+
+    async def _of_object(self, request: Request) -> Response:
+        for _ in range(VERSIONS_MAX):
+            answer = await self.run(self._calling.owners.asked(request))
+            if isinstance(answer, Response):
+                return answer
+            try:
+                return await self._gathered(answer)
+            except Precondition:
+                if not answer.may_begin_again:
+                    raise
+        raise changing("/".join(request.of or ()))
+
+    async def _gathered(self, striped: Striped) -> Response:
+        """Read a large object with a few tasks."""
+        pending: deque[tuple[asyncio.Task[None], Piece]] = deque()
+        try:
+            for piece in striped.pieces:
+                pending.append((asyncio.ensure_future(self.run(striped.read(piece))), piece))
+                if len(pending) == limits.CLIENT_STRIPES_MAX:
+                    await pending[0][0]
+                    striped.deliver(pending.popleft()[1])
+            while pending:
+                await pending[0][0]
+                striped.deliver(pending.popleft()[1])
+        finally:
+            for task, _ in pending:
+                task.cancel()
+            await asyncio.gather(*(task for task, _ in pending), return_exceptions=True)
+        return striped.answer()
 
     async def _take(self, request: Request) -> _Connection | None:
         idle = self._idle.get(request.at or self._calling.endpoint, [])

@@ -384,7 +384,7 @@ class Collected:
         return b"".join((*full, last)) if full else last
 
 
-def copy_into(data: bytes, sink: Sink) -> int:
+def copy_into(data: bytes | memoryview, sink: Sink) -> int:
     """Write `data` into the sink's buffers; how many bytes that were."""
     position = 0
     while position < len(data):

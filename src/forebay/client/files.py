@@ -49,14 +49,16 @@ DOOR_AGAIN_S = 1.0  # an object that the door has not is fetched over HTTP meanw
 
 
 class _Stream:
-    """A GET from `start` to the end of one version of an object, its body taken piece by piece."""
+    """A GET from `start` on of one version of an object, its body taken piece by piece. It goes to the end of the
+    object, or of what the node that is asked holds of it."""
 
     def __init__(self, client: Client, bucket: str, key: str, start: int, etag: str, size_bytes: int) -> None:
         self.position = start
         self.pid = os.getpid()
         self._client = client
-        self._end = size_bytes
-        headers = [("Range", f"bytes={start}-")] if start else []
+        self.end = client.stretch(bucket, start, size_bytes)
+        last = f"{self.end - 1}" if self.end < size_bytes else ""
+        headers = [("Range", f"bytes={start}-{last}")] if start or last else []
         headers += [("If-Match", f'"{etag}"')] if etag else []
         request = Request("GET", flows.object_target(bucket, key), tuple(headers), of=(bucket, key))
         self._connection: Connection | None
@@ -65,7 +67,7 @@ class _Stream:
             client.give_back(self._connection)
             raise flows.raised(response, f"{bucket}/{key}")
         got = flows.got(response)
-        if (got.start, got.size_bytes) != (start, size_bytes) or response.body:
+        if (got.start, got.size_bytes, got.body_bytes) != (start, size_bytes, self.end - start) or response.body:
             self.close()
             raise _changed(bucket, key)
 
@@ -78,14 +80,14 @@ class _Stream:
         else:
             if self._connection is None:
                 raise Closed("the answer was read to its end already")
-            size = self._connection.receive_into(view[: self._end - self.position])
+            size = self._connection.receive_into(view[: self.end - self.position])
             if not size:
                 raise Unavailable(
-                    f"the answer was cut at offset {self.position} of {self._end}: see the node's log, then try again",
+                    f"the answer was cut at offset {self.position} of {self.end}: see the node's log, then try again",
                     code=CUT,
                 )
         self.position += size
-        if self.position == self._end and self._connection is not None:
+        if self.position == self.end and self._connection is not None:
             self._connection.end()
             self._client.give_back(self._connection)
             self._connection = None
@@ -221,6 +223,13 @@ class ObjectReader(io.RawIOBase):
 
     def _fill_over_http(self, view: memoryview) -> int:
         stream = self._stream
+        end = self._position + len(view)
+        if (
+            stream is None
+            and len(view) > limits.STRIPE_BYTES
+            and self._client.stretch(self.bucket, self._position, end) < end
+        ):
+            return self._fill_once(view)  # several nodes send at once
         if stream is not None and stream.pid != os.getpid():
             stream.close()  # the parent reads from it: this closes the child's descriptor only
             stream = self._stream = None
@@ -245,7 +254,7 @@ class ObjectReader(io.RawIOBase):
 
     def _take(self, stream: _Stream, view: memoryview) -> int:
         size = stream.readinto(view)
-        if stream.position == self.size:
+        if stream.position == stream.end:
             self._stream = None
         return size
 

@@ -21,11 +21,13 @@ client sends with a request (a token) goes to no other scheme than its URL's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.client.connection import parse_url
 from forebay.client.flows import Flow, decoded
+from forebay.client.stripes import Large, Measuring, Striped, head_of, span
 from forebay.core.errors import ForebayError, Invalid, Unavailable
+from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.http1 import Endpoint, Request, Response, encode_path
 from forebay.core.messages.node_state import NodeMap
 from forebay.core.placement import Members
@@ -35,7 +37,16 @@ from forebay.ports import clock
 FIRST_OBJECTS = 3  # are read before anything is asked
 MAP_S = 10.0  # between looks at the map of several nodes
 LONE_S = 60.0  # of one node
+ASK_BYTES = 4 * STRIPE_BYTES  # of a body: it takes longer than to begin it anew
+LARGE_MAX = 1024  # names of large objects that are remembered
 REST_S, REST_MAX_S = 3.0, 300.0  # after no answer, doubled each time
+
+
+class _Seen(NamedTuple):
+    """What is known of a bucket: whether it is written through, and whether every node gives the same of it."""
+
+    through: bool
+    lasting: bool
 
 
 class Owners:
@@ -47,8 +58,9 @@ class Owners:
         self._look_s = 0.0  # when to look at the map next
         self._members: Members | None = None
         self._endpoints: dict[str, Endpoint] = {}
-        self._fixed: dict[str, bool] = {}  # by bucket: whether every node gives the same of it
+        self._buckets: dict[str, _Seen] = {}
         self._written: set[str] = set()  # buckets that this client wrote to
+        self._large: dict[tuple[str, str], None] = {}  # objects of several stripes
         self._reached = False  # some owner, ever
         self._rests: dict[Endpoint, tuple[float, float]] = {}  # until when, and how long the next time
 
@@ -56,50 +68,108 @@ class Owners:
         """Ask the client's own node for everything from now on."""
         self._left, self._look_s, self._members = 0, float("inf"), None
 
-    def asked(self, request: Request) -> Flow[Response]:
-        """The answer to a request about an object (`Request.of`): reads of its owner or of the client's own node."""
+    def asked(self, request: Request, *, may_split: bool = True) -> Flow[Response | Striped]:
+        """The answer to a request about an object (`Request.of`): reads of its owner or of the client's own node. Of a
+        large object what is left to do: to read it from several nodes. Not so without `may_split`."""
         assert request.of is not None
+        bucket, key = request.of
         plain = request._replace(of=None)
-        owner: Endpoint | None = None
         if request.method not in ("GET", "HEAD"):
-            self._written.add(request.of[0])
-        elif self._left:
+            self._written.add(bucket)
+            return (yield plain)
+        if self._here.base:  # behind a proxy nodes have other addresses than in the map
+            return (yield plain)
+        if self._left:
             self._left -= 1
-        elif (
-            not self._here.base and request.of[0] not in self._written
-        ):  # behind a proxy nodes have other addresses than in the map
-            yield from self._learn(request.of[0])
-            owner = self._owner(*request.of)
+        else:
+            yield from self._learn(bucket)
+        asked = span(request)
+        start, end = asked or (0, None)
+        pinned = any(name == "If-Match" for name, _ in request.headers)
+        if not may_split or asked is None:
+            owner = self.owner(bucket, key, start // STRIPE_BYTES, pinned=pinned)
+            return (yield from self._at(plain, owner, may_repeat=plain.sink is None))
+        if self.is_spread(bucket) and (request.of in self._large or (end is not None and _is_split(start, end))):
+            found = yield from self._head(request, start, end)
+            if found is not None:
+                return Striped(self, request, found)
+            self._large.pop(request.of, None)
+        most = STRIPE_BYTES if self.is_spread(bucket) else self._may_ask_at
+        measuring = Measuring(request.sink, most) if most else None
+        try:
+            owner = self.owner(bucket, key, start // STRIPE_BYTES, pinned=pinned)
+            watched = plain._replace(sink=measuring or plain.sink)
+            response = yield from self._at(watched, owner, may_repeat=plain.sink is None)
+            return response._replace(body=response.body or measuring.body()) if measuring else response
+        except Large as large:
+            yield from self._learn(bucket)
+            if self.is_spread(bucket):
+                self._large = {**dict(list(self._large.items())[-LARGE_MAX:]), request.of: None}
+                return Striped(self, request, large.response)
+        return (yield plain)
+
+    def _at(self, plain: Request, owner: Endpoint | None, *, may_repeat: bool = True) -> Flow[Response]:
+        """The answer of an owner, or of the client's own node. `may_repeat`: also after bytes have come."""
         if owner is not None:
             try:
                 response = yield plain._replace(at=owner)
             except Unavailable as error:
-                self._failed(owner)
-                if plain.sink is not None and error.code != "NoNode":
-                    raise  # bytes may have come
+                self.failed(owner)
+                if not may_repeat and error.code != "NoNode":
+                    raise
             else:
-                self._reached = True
-                if response.ok:
-                    self._rests.pop(owner, None)
+                if self.answered(owner, response):
                     return response
-                if response.status >= 500:
-                    self._failed(owner)
         return (yield plain)
 
-    def _owner(self, bucket: str, key: str) -> Endpoint | None:
-        members = self._members
-        if members is None or not self._fixed.get(bucket, False):
+    def _head(self, request: Request, start: int, end: int | None) -> Flow[Response | None]:
+        """The head of the answer to a GET, of who is asked first."""
+        assert request.of is not None
+        conditions = tuple(field for field in request.headers if field[0] != "Range")
+        asked = Request("HEAD", request.target, conditions)
+        response = yield from self._at(asked, self.owner(*request.of, 0))
+        found = head_of(response, start, end) if response.ok else None
+        return found if found is not None and int(found.headers["content-length"]) > STRIPE_BYTES else None
+
+    def owner(self, bucket: str, key: str, stripe: int, *, pinned: bool = False) -> Endpoint | None:
+        """Who is asked for bytes of a stripe; None for the client's own node. `pinned`: of one version, which the own
+        node named; then any node may be asked, since it has that version or refuses."""
+        members, seen = self._members, self._buckets.get(bucket)
+        if members is None or seen is None or not seen.through:
             return None
-        owner = self._endpoints.get(members.first(bucket, key))
+        if not (pinned and stripe) and (not seen.lasting or bucket in self._written):
+            return None
+        owner = self._endpoints.get(members.owner(bucket, key, stripe))
         if owner is None or owner == self._here:
             return None
         return None if self._rests.get(self._whom(owner), (0.0, 0.0))[0] > clock.monotonic_s() else owner
+
+    def is_spread(self, bucket: str) -> bool:
+        """Whether several nodes hold stripes of the bucket's large objects, as far as is known."""
+        seen = self._buckets.get(bucket)
+        return self._members is not None and seen is not None and seen.through
+
+    @property
+    def _may_ask_at(self) -> int:
+        """From which size on it is worth to give up an answer that has begun, and to look for other nodes; 0 for no
+        size."""
+        return ASK_BYTES if clock.monotonic_s() >= self._look_s else 0
+
+    def answered(self, owner: Endpoint, response: Response) -> bool:
+        """An owner has answered; whether that is what was asked for."""
+        self._reached = True
+        if response.ok:
+            self._rests.pop(owner, None)
+        elif response.status >= 500:
+            self.failed(owner)
+        return response.ok
 
     def _whom(self, owner: Endpoint) -> Endpoint:
         """Whose rest counts: the own node stands for all that were never reached."""
         return owner if self._reached else self._here
 
-    def _failed(self, owner: Endpoint) -> None:
+    def failed(self, owner: Endpoint) -> None:
+        """An owner does not answer, or cannot: it is left alone for a while."""
         now_s = clock.monotonic_s()
         whom = self._whom(owner)
         rest_s = self._rests.get(whom, (0.0, REST_S))[1]
@@ -115,15 +185,16 @@ class Owners:
             self._look_s = now_s + MAP_S  # other threads go on with what was known
             found = yield from _told("/-/v1/map", NodeMap)
             if found is not None:
-                self._fixed = {}
+                self._buckets = {}
                 self._use(found)
                 self._look_s = now_s + (MAP_S if self._members is not None else LONE_S)
-        if self._members is not None and bucket not in self._fixed:
-            self._fixed[bucket] = False
+        if self._members is not None and bucket not in self._buckets:
+            self._buckets[bucket] = _Seen(False, False)
             settings = yield from _told(encode_path("-/v1/buckets", bucket), Bucket)
             if settings is not None:
-                lasting = settings.freshness_s in (0.0, FRESH_IMMUTABLE)
-                self._fixed[bucket] = lasting and settings.write == "through"
+                self._buckets[bucket] = _Seen(
+                    settings.write == "through", settings.freshness_s in (0.0, FRESH_IMMUTABLE)
+                )
 
     def _use(self, found: NodeMap) -> None:
         endpoints: dict[str, Endpoint] = {}
@@ -150,3 +221,7 @@ def _told(target: str, type_: Any) -> Flow[Any]:
         return decoded(response, target, type_)
     except ForebayError:
         return None
+
+
+def _is_split(start: int, end: int) -> bool:
+    return end - start > STRIPE_BYTES and start // STRIPE_BYTES != (end - 1) // STRIPE_BYTES

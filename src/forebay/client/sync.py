@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -34,9 +36,10 @@ from forebay.client.many import Many
 from forebay.client.members import Members
 from forebay.client.shared import SharedMemory
 from forebay.client.sinks import IntoBuffer, IntoFd
+from forebay.client.stripes import VERSIONS_MAX, Piece, Striped, changing
 from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
-from forebay.core.errors import Bug, Closed, Invalid, Unavailable
+from forebay.core.errors import Bug, Closed, Invalid, Precondition, Unavailable
 from forebay.core.formats.listing import Listing
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
@@ -44,6 +47,7 @@ from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb,
 from forebay.core.messages.http1 import Endpoint, Request, Response
 from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
+from forebay.core.ranges import end_of_stripe
 from forebay.core.types import Bucket, ListPage, RangeSpec
 from forebay.core.volumes import LostObject, VolumeState
 
@@ -84,6 +88,11 @@ def driven(flow: flows.Flow[T], send: Callable[[Request], Response]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def _deliver(striped: Striped, done: Future[None], piece: Piece) -> None:
+    done.result()
+    striped.deliver(piece)
 
 
 class Client:
@@ -179,7 +188,7 @@ class Client:
     def send(self, request: Request) -> Response:
         """One request, one answer."""
         if request.of is not None:
-            return self.run(self._calling.owners.asked(request))
+            return self._of_object(request)
         request, more = self._calling.dress(request)
         kept = self._take(request)
         if kept is not None:
@@ -195,6 +204,34 @@ class Client:
             return self._exchange(self._opened(request), request, more)
         except Stale:
             raise Bug("a fresh connection cannot be stale: please report this") from None
+
+    def _of_object(self, request: Request) -> Response:
+        for _ in range(VERSIONS_MAX):
+            answer = self.run(self._calling.owners.asked(request))
+            if isinstance(answer, Response):
+                return answer
+            try:
+                return self._gathered(answer)
+            except Precondition:
+                if not answer.may_begin_again:
+                    raise
+        raise changing("/".join(request.of or ()))
+
+    def _gathered(self, striped: Striped) -> Response:
+        """Read a large object with a few threads."""
+        pending: deque[tuple[Future[None], Piece]] = deque()
+        with ThreadPoolExecutor(limits.CLIENT_STRIPES_MAX, "forebay-stripe") as pool:
+            try:
+                for piece in striped.pieces:
+                    pending.append((pool.submit(self.run, striped.read(piece)), piece))
+                    if len(pending) == limits.CLIENT_STRIPES_MAX:
+                        _deliver(striped, *pending.popleft())
+                while pending:
+                    _deliver(striped, *pending.popleft())
+            except BaseException:
+                striped.stop()
+                raise
+        return striped.answer()
 
     def _exchange(self, connection: Connection, request: Request, more: Fields) -> Response:
         response = connection.exchange(request, more)
@@ -216,7 +253,7 @@ class Client:
             begun.append(self._begin(one))
             return begun[0][1]
 
-        driven(self._calling.owners.asked(request), send)
+        driven(self._calling.owners.asked(request, may_split=False), send)
         return begun[0]
 
     def _begin(self, request: Request) -> tuple[Connection, Response, bytes]:
@@ -238,6 +275,10 @@ class Client:
 
     def _at(self, request: Request) -> Endpoint:
         return request.at or self.endpoint
+
+    def stretch(self, bucket: str, start: int, end: int) -> int:
+        """How far one node should be asked for the bytes [start, end) of an object: to what it holds of it."""
+        return min(end, end_of_stripe(start)) if self._calling.owners.is_spread(bucket) else end
 
     def give_back(self, connection: Connection) -> None:
         """Keep it for the next request, if it can be used again."""

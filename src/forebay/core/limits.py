@@ -13,7 +13,7 @@ GIB = 1024 * MIB
 
 # --- store -----------------------------------------------------------------------------------------------------------
 BLOCK_BYTES = 4 * MIB  # unit of fetch, presence and checksum: one round trip of 20 ms costs 10 % at 200 MB/s
-STRIPE_BYTES = 64 * MIB  # unit of placement over nodes: big enough that a stripe's first byte is amortised
+STRIPE_BYTES = 16 * MIB  # unit of placement over nodes: what opens an object is one of them; samples and most files are
 INLINE_BYTES_MAX = 16 * KIB  # at most this lives in the index record: below it a file costs more than its bytes
 OBJECT_BYTES_MAX = 50 * 1024 * GIB  # S3's limit on one object since 2025: 50 TB; a bitmap of 1.6 MB at 4 MiB blocks
 KEY_BYTES_MAX = 1024  # S3's limit on a key, in UTF-8 bytes
@@ -104,6 +104,7 @@ BACKEND_STALL_TIMEOUT_S = 30.0  # no byte for this long: the request is retried 
 CLIENT_CONNECT_TIMEOUT_S = 5.0  # a node is on this host or in this rack: three SYN retransmissions
 CLIENT_STALL_TIMEOUT_S = 180.0  # longer than the node's own patience with its backend, so that the node says why first
 CLIENT_IDLE_CONNECTIONS_MAX = 16  # kept per client for reuse: one per thread that commonly reads at once
+CLIENT_STRIPES_MAX = 8  # of a large object that one read fetches at once: 128 MiB of memory where they must be in order
 CLIENT_FILES_OPEN_MAX = 256  # descriptors of objects that a client keeps: a quarter of the usual limit of a process
 CLIENT_FILE_IDLE_S = 30.0  # an unused descriptor holds an evicted object's space: not longer than this
 

@@ -41,6 +41,11 @@ def run_bytes(run: Run, size_bytes: int, block_bytes: int = limits.BLOCK_BYTES) 
     return run.first * block_bytes, min(run.end * block_bytes, size_bytes)
 
 
+def end_of_stripe(position: int) -> int:
+    """Where the stripe ends that has this byte."""
+    return (position // limits.STRIPE_BYTES + 1) * limits.STRIPE_BYTES
+
+
 # --- bitmaps ---------------------------------------------------------------------------------------------------------
 def bitmap_full(blocks: int) -> bytes:
     """A bitmap with the first `blocks` bits set."""

@@ -1,9 +1,12 @@
-"""Takes an object's bytes from the node that is its home, before the backend is asked for them.
+"""Takes an object's bytes from the nodes that are its homes, before the backend is asked for them.
 
 Theory. What an object is (version, size, headers) the backend says, as it does to a node alone: nothing changes about
 freshness, and no peer is believed. The bytes of exactly that version are asked of the home, which has them, is fetching
 them, or fetches them for all who ask: many nodes that read one cold object cost the backend its bytes once. The home is
 asked as any S3 client would ask it, with the version's ETag as If-Match.
+
+A large object lies in stripes (`core/placement.py`), and each stripe's home is asked for what is in it. A range over
+several of them is read from one after another, all of one version.
 
 A peer in trouble is no error. Whatever it answers but the bytes, and if it does not answer within PATIENCE_S, the
 backend is asked; a body that breaks goes on there (`Retrying`, above this layer). This layer counts what it asks the
@@ -22,9 +25,12 @@ import asyncio
 from collections import OrderedDict
 from typing import Any, Protocol
 
+from forebay.backends import errors
 from forebay.backends.seam import Backend, Fetch
 from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.limits import STRIPE_BYTES
+from forebay.core.ranges import end_of_stripe
 from forebay.core.types import ObjectInfo, RangeSpec
 from forebay.ports.clock import Clock
 
@@ -35,12 +41,12 @@ INFOS_MAX = 512  # objects that are being read
 class Peers(Protocol):
     """The other nodes (`node/engine/peers.py`)."""
 
-    def home_of(self, bucket: str, key: str) -> Backend | None:
-        """The key's home, as a backend; None if that is this node, or nobody is to be asked."""
+    def home_of(self, bucket: str, key: str, stripe: int) -> Backend | None:
+        """The home of a key's stripe, as a backend; None if that is this node, or nobody is to be asked."""
         ...
 
-    def failed(self, bucket: str, key: str, error: BaseException) -> None:
-        """The key's home did not answer: it is not asked for a while."""
+    def failed(self, bucket: str, key: str, stripe: int, error: BaseException) -> None:
+        """The stripe's home did not answer: it is not asked for a while."""
         ...
 
 
@@ -58,10 +64,39 @@ class PeerFetch:
         try:
             chunk = await self._chunks.__anext__()
         except ForebayError as error:
-            self._peers.failed(self.info.key, error)
+            self._peers.failed(self.info.key, self.start // STRIPE_BYTES, error)
             raise
         self._peers.counters.peer_bytes += len(chunk)
         return chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Joined:
+    """A body of several stripes, which are asked for one after another. `info` is what the first of them is of."""
+
+    def __init__(self, peers: PeersFirst, first: Fetch, end: int) -> None:
+        self.info, self.start, self.end = first.info, first.start, end
+        self._peers, self._inner, self._chunks = peers, first, first.__aiter__()
+
+    def __aiter__(self) -> Joined:
+        return self
+
+    async def __anext__(self) -> Any:
+        while True:
+            try:
+                return await self._chunks.__anext__()
+            except StopAsyncIteration:
+                position = self._inner.end
+                if position == self.end:
+                    raise
+            rest = RangeSpec(position, min(end_of_stripe(position), self.end) - 1)
+            await self._inner.aclose()
+            self._inner = await self._peers.fetch(self.info.key, rest, version=self.info.version)
+            if self._inner.info.version != self.info.version or self._inner.start != position:
+                raise errors.changed(self.info.key)
+            self._chunks = self._inner.__aiter__()
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -76,12 +111,21 @@ class PeersFirst(Counting):
         self._bucket, self._peers = bucket, peers
         self._infos: OrderedDict[str, ObjectInfo] = OrderedDict()
 
-    def failed(self, key: str, error: BaseException) -> None:
-        """Ask the key's home no more for a while."""
-        self._peers.failed(self._bucket, key, error)
+    def failed(self, key: str, stripe: int, error: BaseException) -> None:
+        """Ask the stripe's home no more for a while."""
+        self._peers.failed(self._bucket, key, stripe, error)
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
-        peer = self._peers.home_of(self._bucket, key)
+        first = range.first or 0 if range is not None else 0  # before its size is known, a suffix is of stripe 0
+        last = range.last if range is not None and range.first is not None else None
+        end = end_of_stripe(first)
+        if last is None or last < end:
+            return await self._fetch(key, first // STRIPE_BYTES, range, version)
+        fetch = await self._fetch(key, first // STRIPE_BYTES, RangeSpec(first, end - 1), version)
+        return fetch if fetch.info.size_bytes <= end else Joined(self, fetch, min(last + 1, fetch.info.size_bytes))
+
+    async def _fetch(self, key: str, stripe: int, range: RangeSpec | None, version: str) -> Fetch:
+        peer = self._peers.home_of(self._bucket, key, stripe)
         info = None if peer is None else await self._info(key, version)
         if peer is not None and info is not None and info.etag:
             try:
@@ -93,7 +137,7 @@ class PeersFirst(Counting):
             except (NotFound, Precondition, Invalid):
                 pass  # it has another version or none, or does not know the bucket
             except (ForebayError, TimeoutError) as error:
-                self.failed(key, error)
+                self.failed(key, stripe, error)
         return await super().fetch(key, range, version=version)
 
     async def _info(self, key: str, version: str) -> ObjectInfo | None:

@@ -89,13 +89,13 @@ class Map(msgspec.Struct, frozen=True):
         home = self.home(bucket, key)
         return home if self.active or home == self.former_home(bucket, key) else None
 
-    def home(self, bucket: str, key: str) -> str | None:
-        """Who owns the key, or will when the map is active."""
-        return _first(self.owners, bucket, key)
+    def home(self, bucket: str, key: str, stripe: int = 0) -> str | None:
+        """Who owns the key, or a later stripe of it, or will when the map is active."""
+        return _first(self.owners, bucket, key, stripe)
 
-    def former_home(self, bucket: str, key: str) -> str | None:
+    def former_home(self, bucket: str, key: str, stripe: int = 0) -> str | None:
         """Who owned it before: whom the home asks before it asks the backend."""
-        return _first(self.former, bucket, key)
+        return _first(self.former, bucket, key, stripe)
 
     def holder(self, bucket: str, key: str) -> str | None:
         """Whose word counts for the key, in a bucket that is not written through."""
@@ -112,8 +112,8 @@ def encoded(value: NodeRecord | Presence | Map) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _first(weights: dict[str, float], bucket: str, key: str) -> str | None:
-    return _members(tuple(sorted(weights.items()))).first(bucket, key) if weights else None
+def _first(weights: dict[str, float], bucket: str, key: str, stripe: int = 0) -> str | None:
+    return _members(tuple(sorted(weights.items()))).owner(bucket, key, stripe) if weights else None
 
 
 @lru_cache(maxsize=24)

@@ -89,9 +89,9 @@ class Peers:
         self._rests_until_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def home_of(self, bucket: str, key: str) -> Backend | None:
-        """The key's home, as a backend; None if that is this node, or nobody is to be asked."""
-        home = self._seat.home(bucket, key)
+    def home_of(self, bucket: str, key: str, stripe: int) -> Backend | None:
+        """The home of a key's stripe, as a backend; None if that is this node, or nobody is to be asked."""
+        home = self._seat.home(bucket, key, stripe)
         if home is None or home.node == self._node_id or whose_versions(bucket):
             return None
         if self._rests_until_s.get(home.node, 0.0) > self._clock.monotonic_s():
@@ -155,9 +155,9 @@ class Peers:
             self._epoch = epoch
             self._drop()
 
-    def failed(self, bucket: str, key: str, error: BaseException) -> None:
-        """The key's home did not answer: it is not asked for a while."""
-        home = self._seat.home(bucket, key)
+    def failed(self, bucket: str, key: str, stripe: int, error: BaseException) -> None:
+        """The stripe's home did not answer: it is not asked for a while."""
+        home = self._seat.home(bucket, key, stripe)
         if home is None:
             return
         now_s = self._clock.monotonic_s()

@@ -163,13 +163,14 @@ class Seat:
             )
         return lease
 
-    def home(self, bucket: str, key: str) -> Home | None:
-        """The node that everybody takes for the key's home; None while nobody can tell, or it does not live."""
+    def home(self, bucket: str, key: str, stripe: int = 0) -> Home | None:
+        """The node that everybody takes for the home of the key, or of a later stripe of it; None while nobody can
+        tell, or it does not live."""
         machine = self._machine
         known = machine.map
         if known is None or not known.active or self._wrong or machine.doubled:
             return None
-        node = known.home(bucket, key)
+        node = known.home(bucket, key, stripe)
         if node is None or node not in machine.alive or node not in machine.nodes:
             return None
         return Home(node, machine.nodes[node].address, known.epoch)

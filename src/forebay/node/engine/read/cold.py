@@ -41,6 +41,7 @@ from forebay.node.engine.read.one_read import REOPENS_MAX, Ask, Evictor, Out, Re
 from forebay.node.engine.read.openings import Openings, changed_meanwhile, held_of
 from forebay.node.engine.read.permits import Permits
 from forebay.node.engine.read.sink import DiskSink, DiskTrouble, MemorySink, pass_memory
+from forebay.node.outcomes import from_node
 from forebay.node.store.writer.landing import Landing
 from forebay.node.store.writer.writer import Store
 from forebay.ports.clock import Clock
@@ -340,6 +341,8 @@ class ColdReads:
         """
         if ask.range is None or ask.range.first is None or ask.range.last is None:
             return 0
+        if from_node.get():
+            return 0  # the node that asks reads ahead itself, and of what comes next another may be the home
         if self.foretold(ask.bucket, ask.key):
             return 0  # `node/engine/jobs/hints.py` fetches what comes next, and a guess would only take its place
         streams = self._ahead.setdefault((ask.bucket, ask.key), [])
