@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from forebay.client.sync import Client
+from forebay.core import checkpoint as form
 from forebay.core.errors import Unavailable
 from forebay.torch import Checkpointer
 from forebay.torch.checkpoint.ranks import Share
 from forebay.torch.checkpoint.staging import Arena, lay_out, stage
 from tests.checkpoint.crash_trainer import fork
 from tests.node.conftest import NodeProcess
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.real
 MIB = 1 << 20
@@ -199,3 +201,33 @@ def test_a_forked_child_does_not_save_over_its_parents_copy(tmp_path: Path):
     _, status = os.waitpid(fork(tmp_path / "child", child), 0)
     assert status == 0, (tmp_path / "child.error").read_text()
     assert not any(filled.view())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_who_waits_has_blobs_sent_while_others_are_copied(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, wait: bool
+):
+    """Otherwise nothing is sent before all is copied: that would take cores from the copy, which is the stall."""
+    sent, copied = threading.Event(), []
+    copy, put_shared = Arena.copy, Client.put_shared
+
+    def copying(self: Arena, copies: Any) -> None:
+        copied.append(True)
+        if len(copied) == 3 and wait:
+            assert sent.wait(PATIENCE_S), "blobs are copied, and none is sent"
+        assert wait or not sent.is_set()
+        copy(self, copies)
+
+    def sending(self: Client, *rest: Any) -> Any:
+        sent.set()
+        return put_shared(self, *rest)
+
+    monkeypatch.setattr(form, "BLOB_BYTES_MIN", 4 * MIB)
+    monkeypatch.setattr(Arena, "copy", copying)
+    monkeypatch.setattr(Client, "put_shared", sending)
+    with saver(node, f"runs/overlapped-{wait}") as checkpoints:
+        checkpoints.save(1, state(1.0), wait=wait).durable()
+        assert len(copied) == 5
+        found = state(0.0)
+        assert checkpoints.restore(found) is not None
+        assert found["w"].unique().tolist() == [1.0]

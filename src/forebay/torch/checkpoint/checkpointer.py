@@ -36,7 +36,7 @@ from forebay.ports import clock
 from forebay.ports.chance import SystemChance
 from forebay.torch.checkpoint.ranks import Ranks, shares
 from forebay.torch.checkpoint.restoring import Plan, Source, put_back
-from forebay.torch.checkpoint.saving import Save, SaveHandle, Terms, asked, patiently
+from forebay.torch.checkpoint.saving import NICENESS, Save, SaveHandle, Terms, asked, patiently
 from forebay.torch.checkpoint.staging import Arena, Layout, lay_out, stage
 from forebay.torch.checkpoint.tree import Flat
 
@@ -168,11 +168,12 @@ class Checkpointer:
         began_s = clock.monotonic_s()
         terms = self._terms(step)
         handle = SaveHandle(terms, self.repository)
-        work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s)
+        niceness = 0 if wait else NICENESS
+        work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness)
         layout: Layout | None = None
         flat, alike, failed = Flat(), "", None
         try:
-            layout, alike = self._stage(state, flat, work)
+            layout, alike = self._stage(state, flat, work, wait)
         except ForebayError as error:
             failed = error
         except Exception as error:  # the ranks wait for this one to say so
@@ -190,7 +191,7 @@ class Checkpointer:
             handle.durable()
         return handle
 
-    def _stage(self, state: Mapping[str, Any], flat: Flat, work: Save) -> tuple[Layout, str]:
+    def _stage(self, state: Mapping[str, Any], flat: Flat, work: Save, wait: bool) -> tuple[Layout, str]:
         if not state:
             raise Invalid("the state is empty: give what is to be saved, by name")
         for name, value in state.items():
@@ -199,6 +200,8 @@ class Checkpointer:
         layout = lay_out(mine, self._arena.memory_bytes)
         self._arena.prepare(layout, pinned=any(share.local.is_cuda for share in mine))
         work.begin(layout)
+        if wait:  # nobody gains from a short stall: the disk begins with the first blob
+            work.send(layout, hurry=True)
         for filled in stage(layout, self._arena, lambda: work.send(layout, hurry=True)):
             work.add(filled)
         return layout, alike

@@ -6,6 +6,8 @@ training goes on meanwhile, and the handle says what is waited for. Then each ra
 why it could not. If all could, rank 0 commits the manifest, and all hear whether it did. So a rank that fails fails
 the save on every rank, and none waits for it.
 
+A save that somebody waits for from the start is sent while it is copied, at training's own priority.
+
 Each sender keeps a core busy at the node. Where training leaves fewer than two, one of them sends alone, until
 somebody waits for the end.
 
@@ -207,9 +209,10 @@ class Sending:
 
     # --- in threads of its own ---------------------------------------------------------------------------------------
     def _sender(self, layout: Layout, only_in_a_hurry: bool) -> None:
-        _be_nice(self._niceness)
         if only_in_a_hurry:
             self.handle._hurry.wait()
+        else:
+            _be_nice(self._niceness)
         while (filled := self._filled.get()) is not None:
             try:
                 if self.failed is None:
@@ -272,9 +275,16 @@ class Save(Sending):
     """Sends one rank's part of a checkpoint and joins the others'. `on_end` hears of the end, in the thread."""
 
     def __init__(
-        self, handle: SaveHandle, terms: Terms, repository: Repository, ranks: Ranks, arena: Arena, patience_s: float
+        self,
+        handle: SaveHandle,
+        terms: Terms,
+        repository: Repository,
+        ranks: Ranks,
+        arena: Arena,
+        patience_s: float,
+        niceness: int = NICENESS,
     ) -> None:
-        super().__init__(handle, terms, repository, ranks.rank, arena, patience_s)
+        super().__init__(handle, terms, repository, ranks.rank, arena, patience_s, niceness)
         self._ranks = ranks
 
     def finish(

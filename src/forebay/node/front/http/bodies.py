@@ -124,6 +124,7 @@ class Incoming:
         self._chunked = chunked
         self._body: bytearray | None = bytearray()
         self._fd = -1
+        self._room = memoryview(b"")  # that another file's bytes pass through: new memory costs the kernel time
         self.late = False  # its disk did not answer, and may still take what it was given last
         self._desk: Desk
         self._taken = 0
@@ -170,7 +171,7 @@ class Incoming:
         self._by_disk(self._copy_from, fd, offset, size_bytes)
 
     def _copy_from(self, fd: int, offset: int, size_bytes: int) -> None:
-        buffer = memoryview(bytearray(min(COPIED_BYTES, size_bytes)))
+        self._room = buffer = self._room or memoryview(bytearray(min(COPIED_BYTES, self.size_bytes or size_bytes)))
         end = offset + size_bytes
         while offset < end and not self.late:
             with buffer[: min(len(buffer), end - offset)] as room:
