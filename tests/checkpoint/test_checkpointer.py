@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,12 @@ import torch
 from torch import nn
 
 from forebay.core import checkpoint as form
+from forebay.core.checkpoint_pace import CoreTime, Pace
 from forebay.core.errors import Bug, Corrupt, Invalid, NotFound, Precondition, Unavailable
 from forebay.torch import Checkpointer, Every, RandomState
 from forebay.torch.checkpoint import checkpointer
 from forebay.torch.checkpoint.saving import Sending
-from forebay.torch.checkpoint.staging import Filled, Layout, stage
+from forebay.torch.checkpoint.staging import Arena, Filled, Layout
 from tests.node.conftest import NodeProcess
 from tests.patience import until
 
@@ -245,23 +244,53 @@ def test_beside_training_one_sender_does_it_alone_until_somebody_waits(
         assert [manifest.step for manifest in checkpoints.list()] == [2, 1]
 
 
+def test_sending_pauses_while_it_costs_training_until_somebody_waits(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[CoreTime] = []
+
+    def costly(self: Pace, before: CoreTime, now: CoreTime, took_s: float) -> float:
+        assert took_s > 0.0
+        seen.extend((before, now))
+        return 3600.0
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # so one thread sends
+    monkeypatch.setattr(Pace, "sent", costly)
+    state = {"w": torch.randn(40_000_000)}  # three blobs
+    with saver(node, "runs/paced") as checkpoints:
+        handle = checkpoints.save(1, state)
+        until(lambda: seen, "a blob was sent, and a pause begins")
+        assert 0 < handle.sent_bytes < handle.size_bytes
+        assert not handle.done
+        assert 0.0 < seen[0].ran_s <= seen[1].ran_s, "the system says how long training ran"
+        handle.durable()
+        assert len(seen) == 2, "who waits is not kept waiting"
+        checkpoints.save(2, state, wait=True)
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("staging_bytes", [None, 16 * 1024 * 1024])
 def test_a_copy_that_breaks_off_costs_one_save(
-    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, staging_bytes: int | None
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, staging_bytes: int | None, wait: bool
 ):
     state = {f"w{n}": torch.randn(3_000_000) for n in range(12)}  # 144 MB: three blobs, or eighteen
-    place = f"runs/broken-{staging_bytes}"
+    place = f"runs/broken-{staging_bytes}-{wait}"
+    copy, copied = Arena.copy, []
 
-    def breaking(*arguments: Any) -> Iterator[Any]:
-        whole = stage(*arguments)
-        yield from itertools.islice(whole, 5 if staging_bytes else 1)
-        raise MemoryError("no pinned memory is left")
+    def breaking(self: Arena, copies: Any) -> None:
+        copied.append(True)
+        if len(copied) == (6 if staging_bytes else 2):
+            raise MemoryError("no pinned memory is left")
+        copy(self, copies)
 
     with saver(node, place, staging_bytes=staging_bytes) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpointer, "stage", breaking)
-            with pytest.raises(Bug, match="no pinned memory"):
-                checkpoints.save(1, state)
+            patch.setattr(Arena, "copy", breaking)
+            for step in (1, 2):  # each would lose the buffer that it was filling
+                copied.clear()
+                with pytest.raises(Bug, match="no pinned memory"):
+                    checkpoints.save(step, state, wait=wait)
         checkpoints.save(2, state, wait=True)
         assert [manifest.step for manifest in checkpoints.list()] == [2]
         assert checkpoints.verify() is None

@@ -30,6 +30,7 @@ from forebay.checkpoint.repository import Damage, Pruned, Repository, check_pace
 from forebay.client.sync import Client
 from forebay.core.checkpoint import Manifest
 from forebay.core.checkpoint_interval import Interval, Reason
+from forebay.core.checkpoint_pace import Pace
 from forebay.core.errors import Bug, Closed, Corrupt, ForebayError, Invalid, NotFound
 from forebay.core.goodput import Goodput, Life, goodput
 from forebay.ports import clock
@@ -103,6 +104,7 @@ class Checkpointer:
         self._keep = keep
         self._own = frozenset(own)
         self._arena = Arena(staging_bytes)
+        self._pace = Pace()
         self._metadata = dict(metadata or {})
         self._patience_s = patience_s
         self._interval = Interval(mtti_s, began_s=clock.monotonic_s())
@@ -169,7 +171,7 @@ class Checkpointer:
         terms = self._terms(step)
         handle = SaveHandle(terms, self.repository)
         niceness = 0 if wait else NICENESS
-        work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness)
+        work = Save(handle, terms, self.repository, self._ranks, self._arena, self._patience_s, niceness, self._pace)
         layout: Layout | None = None
         flat, alike, failed = Flat(), "", None
         try:

@@ -37,6 +37,7 @@ from forebay.checkpoint.repository import Repository
 from forebay.client.sync import Client
 from forebay.core import limits
 from forebay.core.checkpoint import Manifest, RankPart
+from forebay.core.checkpoint_pace import Pace
 from forebay.core.errors import ForebayError, Invalid
 from forebay.ports import clock
 from forebay.ports.chance import SystemChance
@@ -94,6 +95,7 @@ class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
         self._patience_s = patience_s
         self._client = Client(url)
         self._arena = Arena(staging_bytes)
+        self._pace = Pace()
         self._is_coordinator = False
         self._mine: tuple[Sending, Layout] | None = None  # the coordinator's, until `finish`
 
@@ -150,13 +152,10 @@ class StorageWriter(Addressed, dcp.StorageWriter):  # type: ignore[misc]
         waited_for = threading.current_thread() is threading.main_thread()  # training trains, or stands and waits
         niceness = 0 if waited_for else NICENESS
         handle = SaveHandle(terms, repository)
-        sending = Sending(handle, terms, repository, rank, self._arena, self._patience_s, niceness)
+        sending = Sending(handle, terms, repository, rank, self._arena, self._patience_s, niceness, self._pace)
         try:
             self._send(sending, layout, pinned=any(share.local.is_cuda for share in shares), hurry=waited_for)
             part = None if self._is_coordinator else sending.put_index(layout, {})
-        except BaseException:
-            self._arena = Arena(self._staging_bytes)  # the buffer that was being filled is in nobody's hands
-            raise
         finally:
             self._client.close_idle()
         if self._is_coordinator:

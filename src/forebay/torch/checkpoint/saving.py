@@ -9,7 +9,8 @@ the save on every rank, and none waits for it.
 A save that somebody waits for from the start is sent while it is copied, at training's own priority.
 
 Each sender keeps a core busy at the node. Where training leaves fewer than two, one of them sends alone, until
-somebody waits for the end.
+somebody waits for the end. Until then they also pause after each blob, as long as what it cost training's thread
+(the main one) demands (`core/checkpoint_pace.py`).
 
 The threads are not daemons: a script that simply ends after its last save waits for it. On Linux they run at a lower
 priority than training.
@@ -26,6 +27,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -35,6 +37,7 @@ from forebay.checkpoint.repository import Repository
 from forebay.client.patience import with_patience
 from forebay.core import checkpoint as form
 from forebay.core.checkpoint import PIECE_BYTES, Index, Manifest, RankPart
+from forebay.core.checkpoint_pace import NONE, CoreTime, Pace
 from forebay.core.errors import Bug, ForebayError, Invalid, Unavailable, from_wire
 from forebay.ports import clock
 from forebay.torch.checkpoint.ranks import Ranks
@@ -153,6 +156,7 @@ class Sending:
         arena: Arena,
         patience_s: float,
         niceness: int = NICENESS,
+        pace: Pace | None = None,
     ) -> None:
         self.handle = handle
         self.failed: ForebayError | None = None
@@ -162,6 +166,8 @@ class Sending:
         self._arena = arena
         self._patience_s = patience_s
         self._niceness = niceness
+        self._pace = pace or Pace()
+        self._training = threading.main_thread().native_id or 0
         self._filled: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
         self._senders: list[threading.Thread] = []
         self._digests: list[str] = []
@@ -170,6 +176,7 @@ class Sending:
     def begin(self, layout: Layout) -> None:
         self.handle.size_bytes = layout.stream_bytes
         self._digests = [""] * -(-layout.stream_bytes // PIECE_BYTES)
+        self._pace.begin(core_time(self._training))
 
     def add(self, filled: Filled) -> None:
         """A blob is staged: it is sent once the senders run."""
@@ -206,6 +213,7 @@ class Sending:
         """Wait until what was filled is sent; after `no_more`."""
         for thread in self._senders:
             thread.join()
+        self._pace.end(core_time(self._training))
 
     # --- in threads of its own ---------------------------------------------------------------------------------------
     def _sender(self, layout: Layout, only_in_a_hurry: bool) -> None:
@@ -216,7 +224,7 @@ class Sending:
         while (filled := self._filled.get()) is not None:
             try:
                 if self.failed is None:
-                    self._send_one(layout, filled)
+                    self._send_beside(layout, filled)
             except ForebayError as error:
                 self.failed = self.failed or error
             except Exception as error:  # a thread that ends in silence would leave the ranks waiting
@@ -225,6 +233,14 @@ class Sending:
             finally:
                 self._arena.give(filled.buffer)
         self.handle._hurry.set()
+
+    def _send_beside(self, layout: Layout, filled: Filled) -> None:
+        """Send a blob and, while nobody waits for the save, pause."""
+        before, began_s = core_time(self._training), clock.monotonic_s()
+        self._send_one(layout, filled)
+        hurry = self.handle._hurry
+        if not hurry.is_set():
+            hurry.wait(self._pace.sent(before, core_time(self._training), clock.monotonic_s() - began_s))
 
     def _send_one(self, layout: Layout, filled: Filled) -> None:
         filled.ready()
@@ -282,9 +298,10 @@ class Save(Sending):
         ranks: Ranks,
         arena: Arena,
         patience_s: float,
-        niceness: int = NICENESS,
+        niceness: int,
+        pace: Pace,
     ) -> None:
-        super().__init__(handle, terms, repository, ranks.rank, arena, patience_s, niceness)
+        super().__init__(handle, terms, repository, ranks.rank, arena, patience_s, niceness, pace)
         self._ranks = ranks
 
     def finish(
@@ -391,6 +408,15 @@ def asked(ask: Callable[[], T], ask_node: Callable[[], T], outage_s: float, pati
     except Unavailable as error:
         log.warning("the bucket does not answer, so what the node knows has to do: %s", error)
         return patiently(ask_node, patience_s), True
+
+
+def core_time(thread_id: int) -> CoreTime:
+    """What the system says of a thread of this process; `NONE` where it says nothing."""
+    try:
+        ran_ns, waited_ns = Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()[:2]
+        return CoreTime(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
+    except (OSError, ValueError):
+        return NONE
 
 
 def _be_nice(niceness: int) -> None:

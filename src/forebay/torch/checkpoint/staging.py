@@ -182,15 +182,31 @@ def _buffer(size_bytes: int, pinned: bool) -> Buffer:
 
 def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterator[Filled]:
     """Copy the state, blob by blob."""
-    copies = _copies(layout)
-    pending = next(copies, None)
+    copies = _Copies(layout)
     for blob in range(layout.blobs):
         taken = arena.take(when_none)
-        buffer = taken.tensor
-        begin, size_bytes = blob * layout.blob_bytes, layout.blob_size(blob)
+        try:
+            devices = copies.fill(blob, taken.tensor, arena)
+        except BaseException:
+            arena.give(taken)
+            raise
+        yield Filled(blob, taken, layout.blob_size(blob), _event(devices))
+
+
+class _Copies:
+    """What is copied to each blob, in order."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._copies = _copies(layout)
+        self._pending = next(self._copies, None)
+
+    def fill(self, blob: int, buffer: torch.Tensor, arena: Arena) -> set[torch.device]:
+        """Copy the next blob's bytes; the devices that copy some of them."""
+        begin, size_bytes = blob * self._layout.blob_bytes, self._layout.blob_size(blob)
         filled, devices, copied = 0, set(), []
-        while pending is not None and pending.start < begin + size_bytes:
-            start, source = pending
+        while self._pending is not None and self._pending.start < begin + size_bytes:
+            start, source = self._pending
             here = min(begin + size_bytes - start, source.numel())
             at = start - begin
             buffer[filled:at].zero_()
@@ -202,10 +218,10 @@ def stage(layout: Layout, arena: Arena, when_none: Callable[[], None]) -> Iterat
                 devices.add(source.device)
             filled = at + here
             rest = source[here:]
-            pending = _Copy(start + here, rest) if rest.numel() else next(copies, None)
+            self._pending = _Copy(start + here, rest) if rest.numel() else next(self._copies, None)
         buffer[filled:size_bytes].zero_()  # the next tensor begins in the next blob
         arena.copy(copied)
-        yield Filled(blob, taken, size_bytes, _event(devices))
+        return devices
 
 
 class _Copy(NamedTuple):
