@@ -670,6 +670,17 @@ ROWS: tuple[Row, ...] = (
         peer="direct",
     ),
     Row(
+        "checkpoint-cold",
+        "checkpoint",
+        "a state of 1 GB is restored by a node that has nothing of it",
+        "bench.rows.checkpoint:restore_cold",
+        (STATE,),
+        (STATE_QUICK,),
+        LAN,
+        goals={"reads / restore": at_least(0.9)},
+        peer="direct",
+    ),
+    Row(
         "checkpoint-shape",
         "checkpoint",
         "8 processes save 1.05 GiB and sync, 8 others load it from the disk",

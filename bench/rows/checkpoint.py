@@ -5,7 +5,8 @@ by the same function of torch, and beside what scripts do today: `torch.save` th
 `dcp.save`, and `dcp.async_save` with its thread, both to this machine's disk, which is the kindest place for them. It
 counts when the node has it on its disk, so that stands beside a program that writes and syncs the same bytes. A
 restore stands beside reads of a file of the same bytes into memory that was touched before, and both find their bytes
-in the page cache.
+in the page cache. A restore of what only the bucket has stands beside plain reads of the checkpoint's own objects over
+the same link; each round's node knows the bucket by a name that it has not read.
 
 A round measures all sides, one after the other; what the node flushes is waited for before the next side begins. Peers
 are judged by the one whose median stall is least, round by round.
@@ -27,12 +28,13 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import load
-from bench.parts import Lab, Node
+from bench.parts import BUCKET, Lab, Node
 from bench.report import Result, quantity
 from bench.stats import Measure, compared, faster
 from bench.workloads import MIB, Row
@@ -40,6 +42,7 @@ from bench.workloads import MIB, Row
 TENSORS = 20
 STEPS = 5
 STEP_S = 0.1  # about; a step is so many multiplications
+READERS = 8  # connections of the plain reads from the bucket
 CAP_SHARE = 4  # the cap of the waves is this part of the state
 LOOK_S = 0.002  # between looks at the memory
 
@@ -283,9 +286,7 @@ def restore(lab: Lab, row: Row) -> Result:
             if turn:  # the first finds nothing warm
                 for kept, took_s in zip((bare, ours, peer), times, strict=True):
                     kept.append(took_s)
-    torch = _module("torch")
-    if not all(torch.equal(found["model"][name], tensor) for name, tensor in state["model"].items()):
-        raise load.LoadFailed("what was restored is not what was saved")
+    _compare(found, state)
     return Result(
         row,
         (
@@ -293,6 +294,53 @@ def restore(lab: Lab, row: Row) -> Result:
             faster("dcp.load / restore", "s", row.goals["dcp.load / restore"], ours, peer, "dcp.load"),
         ),
     )
+
+
+def restore_cold(lab: Lab, row: Row) -> Result:
+    """A restore by a node that has nothing of it, beside reads of the same objects from the bucket."""
+    size_bytes = _size(lab, row)
+    state = _state(size_bytes)
+    found = {"model": {name: tensor.clone().zero_() for name, tensor in state["model"].items()}}
+    ours: list[float] = []
+    plain: list[float] = []
+    with lab.node(core=None) as node, _saver(node, "runs/cold") as checkpoints:
+        node.add_bucket("runs", lab, write="back")
+        manifest = checkpoints.save(1, state, wait=True).durable("bucket")
+        names = [f"/{BUCKET}/{checkpoints.repository.prefix}{name}" for name, _ in manifest.objects()]
+        with lab.remote(row.link) as remote:
+            for turn in range(_rounds(lab, row)):
+                lab.prime_memory(size_bytes)
+                plain.append(_plain(remote.endpoint, names))
+                lab.prime_memory(size_bytes)
+                bucket = f"cold-{turn}"
+                node.add_bucket(bucket, lab, remote.endpoint)
+                with _saver(node, f"{bucket}/cold") as restoring:
+                    ours.append(_restored(restoring, found))
+                with node.client() as client:
+                    client.bucket_delete(bucket)
+    _compare(found, state)
+    return Result(row, (faster("reads / restore", "s", row.goals["reads / restore"], ours, plain, "reads"),))
+
+
+def _plain(endpoint: str, names: list[str]) -> float:
+    """Seconds to read these objects, by READERS connections that take them in turn."""
+    paths = iter(names)  # next() on it is atomic
+
+    def some(_: int) -> None:
+        with load.Reader(endpoint) as reader:
+            for path in paths:
+                reader.get(path)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        began_s = time.perf_counter()
+        list(pool.map(some, range(READERS)))
+        return time.perf_counter() - began_s
+
+
+def _compare(found: dict[str, Any], state: dict[str, Any]) -> None:
+    torch = _module("torch")
+    if not all(torch.equal(found["model"][name], tensor) for name, tensor in state["model"].items()):
+        raise load.LoadFailed("what was restored is not what was saved")
 
 
 def _read(file: Path, memory: Copy) -> float:

@@ -121,6 +121,7 @@ def test_a_lab_leaves_nothing_behind():
         "evict-1m",
         "fill-delete-fill",
         "checkpoint-restore",
+        "checkpoint-cold",
     ],
 )
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
