@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -56,6 +56,9 @@ DONE = {
 MOVING = ("prefetch", "flush")  # their bytes move; those of the others are counted only
 
 
+EVERYWHERE = ("evict", "refresh", "flush")  # what they work on, each node has of its own
+
+Here = Annotated[bool, typer.Option("--here", help="Only at the node that is asked, not at all of its cluster.")]
 Job = tuple[str, str, tuple[str, ...]]
 
 
@@ -133,30 +136,88 @@ def run(
     url: str | None,
     as_json: bool,
     source: str | None = None,
+    here: bool = False,
 ) -> int:
-    """Start the jobs, one after the other, and watch each; the exit code. `source`: the file that names the objects."""
-    code = 0
-    ended: list[JobState] = []
+    """Start the jobs, one after the other, and watch each; the exit code. `source`: the file that names the objects.
+    `here`: only at the node that is asked, also where a verb is of all nodes."""
     if bool(texts) == (source is not None):
         raise Invalid("name what to work on: ADDRESSes, or a list of them with --from FILE")
     if source is not None:
         texts, exact = listed(source), True
     with open_client(url) as client:
-        todo = plan(client, verb, texts, exact=exact)
-        for job in todo:
-            bucket, prefix, keys = job
-            state = client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
-            if wait:
-                state = watch(client, state, quiet=quiet or as_json)
-            ended.append(state)
-            code = max(code, code_of(state))
-            if not as_json:
-                if not _is_beside(job, todo, ended):
-                    print(sentence(state, keys=keys, dry_run=dry_run))
-                _complain(state)
+        at = [Node("", client)] if here or verb not in EVERYWHERE else nodes(client)
+        return on_nodes(
+            at, verb, lambda _: texts, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, as_json=as_json
+        )
+
+
+def on_nodes(
+    at: Iterable[Node],
+    verb: JobVerb,
+    texts: Callable[[Client], list[str]],
+    *,
+    exact: bool,
+    dry_run: bool,
+    wait: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Start the jobs at one node after the other; the exit code. A node that cannot be asked is told of at the end, and
+    hinders no other."""
+    code = 0
+    everyone: list[JobState] = []
+    missed: list[str] = []
+    for node in at:
+        ended: list[JobState] = []
+        try:
+            todo = plan(node.client, verb, texts(node.client), exact=exact)
+            for job in todo:
+                bucket, prefix, keys = job
+                state = node.client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
+                if wait:
+                    state = watch(node.client, state, quiet=quiet or as_json)
+                ended.append(state)
+                code = max(code, code_of(state))
+                if not as_json and not _is_beside(job, todo, ended):
+                    print(f"{node.label}{sentence(state, keys=keys, dry_run=dry_run)}")
+                if not as_json:
+                    _complain(state)
+        except (Unavailable, NotFound) as error:
+            if not node.label:
+                raise
+            missed.append(f"{node.label}{error.message}")
+        everyone += ended
     if as_json:
-        show.document(ended)
-    return code
+        show.document(everyone)
+    for text in missed:
+        show.note(f"forebay: {one_line(text)}")
+    return max(code, EXIT_PARTIAL if missed else 0)
+
+
+class Node(NamedTuple):
+    """A node that is asked; `label` names it in front of what it says, "" where it is the only one."""
+
+    label: str
+    client: Client
+
+
+def nodes(client: Client) -> Iterator[Node]:
+    """The nodes of the cluster, first the one that `client` asks. The client of another is closed when the next is
+    asked for. Those that are gone have nothing."""
+    own = client.status()
+    if own.cluster is not None:
+        found = {each.node_id: each.address for each in own.cluster.nodes if each.state != "gone"}
+    else:
+        found = {each.node_id: each.endpoint for each in client.node_map().nodes}
+    others = {node: where for node, where in found.items() if node != own.node_id}
+    yield Node(_label(own.node_id, client.url) if others else "", client)
+    for node, where in others.items():
+        with client.at(where) as other:
+            yield Node(_label(node, where), other)
+
+
+def _label(node: str, where: str) -> str:
+    return f"node {node} at {where}: "
 
 
 def _is_beside(job: Job, todo: list[Job], ended: list[JobState]) -> bool:
@@ -256,12 +317,13 @@ def _app(name: JobVerb, first_line: str) -> typer.Typer:
         wait: Wait = True,
         quiet: Quiet = False,
         url: Url = None,
+        here: Here = False,
         as_json: AsJson = False,
         debug: Debug = False,
     ) -> int:
         return run(
             name, addresses or [], exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, url=url, as_json=as_json,
-            source=source,
+            source=source, here=here,
         )  # fmt: skip
 
     return app

@@ -26,6 +26,7 @@ import msgspec
 from forebay.backends.seam import Backend, Body, Fetch, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.errors import Denied, ForebayError, Invalid, NoBackendBucket, NotFound, NotSupported, Precondition
+from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import (
     FRESH_IMMUTABLE,
     LOCAL_URL,
@@ -187,6 +188,10 @@ class Homes(Protocol):
     def end(self, name: tuple[str, str]) -> None: ...
 
     def upload_at(self, served: Served, upload_id: str) -> Served | None: ...
+
+    async def uploads(self, bucket: Bucket, call: UploadsCall) -> list[Uploads]: ...
+
+    def completed_elsewhere(self, bucket: Bucket, key: str) -> None: ...
 
 
 class Buckets:

@@ -41,6 +41,7 @@ from forebay.core.cluster.membership import LOOK_S
 from forebay.core.cluster.records import Map
 from forebay.core.errors import Busy, ForebayError, Unavailable
 from forebay.core.machines.opening import MISSED
+from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.record import State
 from forebay.core.types import Bucket
 from forebay.node.engine.buckets import Buckets, Served
@@ -172,18 +173,50 @@ class Homes:
     def upload_at(self, served: Served, upload_id: str) -> Served | None:
         """The bucket with the node in its backend's place that has this upload; None if that is this one."""
         node = upload_id[-len(self.node_id) :]
-        if node == self.node_id or served.bucket.write == "through" or not self._seat.knows(node):
+        if node == self.node_id or not self._seat.knows(node):
             return None
         return self.through(served, node)
+
+    async def uploads(self, bucket: Bucket, call: UploadsCall) -> list[Uploads]:
+        """What each other node lists. `Unavailable` for one that does not say; where the bucket is written through it
+        is left out, since a listing must not fail for want of a peer."""
+        agreed = self._follow() if bucket.write == "through" else self._agreed()
+        if agreed is None or from_node.get():
+            return []
+        asked = {*agreed.owners, *self._holders(agreed)} - {self.node_id}
+        return await asyncio.gather(*(self._uploads(node, bucket, call) for node in sorted(asked)))
+
+    async def _uploads(self, node: str, bucket: Bucket, call: UploadsCall) -> Uploads:
+        place = self._seat.place_of(node)
+        try:
+            if place is None or self._peers is None:
+                raise Unavailable("it is not heard of" if place is None else "nodes with identities need --peer-key")
+            return await self._peers.uploads(place, call)
+        except ForebayError as error:
+            if bucket.write == "through":
+                return Uploads([], False)
+            raise Unavailable(
+                f"node {node} may have uploads of {call.bucket}, and does not say ({error.message}): start it again",
+                retry_after_s=1.0,
+            ) from error
+
+    def completed_elsewhere(self, bucket: Bucket, key: str) -> None:
+        """Another node has just written the key through: what is here of it counts as unconfirmed."""
+        if bucket.write == "through":
+            self._let_go((bucket.name, key))
+            self._flush()
+
+    def _holders(self, agreed: Map) -> set[str]:
+        """Who may have what only nodes have."""
+        found = {*agreed.holders, *(node for past in agreed.past for node in (*past.holders, *past.newcomers))}
+        return {node for node in found if not self._seat.is_gone(node)}
 
     def others(self, bucket: Bucket, prefix: str) -> list[Callable[[str], Awaitable[Found]]]:
         """Ask each other node that may have what no backend has under a prefix. `Unavailable` for one that does not
         say."""
         if bucket.write == "through" or from_node.get():
             return []
-        agreed = self._agreed()
-        asked = {*agreed.holders, *(node for past in agreed.past for node in (*past.holders, *past.newcomers))}
-        asked -= {self.node_id, *filter(self._seat.is_gone, asked)}
+        asked = self._holders(self._agreed()) - {self.node_id}
         return [functools.partial(self._owed, node, bucket.name, prefix) for node in sorted(asked)]
 
     async def _owed(self, node: str, bucket: str, prefix: str, after: str) -> Found:

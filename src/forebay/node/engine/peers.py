@@ -38,7 +38,8 @@ from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.access import Grant, Identity
 from forebay.core.errors import ForebayError, Invalid
-from forebay.core.types import CLAIM_QUERY, OWED_QUERY, Bucket
+from forebay.core.messages.calls import Uploads, UploadsCall
+from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket
 from forebay.core.versions import whose_versions
 from forebay.node.engine.buckets import Served
 from forebay.node.engine.read.owed_keys import Found
@@ -130,14 +131,23 @@ class Peers:
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
         return answer.status == 204
 
+    async def uploads(self, home: Home, call: UploadsCall) -> Uploads:
+        """A page of the open uploads that a node has."""
+        query = [(UPLOADS_QUERY, ""), ("prefix", call.prefix), ("max-uploads", str(call.limit))]
+        query += [("key-marker", call.after_key), ("upload-id-marker", call.after_id)]
+        return msgspec.json.decode(await self._told(home, call.bucket, query), type=Uploads)
+
     async def owed(self, home: Home, bucket: str, prefix: str, after: str) -> Found:
         """The next keys under a prefix of which a node has what no backend has."""
-        wire = self._wire(home, bucket)
         query = [(OWED_QUERY, ""), ("prefix", prefix), ("start-after", after)]
+        return msgspec.json.decode(await self._told(home, bucket, query), type=Found)
+
+    async def _told(self, home: Home, bucket: str, query: list[tuple[str, str]]) -> bytes:
+        wire = self._wire(home, bucket)
         answer = await wire.run(lambda: wire.ask(query))
         if answer.status != 200:
             raise errors.from_status(answer.status, answer.body.decode(errors="replace"), home.address, answer.headers)
-        return msgspec.json.decode(answer.body, type=Found)
+        return answer.body
 
     def _wire(self, home: Home, bucket: str) -> Wire:
         self._go_by(home.epoch)

@@ -253,11 +253,15 @@ class UploadBook:
         return await self._whole(self._abort(self.find(call.bucket, call.key, call.upload_id)))
 
     async def uploads(self, call: UploadsCall) -> Uploads:
-        """A page of a bucket's open uploads."""
-        await self._buckets.get(call.bucket)
+        """A page of a bucket's open uploads, of all nodes of the cluster."""
+        served, homes = await self._buckets.get(call.bucket), self._buckets.homes
         limit = max(0, min(call.limit, limits.LIST_KEYS_MAX))
         page, more = rules.page_of(self._names.get(call.bucket, []), call.prefix, call.after_key, call.after_id, limit)
-        return Uploads([self._open[upload_id].kept.state for _, upload_id in page], more)
+        pages = [Uploads([self._open[upload_id].kept.state for _, upload_id in page], more)]
+        if homes is not None:
+            pages += await homes.uploads(served.bucket, msgspec.structs.replace(call, limit=limit))
+        found = sorted((each for page in pages for each in page.uploads), key=lambda each: (each.key, each.upload_id))
+        return Uploads(found[:limit], len(found) > limit or any(page.more for page in pages))
 
     async def abort_bucket(self, bucket: str) -> int:
         """Abort every open upload of a bucket that goes, and forget those that are done; return how many were open."""
@@ -309,7 +313,7 @@ class UploadBook:
             )
         self._store.free_to_write(call.bucket, call.key, 0)
         created_s, homes = self._clock.wall_s(), self._buckets.homes
-        node = "" if homes is None or bucket.write == "through" else homes.node_id  # any node is asked for it
+        node = "" if homes is None else homes.node_id  # any node is asked for it
         synced = bucket.durability == "disk" and bucket.write != "through"
         kept = UploadRecord(
             bucket=call.bucket,
@@ -482,7 +486,10 @@ class UploadBook:
     # --- completing --------------------------------------------------------------------------------------------------
     async def _complete(self, call: UploadCompleteCall) -> UploadCompleted:
         if (there := await self._elsewhere(call.bucket, call.upload_id)) is not None:
-            return await uploads_elsewhere.complete(there, call)
+            try:
+                return await uploads_elsewhere.complete(there, call)
+            finally:
+                await self._completed_elsewhere(call)
         from_node.set(False)  # as in `_take`
         if call.upload_id not in self._done:
             upload = self.find(call.bucket, call.key, call.upload_id)
@@ -495,6 +502,10 @@ class UploadBook:
         if not rules.same_request(call.parts, kept.done.etag):
             raise rules.no_such_upload(call.upload_id)
         return kept.done.answer
+
+    async def _completed_elsewhere(self, call: UploadCompleteCall) -> None:
+        if self._buckets.homes is not None:
+            self._buckets.homes.completed_elsewhere((await self._buckets.get(call.bucket)).bucket, call.key)
 
     async def _finish(self, served: Served, upload: Upload, call: UploadCompleteCall) -> UploadCompleted:
         """Make the object. The upload is closed meanwhile, and ended afterwards."""

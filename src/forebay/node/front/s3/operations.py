@@ -32,9 +32,9 @@ import msgspec
 
 from forebay.core.access import ANONYMOUS, Identity
 from forebay.core.errors import ForebayError, Invalid, NotSupported
-from forebay.core.messages.calls import BucketNamed, ListCall, Nothing, ObjectNamed, StatCall
+from forebay.core.messages.calls import BucketNamed, ListCall, Nothing, ObjectNamed, StatCall, UploadsCall
 from forebay.core.s3rules.names import Addressing
-from forebay.core.types import CLAIM_QUERY, OWED_QUERY, Bucket, RangeSpec, check_key
+from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket, RangeSpec, check_key
 from forebay.node.front.http.auth import PEER_NAME, Auth
 from forebay.node.front.http.bodies import Incoming
 from forebay.node.front.http.requests import (
@@ -61,7 +61,7 @@ from forebay.node.front.s3.unserved import (
     version_asked,
     versioned,
 )
-from forebay.node.front.s3.uploads import UploadsApi
+from forebay.node.front.s3.uploads import UploadsApi, parse_uploads
 from forebay.node.front.s3.write import Objects
 from forebay.node.front.s3.xml import CONTENT_TYPE, document
 from forebay.node.outcomes import Call, from_node
@@ -323,7 +323,16 @@ class S3:
         if OWED_QUERY in query and from_node.get():
             self._auth.require_read(self._auth.signed(request, bucket), bucket, query.get("prefix", ""))
             call = ListCall(name, query.get("prefix", ""), "", query.get("start-after", ""))
-            exchange.spawn(self._owed(exchange, call))
+            exchange.spawn(self._tell_node(exchange, "owed", call))
+            return
+        if UPLOADS_QUERY in query and from_node.get():
+            self._auth.require_read(self._auth.signed(request, bucket), bucket, query.get("prefix", ""))
+            asked = parse_uploads(query)
+            exchange.spawn(
+                self._tell_node(
+                    exchange, "uploads", UploadsCall(name, asked.prefix, asked.key_marker, asked.id_marker, asked.limit)
+                )
+            )
             return
         about_it = request.method == b"HEAD" or not _OF_ANY_READER.isdisjoint(query)
         identity = self._auth.reader(request, bucket, None if about_it else query.get("prefix", ""))
@@ -344,9 +353,9 @@ class S3:
         else:
             exchange.spawn(self._list_objects(exchange, name, listing.parse_list(query)))
 
-    async def _owed(self, exchange: Exchange, call: ListCall) -> None:
-        """Another node lists: what this one has that no backend has."""
-        found = await self._call("owed", call)
+    async def _tell_node(self, exchange: Exchange, verb: str, call: ListCall | UploadsCall) -> None:
+        """Another node lists what this one has."""
+        found = await self._call(verb, call)
         head = b"Content-Type: application/json\r\n"
         exchange.respond(200, self._lines(exchange.request) + head, msgspec.json.encode(found))
 

@@ -1,0 +1,75 @@
+"""Verbs that are the cluster's: flush, evict and jobs at any node are of all of them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import servers
+from tests.cli.conftest import Program
+from tests.node.conftest import NodeProcess, node, pattern
+from tests.node.test_cluster import flags, until_all_are, url
+from tests.patience import until
+
+__all__ = ["node"]
+pytestmark = pytest.mark.real
+Make = Callable[..., NodeProcess]
+
+
+def test_what_is_dirty_or_cached_on_any_node_is_flushed_and_evicted_by_one_command(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    at = url(etcd.addresses, uuid.uuid4().hex)
+    nodes = [node(*flags(tmp_path, at)) for _ in range(3)]
+    until_all_are("active", *nodes)
+    for one in nodes:
+        backing = {"name": "back", "url": f"file://{tmp_path / 'bucket'}", "write": "back", "dirty_age_max_s": 86400.0}
+        one.json("PUT", "buckets/back", backing)
+    program = Program(nodes[1].endpoint, tmp_path / "cli")
+    keys = [f"key-{number}" for number in range(24)]
+    for number, key in enumerate(keys):
+        asked = nodes[number % 3]
+        until(lambda asked=asked, key=key: asked.ask("PUT", f"/back/{key}", body=pattern(20_000, 1))[0] == 200)
+    listed = json.loads(program("flush", "back", "--json").stdout)
+    assert [state["state"] for state in listed] == ["done"] * 3
+    assert sorted(path.name for path in (tmp_path / "bucket").iterdir()) == sorted(keys)
+    assert [one.json("GET", "status")["buckets"][0]["dirty_objects"] for one in nodes] == [0, 0, 0]
+    assert program("flush").stdout == "nothing is dirty: the backends have all that was written\n"
+
+    def cached() -> list[int]:
+        return [one.json("GET", "status")["buckets"][0]["cached_bytes"] for one in nodes]
+
+    assert all(cached()), "each node has its own"
+    said = program("evict", "back/").stdout.splitlines()
+    assert [line.partition(" at ")[0] for line in said] == [f"node {each}" for each in _ids(nodes)]
+    until(lambda: not any(cached()))
+
+    jobs = json.loads(program("job", "ls", "--json").stdout)
+    evicted = [state["job"] for state in jobs if state["verb"] == "evict"]
+    assert len(evicted) == 3
+    table = program("job", "ls").stdout
+    assert all(one.endpoint in table for one in nodes)
+    for name in evicted:
+        assert program("job", "show", name).stdout.startswith("evicted s3://back/")
+    assert "evicted" in program("job", "watch", evicted[0]).stdout
+    program("job", "show", "nothing", code=3)
+
+    # one that is away is told of, and hinders no other
+    for number, key in enumerate(keys):
+        assert nodes[number % 3].get("back", key) == pattern(20_000, 1)
+    nodes[2].stop()
+    result = program("evict", "back/", code=9)
+    assert f"at {nodes[2].endpoint}: " in result.stderr
+    assert not any(one.json("GET", "status")["buckets"][0]["cached_bytes"] for one in nodes[:2])
+    program("evict", "--here", "back/")
+
+
+def _ids(nodes: list[NodeProcess]) -> list[str]:
+    """First the one that is asked."""
+    ids = [one.json("GET", "status")["node_id"] for one in nodes]
+    return [ids[1], *sorted(each for each in ids if each != ids[1])]
