@@ -216,13 +216,29 @@ def test_what_is_needed_sooner_is_never_evicted_to_fetch_ahead():
     machine, now = told.machine, told.hints.passed
     due = {n: told.hints.due(unit_of(n, 0)) for n in range(3) if unit_of(n, 0) in machine}
     last = max(due.values())
-    assert machine.stay("b", MIB) == (last, True)
+    assert machine.stay("b", MIB) == (last, True, last)
     assert now < min(due.values()) < last
     assert not machine.pin(unit_of(9, 9))
     for n in due:
         machine.pin(unit_of(n, 0))
-    assert machine.stay("b", MIB) == (now, True), "what is pinned never leaves"
+    assert machine.stay("b", MIB) == (now, True, now), "what is pinned never leaves"
     machine.check()
+
+
+def test_what_comes_stays_no_longer_than_all_that_leaves_for_it():
+    """Else a large block replaces what is needed sooner, leaves before it is read enough, and is fetched again."""
+    small = [(unit_of(n, 0), MIB // 4) for n in range(4)]
+    large = (unit_of(9, 0), 4 * MIB)
+    told = Told(5 * MIB, [*small, large, small[0], large, *small[1:]])
+    for unit, size in (*small, large):
+        told.access(unit, size)
+    machine, hints, now = told.machine, told.hints, told.hints.passed
+    assert len(machine) == 5
+    last = max(hints.due(unit) for unit, _ in small)
+    assert now <= hints.due(small[0][0]) < hints.due(large[0]) < last
+    assert machine.stay("b", MIB // 8) == (last, True, last), "one of the small is enough"
+    assert machine.stay("b", 4 * MIB) == (hints.due(large[0]), True, last), "the small ones are not enough"
+    assert machine.stay("b", 6 * MIB) == (now, True, last), "there is no room for so much, whatever leaves"
 
 
 # --- what is wanted next ---------------------------------------------------------------------------------------------
@@ -423,6 +439,15 @@ def test_any_order_of_events_keeps_the_books(seed):
 
 
 # --- whether a block pays ---------------------------------------------------------------------------------------------
+def test_a_block_that_is_read_now_and_then_pays_only_if_it_outlasts_all_that_leaves():
+    hints = Hints()
+    data = Dataset(0, [8 * limits.BLOCK_BYTES])
+    hints.begin("job", data, 0, 0.0)
+    hints.extend("job", 0, triples([(0, n % 8, n % 8 + 1) for n in range(1600)]), 0.0, limits.BLOCK_BYTES // 100)
+    assert not hints.pays(data, [0], Stay(8 * 90.0, True, 1600.0)), "an eighth of the reads are of it"
+    assert hints.pays(data, [0], Stay(8 * 91.0, True, 1600.0))
+
+
 def test_a_block_pays_if_nine_tenths_of_it_are_read_before_it_leaves():
     hints = Hints()
     data = Dataset(0, [4 * limits.BLOCK_BYTES])
@@ -434,6 +459,10 @@ def test_a_block_pays_if_nine_tenths_of_it_are_read_before_it_leaves():
     assert not hints.pays(data, [0, 1], Stay(4 * 90.0, True))
     assert not hints.pays(data, [0], Stay(4 * 90.0, False)), "it may be needed again before that"
     assert hints.pays(data, [0], Stay(400.0, False)), "nobody told that far"
+    assert hints.pays(data, [0], Stay(0.0, True, 400.0)), (
+        "a quarter of all reads are of it, until what leaves first is due"
+    )
+    assert not hints.pays(data, [0], Stay(0.0, True, 4 * 90.0))
     hints.at("job", 100, 0.0)
     assert not hints.pays(data, [0], Stay(inf, True)), "three quarters of its reads are left"
     hints.extend("job", 400, triples([(0, 0, 1)]), 0.0)

@@ -23,6 +23,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 PACE_USES = 64  # the pace is measured over this many uses
+LOOKED_AT = 64  # units that would leave for one that comes: more are of one kind, and due much alike
 EARLIER = 0.98  # an entry is put back when its unit is due in less than this share of the time it says
 
 
@@ -47,10 +48,12 @@ class Latest(NamedTuple):
 
 class Stay(NamedTuple):
     """Something that came now would stay `until` it is due later than that, counted in uses passed (inf: there is
-    room). `hinted`: what would leave for it is a unit that a job may need."""
+    room). `hinted`: what would leave for it are units that a job may need. `first`: when the first of these is due; the
+    last is at `until`."""
 
     until: float
     hinted: bool
+    first: float = 0.0
 
 
 class Foreseen:
@@ -92,6 +95,21 @@ class Foreseen:
                 if found is not None and (best is None or found.due > best.due):
                     best = found
         return best
+
+    def last_for(
+        self, size_bytes: int, size_of: Callable[[int], int], of: Callable[[int], bool], in_use: Callable[[int], bool]
+    ) -> Latest | None:
+        """Of the units that would leave for `size_bytes`, the latest first, the one needed soonest. None if all of them
+        have less; it looks at LOOKED_AT of them."""
+        leaving: set[int] = set()
+        while True:
+            found = self.latest(of, lambda unit: unit in leaving or in_use(unit))
+            if found is None:
+                return None
+            leaving.add(found.unit)
+            size_bytes -= size_of(found.unit)
+            if size_bytes <= 0 or len(leaving) == LOOKED_AT:
+                return found
 
     def _top(self, heap: list[tuple[float, int]], bucket_id: int, in_use: Callable[[int], bool]) -> Latest | None:
         aside: list[tuple[float, int]] = []

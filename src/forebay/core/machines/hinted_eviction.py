@@ -12,7 +12,8 @@ holds them. When room is needed,
 With hints alone this is Belady's choice, newcomers included: a unit that is needed later than all units here lands, is
 read, and leaves first. Without hints every decision is the policy's.
 
-`stay` says how long something would stay that came now. It is worth its bytes if enough of them are needed before that
+`stay` says how long something would stay that came now: until it is due later than the last of those that leave for it,
+of which there are several if they are smaller. It is worth its bytes if enough of them are needed before that
 (`Hints.pays`); what is not is read from the backend range by range, and nothing leaves for it.
 
 Invariants. (1) A hinted unit never leaves while another hinted unit that may leave is due later. (2) A unit is hinted
@@ -107,18 +108,22 @@ class HintedEviction(Eviction):
     def stay(self, bucket: str, size_bytes: int) -> Stay:
         """How long `size_bytes` of a bucket would stay if they came now."""
         pool = self._pool_of[self._bucket_ids[bucket]] if bucket in self._bucket_ids else self._open
-        fits = pool is self._open or pool.used_bytes + size_bytes <= int(pool.limit_bytes * LOW_MARK)
-        if fits and self.used_bytes + size_bytes <= int(self.capacity_bytes * LOW_MARK):
-            return Stay(inf, False)
-        among = None if fits else pool  # a bucket above its quota gives up its own
+        over_bytes = self.used_bytes + size_bytes - int(self.capacity_bytes * LOW_MARK)
+        own_bytes = 0 if pool is self._open else pool.used_bytes + size_bytes - int(pool.limit_bytes * LOW_MARK)
+        if max(over_bytes, own_bytes) <= 0:
+            return Stay(inf, False, inf)
+        among = pool if own_bytes > 0 else None  # a bucket above its quota gives up its own
         self._busy = None
+        leaving_bytes = min(size_bytes, max(over_bytes, own_bytes))  # more may leave at once, but not for this
+        last = self._foreseen.last_for(leaving_bytes, self._size_of, self._of(among), self._in_use)
         latest = self._latest(among)
-        until = self._foreseen.view.passed if latest is None else latest.due
+        passed = self._foreseen.view.passed
+        until, first = passed if last is None else last.due, passed if latest is None else latest.due
         slot = self._weakest(among) if self.used_bytes - self._fixed_bytes >= size_bytes else -1
         if slot < 0:
-            return Stay(until, True)
+            return Stay(until, True, first)
         idle_until = self._foreseen.due_in(self._idle(slot), self._tick_guess)
-        return Stay(idle_until, False) if idle_until > until else Stay(until, True)
+        return Stay(idle_until, False, idle_until) if idle_until > until else Stay(until, True, first)
 
     def victims(
         self, excess_bytes: int, busy: Callable[[int], bool] | None = None, *, units_max: int = sys.maxsize
@@ -143,8 +148,15 @@ class HintedEviction(Eviction):
         return self._slots[latest.unit]
 
     def _latest(self, pool: Pool | None) -> Latest | None:
+        return self._foreseen.latest(self._of(pool), self._in_use)
+
+    def _of(self, pool: Pool | None) -> Callable[[int], bool]:
+        """Whether a bucket, by its id, is one of the pool; None: of any."""
         pools = self._pool_of
-        return self._foreseen.latest(lambda bucket_id: pool is None or pools[bucket_id] is pool, self._in_use)
+        return lambda bucket_id: pool is None or pools[bucket_id] is pool
+
+    def _size_of(self, unit: int) -> int:
+        return self._sizes[self._slots[unit]]
 
     def _idle(self, slot: int) -> float:
         """The least time, in ticks, that a unit is expected to stay unused. A newcomer must first show that it comes

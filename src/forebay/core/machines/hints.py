@@ -18,7 +18,8 @@ it returned and that are still unused fill a window.
 
 A sample may be much smaller than its block. So jobs tell how many bytes of a block a use reads (`use_bytes`), and
 `pays` says whether enough of a block is read before it leaves again. If not, whoever fetched the whole of it would
-fetch more than the reads themselves, each time.
+fetch more than the reads themselves, each time. A block may need the room of several that are smaller. So it pays if it
+outlasts the last of these; or, in a window of few blocks, if it is read so densely that what leaves meanwhile is less.
 
 A job ends with `close`, or HINT_TTL_S after its last call.
 
@@ -53,6 +54,7 @@ SHARE_WEIGHT = 0.3  # of the newest report in a job's share
 SHARE_MIN = 0.001
 PAYING_USES = 4096  # of a block: so many small requests cost more than the block, whatever they read
 OVERFETCH_MAX = 1.1  # times what is read of a block, if it is to be fetched whole: headers of members lie between
+DENSE = 4  # of a job's reads in a window of a few blocks, at least one in so many is of each
 RUN_BLOCKS_MAX = 4  # blocks of one object that are fetched ahead in one request
 SCAN_USES_MAX = 8192  # uses scanned in one call of `wanted`
 TRIM_USES_MIN = 65_536  # passed uses are dropped when there are this many
@@ -408,16 +410,26 @@ class Hints:
 
     def pays(self, dataset: Dataset, blocks: Iterable[int], stay: Stay) -> bool:
         """Whether to fetch these blocks whole (by number, none of them here), if they `stay` so long: jobs read at
-        least 1/OVERFETCH_MAX of their bytes before they leave, or one of them PAYING_USES times. Also if what leaves
-        for them is nobody's who told, and was idle for longer than anybody told."""
+        least 1/OVERFETCH_MAX of their bytes before they leave, or one of them PAYING_USES times. Also if that is a
+        good part (1/DENSE) of all they read until then, whatever else leaves. Also if what leaves for them is nobody's
+        who told, and was idle for longer than anybody told."""
         if not stay.hinted and all(stay.until >= self._time_of(job, job.last_use) for job in dataset.jobs):
             return True
         sizes = {block: dataset.size_of_number(block) for block in blocks}
+        if self._read_before(dataset, sizes, stay.until):
+            return True
+        uses = [
+            size_bytes / (job.use_bytes(job.use) or size_bytes) for job in dataset.jobs for size_bytes in sizes.values()
+        ]
+        return self._read_before(dataset, sizes, min(stay.first, self.passed + DENSE * sum(uses)))
+
+    def _read_before(self, dataset: Dataset, sizes: dict[int, int], until: float) -> bool:
+        """Whether jobs read enough of blocks of these sizes before that."""
         left_bytes = sum(sizes.values()) / OVERFETCH_MAX
         for job in dataset.jobs:
             for block, size_bytes in sizes.items():
                 use, uses = job.head[block], 0
-                while use != NONE and self._time_of(job, use) < stay.until:
+                while use != NONE and self._time_of(job, use) < until:
                     left_bytes -= min(size_bytes, job.use_bytes(use) or size_bytes)
                     uses += 1
                     if left_bytes <= 0 or uses >= PAYING_USES:

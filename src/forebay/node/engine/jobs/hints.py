@@ -314,7 +314,7 @@ class Hinting:
                 key = plan.source.listing.key(wanted.object)
                 size_bytes = wanted.size_bytes + max(plan.flying_bytes, self._cold.landing_bytes)
                 stay = self._room.stay(plan.source.listing.bucket, key, size_bytes)
-                if stay.until <= wanted.due or not self.hints.pays(plan.source.dataset, wanted.blocks, stay):
+                if stay.first <= wanted.due or not self.hints.pays(plan.source.dataset, wanted.blocks, stay):
                     break
                 self.hints.fetching(job, wanted)
                 self._take_off(plan, key, wanted)

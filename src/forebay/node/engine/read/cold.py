@@ -508,8 +508,8 @@ class ColdReads:
     @property
     def landing_bytes(self) -> int:
         """Bytes on their way to a disk, about."""
-        blocks = sum(flight.blocks_on_the_way for flight in self.all_flights if not flight.private)
-        return (blocks + len(self.openings.under_way)) * _BLOCK
+        flying_bytes = sum(flight.bytes_on_the_way for flight in self.all_flights if not flight.private)
+        return flying_bytes + len(self.openings.under_way) * _BLOCK
 
     @property
     def pass_bytes(self) -> int:

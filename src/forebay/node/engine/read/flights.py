@@ -227,8 +227,9 @@ class Flight:
         return any(self.machine.is_absent(unit) for unit in self._in_units([block]))
 
     @property
-    def blocks_on_the_way(self) -> int:
-        return len(self.machine.owner)
+    def bytes_on_the_way(self) -> int:
+        block_bytes, size_bytes = limits.BLOCK_BYTES // self._units, self.info.size_bytes
+        return sum(min(block_bytes, size_bytes - block * block_bytes) for block in self.machine.owner)
 
     def lost(self, blocks: list[int]) -> None:
         """Somebody else evicted these blocks or found them bad."""
