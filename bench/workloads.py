@@ -14,7 +14,7 @@ the other, and gives one ratio.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MB = 1_000_000
@@ -190,6 +190,11 @@ def _loader(objects: Objects, link: Link, *, decode: bool = False) -> Row:
         peer="best peer",
         decode=decode,
     )
+
+
+def _checkpoint(name: str, what: str, **more: Any) -> Row:
+    function = f"bench.rows.checkpoint:{name}"
+    return Row(f"checkpoint-{name}", "checkpoint", what, function, (STATE,), (STATE_QUICK,), **more)
 
 
 def _small_cache(size_bytes: int) -> Row:
@@ -633,13 +638,9 @@ ROWS: tuple[Row, ...] = (
         epochs=1,
         peer="best peer",
     ),
-    Row(
-        "checkpoint-save",
-        "checkpoint",
+    _checkpoint(
+        "save",
         "a state of 1 GB is saved: stall, when it counts, memory",
-        "bench.rows.checkpoint:save",
-        (STATE,),
-        (STATE_QUICK,),
         goals={
             "stall / copy": at_most(1.1),
             "stall / peer": at_most(0.5),
@@ -648,37 +649,33 @@ ROWS: tuple[Row, ...] = (
         },
         peer="best peer",
     ),
-    Row(
-        "checkpoint-drain",
-        "checkpoint",
+    _checkpoint(
+        "drain",
         "five steps of training in one thread while a save of 1 GB drains",
-        "bench.rows.checkpoint:drain",
-        (STATE,),
-        (STATE_QUICK,),
-        Link(200 * MB, 0.0),
+        link=LAN,
         goals={"steps / before": at_most(1.05)},
         peer="direct",
     ),
-    Row(
-        "checkpoint-restore",
-        "checkpoint",
+    _checkpoint(
+        "restore",
         "a state of 1 GB is restored from a node that has it",
-        "bench.rows.checkpoint:restore",
-        (STATE,),
-        (STATE_QUICK,),
         goals={"reads / restore": at_least(0.8), "dcp.load / restore": REPORTED},
         peer="direct",
     ),
-    Row(
-        "checkpoint-cold",
-        "checkpoint",
+    _checkpoint(
+        "cold",
         "a state of 1 GB is restored by a node that has nothing of it",
-        "bench.rows.checkpoint:restore_cold",
-        (STATE,),
-        (STATE_QUICK,),
-        LAN,
+        link=LAN,
         goals={"reads / restore": at_least(0.9)},
         peer="direct",
+    ),
+    _checkpoint(
+        "watchdog",
+        "training goes on while a bucket takes two minutes for a save of 1 GB",
+        link=Link(8 * MB),
+        goals={"stands still / watchdog": at_most(1.0)},
+        rounds=1,
+        peer="limit",
     ),
     Row(
         "checkpoint-shape",

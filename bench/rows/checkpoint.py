@@ -43,6 +43,7 @@ TENSORS = 20
 STEPS = 5
 STEP_S = 0.1  # about; a step is so many multiplications
 READERS = 8  # connections of the plain reads from the bucket
+WATCHDOG_S = 60.0  # of the training: a tenth of NCCL's
 CAP_SHARE = 4  # the cap of the waves is this part of the state
 LOOK_S = 0.002  # between looks at the memory
 
@@ -296,7 +297,37 @@ def restore(lab: Lab, row: Row) -> Result:
     )
 
 
-def restore_cold(lab: Lab, row: Row) -> Result:
+def watchdog(lab: Lab, row: Row) -> Result:
+    """The longest that training stands still while a save goes to a bucket that takes longer than its watchdog."""
+    size_bytes = _size(lab, row)
+    state = _state(size_bytes)
+    gaps: list[float] = []
+    bucket_s: list[float] = []
+    with lab.remote(row.link) as remote, lab.node(core=None) as node, _saver(node, "runs/bench") as checkpoints:
+        node.add_bucket("runs", lab, remote.endpoint, write="back")
+        step = Step(_module("torch"))
+        began_s = last_s = time.perf_counter()
+        handle = checkpoints.save(1, state)
+        with ThreadPoolExecutor(1) as waiting:
+            in_bucket = waiting.submit(handle.durable, "bucket")
+            while not in_bucket.done():
+                step()
+                now_s = time.perf_counter()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+            in_bucket.result()
+        bucket_s.append(time.perf_counter() - began_s)
+        counted_s = (handle.ended_s or 0.0) - handle.staged_s + handle.stall_s
+    if not lab.quick and bucket_s[0] < WATCHDOG_S:
+        raise load.LoadFailed(f"the bucket had it after {bucket_s[0]:.0f} s, before the watchdog would have looked")
+    longest = compared(
+        "stands still / watchdog", "s", row.goals["stands still / watchdog"], [max(gaps)], [WATCHDOG_S], "the watchdog"
+    )
+    said = f"{len(gaps)} steps; the node had it after {counted_s:.1f} s, the bucket after {bucket_s[0]:.0f} s"
+    return Result(row, (longest,), notes=(said,))
+
+
+def cold(lab: Lab, row: Row) -> Result:
     """A restore by a node that has nothing of it, beside reads of the same objects from the bucket."""
     size_bytes = _size(lab, row)
     state = _state(size_bytes)

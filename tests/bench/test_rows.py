@@ -122,6 +122,7 @@ def test_a_lab_leaves_nothing_behind():
         "fill-delete-fill",
         "checkpoint-restore",
         "checkpoint-cold",
+        "checkpoint-watchdog",
     ],
 )
 def test_a_row_runs_from_end_to_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
