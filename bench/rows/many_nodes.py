@@ -309,7 +309,7 @@ def cold(lab: Lab, row: Row) -> Result:
         ),
         notes=(
             "counted at the bucket's link, the heads of every answer included",
-            f"of {many.count} objects {len(own)} became the newcomer's own: a home asks nobody but the bucket",
+            f"of {many.count} objects {len(own)} became the newcomer's own: it asks whose they were",
         ),
     )
 

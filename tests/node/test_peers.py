@@ -84,10 +84,12 @@ def test_what_all_nodes_read_at_once_costs_the_backend_its_bytes_once(
 
     # a request of a node that goes by another map is refused, and nobody's cold read depends on it
     first = nodes[0]
+    its = next(f"its-{number}" for number in range(1000) if home_of(first, f"its-{number}") == ids[0])
+    (tmp_path / "bucket" / its).write_bytes(bodies["small"])
 
     def asked_as(node_id: str, later: int = 0) -> int:
         epoch = first.json("GET", "status")["cluster"]["epoch"]
-        return first.ask("GET", "/corpus/small", {"x-forebay-peer": f"{node_id} {epoch + later}"})[0]
+        return first.ask("GET", f"/corpus/{its}", {"x-forebay-peer": f"{node_id} {epoch + later}"})[0]
 
     assert asked_as(ids[0], 1000) == asked_as(ids[1]) == 503
     until(lambda: asked_as(ids[0]) == 200)
@@ -232,3 +234,59 @@ def test_nodes_that_speak_tls_trust_whom_the_operator_names(
         trusting, other = (client.metrics().values.get(name, 0.0) for client in clients)
         assert trusting > 0
         assert other == 0, "it was not told to trust the first's certificate"
+
+
+def test_what_moves_on_a_join_and_a_drain_comes_from_the_nodes_that_have_it(
+    node: Make, etcd: servers.EtcdCluster, tmp_path: Path
+) -> None:
+    """The backend is asked what is there, and sends no bytes of what any node has."""
+    (tmp_path / "bucket").mkdir()
+    bodies = {f"key-{number}": pattern(40_000 + 600_000 * (number % 4), number) for number in range(24)}
+    for key, body in bodies.items():
+        (tmp_path / "bucket" / key).write_bytes(body)
+    at = url(etcd.addresses, uuid.uuid4().hex)
+
+    def started() -> NodeProcess:
+        one = node(*flags(tmp_path, at))
+        one.add_bucket("corpus", f"file://{tmp_path / 'bucket'}")
+        return one
+
+    nodes = [started()]
+    until_all_are("active", *nodes)
+    read(nodes, bodies)
+    for _ in range(2):
+        nodes.append(started())
+        (*_, newest) = until_all_are("active", *nodes)
+        own = [key for key in bodies if home_of(nodes[0], key) == newest]
+        assert own
+        for _ in range(TURNS_MAX):  # a peer that gets no processor for seconds is passed over: then it is no such turn
+            before = spent(nodes)
+            read(nodes[-1:], bodies)
+            backend, peers = (now - then for now, then in zip(spent(nodes), before, strict=True))
+            if (backend, peers) == (0, sum(map(len, bodies.values()))):
+                break
+            job = nodes[-1].json("POST", "evict", {"bucket": "corpus"})["job"]
+            until(lambda job=job, one=nodes[-1]: one.json("GET", f"jobs/{job}")["state"] != "running")
+        else:
+            pytest.fail(f"by the backend and by peers: {backend, peers}")
+
+    # what only a drained node has, whose process still runs
+    ids = until_all_are("active", *nodes)
+    alone = {f"late-{number}": pattern(300_000, number) for number in range(12)}
+    for key, body in alone.items():
+        (tmp_path / "bucket" / key).write_bytes(body)
+    owned = {key: body for key, body in alone.items() if home_of(nodes[0], key) == ids[0]}
+    read(nodes[:1], owned)
+    nodes[1].json("POST", "cluster/wish", {"node": ids[0], "wish": "draining"})
+    until_all_are("gone", *nodes[1:], count=1)
+    until(lambda: home_of(nodes[1], next(iter(owned))) != ids[0])
+    before = nodes[0].metric("forebay_read_bytes_total")
+    read(nodes[1:2], owned)
+    assert nodes[0].metric("forebay_read_bytes_total") > before, "it gave what it has"
+
+    # once it is stopped, and where nobody has them, the backend is asked
+    nodes[0].stop()
+    fresh = {f"fresh-{number}": pattern(5_000, number) for number in range(8)}
+    for key, body in fresh.items():
+        (tmp_path / "bucket" / key).write_bytes(body)
+    read(nodes[1:], fresh)

@@ -1,16 +1,17 @@
-"""Takes an object's bytes from the nodes that are its homes, before the backend is asked for them.
+"""Takes an object's bytes from the nodes that are its homes, or were, before the backend is asked for them.
 
 Theory. What an object is (version, size, headers) the backend says, as it does to a node alone: nothing changes about
 freshness, and no peer is believed. The bytes of exactly that version are asked of the home, which has them, is fetching
 them, or fetches them for all who ask: many nodes that read one cold object cost the backend its bytes once. The home is
-asked as any S3 client would ask it, with the version's ETag as If-Match.
+asked as any S3 client would ask it, with the version's ETag as If-Match. A home that has not got them asks those whose
+key it was by earlier maps (`node/engine/seat.py`), who give what they have and ask nobody.
 
 A large object lies in stripes (`core/placement.py`), and each stripe's home is asked for what is in it. A range over
 several of them is read from one after another, all of one version.
 
-A peer in trouble is no error. Whatever it answers but the bytes, and if it does not answer within PATIENCE_S, the
-backend is asked; a body that breaks goes on there (`Retrying`, above this layer). This layer counts what it asks the
-backend, since only it knows what is asked there.
+A peer in trouble is no error. Whatever it answers but the bytes, and if all together do not answer within PATIENCE_S,
+the backend is asked; a body that breaks goes on there (`Retrying`, above this layer). This layer counts what it asks
+the backend, since only it knows what is asked there.
 
 Rejected: the home's word about the version (two freshness times would add up); asking the home for small objects
 without a look at the backend (the same); a layer of its own above `Counting` (each would have the seam's twenty
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forebay.backends import errors
 from forebay.backends.seam import Backend, Fetch
@@ -34,28 +35,35 @@ from forebay.core.ranges import end_of_stripe
 from forebay.core.types import ObjectInfo, RangeSpec
 from forebay.ports.clock import Clock
 
-PATIENCE_S = 5.0  # until the home begins to answer: it may have to ask the backend first
+PATIENCE_S = 5.0  # until a peer begins to answer: a home may have to ask the backend first
 INFOS_MAX = 512  # objects that are being read
+
+
+class Peer(NamedTuple):
+    """Another node, as a backend."""
+
+    node: str
+    backend: Backend
 
 
 class Peers(Protocol):
     """The other nodes (`node/engine/peers.py`)."""
 
-    def home_of(self, bucket: str, key: str, stripe: int) -> Backend | None:
-        """The home of a key's stripe, as a backend; None if that is this node, or nobody is to be asked."""
+    def to_ask(self, bucket: str, key: str, stripe: int) -> list[Peer]:
+        """Who is asked for the bytes of a key's stripe, in this order."""
         ...
 
-    def failed(self, bucket: str, key: str, stripe: int, error: BaseException) -> None:
-        """The stripe's home did not answer: it is not asked for a while."""
+    def failed(self, node: str, error: BaseException) -> None:
+        """The node did not answer: it is not asked for a while."""
         ...
 
 
 class PeerFetch:
     """A body from a peer. `info` is what the backend said."""
 
-    def __init__(self, peers: PeersFirst, inner: Fetch, info: ObjectInfo) -> None:
+    def __init__(self, peers: PeersFirst, node: str, inner: Fetch, info: ObjectInfo) -> None:
         self.info, self.start, self.end = info, inner.start, inner.end
-        self._peers, self._inner, self._chunks = peers, inner, inner.__aiter__()
+        self._peers, self._node, self._inner, self._chunks = peers, node, inner, inner.__aiter__()
 
     def __aiter__(self) -> PeerFetch:
         return self
@@ -64,7 +72,7 @@ class PeerFetch:
         try:
             chunk = await self._chunks.__anext__()
         except ForebayError as error:
-            self._peers.failed(self.info.key, self.start // STRIPE_BYTES, error)
+            self._peers.failed(self._node, error)
             raise
         self._peers.counters.peer_bytes += len(chunk)
         return chunk
@@ -111,9 +119,9 @@ class PeersFirst(Counting):
         self._bucket, self._peers = bucket, peers
         self._infos: OrderedDict[str, ObjectInfo] = OrderedDict()
 
-    def failed(self, key: str, stripe: int, error: BaseException) -> None:
-        """Ask the stripe's home no more for a while."""
-        self._peers.failed(self._bucket, key, stripe, error)
+    def failed(self, node: str, error: BaseException) -> None:
+        """Ask the node no more for a while."""
+        self._peers.failed(node, error)
 
     async def fetch(self, key: str, range: RangeSpec | None = None, *, version: str = "") -> Fetch:
         first = range.first or 0 if range is not None else 0  # before its size is known, a suffix is of stripe 0
@@ -125,20 +133,31 @@ class PeersFirst(Counting):
         return fetch if fetch.info.size_bytes <= end else Joined(self, fetch, min(last + 1, fetch.info.size_bytes))
 
     async def _fetch(self, key: str, stripe: int, range: RangeSpec | None, version: str) -> Fetch:
-        peer = self._peers.home_of(self._bucket, key, stripe)
-        info = None if peer is None else await self._info(key, version)
-        if peer is not None and info is not None and info.etag:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    fetch = await peer.fetch(key, range, version=f'"{info.etag}"')
-                if fetch.info.size_bytes == info.size_bytes:
-                    return PeerFetch(self, fetch, info)
-                await fetch.aclose()
-            except (NotFound, Precondition, Invalid):
-                pass  # it has another version or none, or does not know the bucket
-            except (ForebayError, TimeoutError) as error:
-                self.failed(key, stripe, error)
+        peers = self._peers.to_ask(self._bucket, key, stripe)
+        info = await self._info(key, version) if peers else None
+        if info is not None and info.etag:
+            until_s = asyncio.get_running_loop().time() + PATIENCE_S
+            for peer in peers:
+                fetch = await self._fetch_from(peer, info, range, until_s)
+                if fetch is not None:
+                    return fetch
         return await super().fetch(key, range, version=version)
+
+    async def _fetch_from(
+        self, peer: Peer, info: ObjectInfo, range: RangeSpec | None, until_s: float
+    ) -> PeerFetch | None:
+        """The bytes of that version; None if the peer does not give them."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                fetch = await peer.backend.fetch(info.key, range, version=f'"{info.etag}"')
+            if fetch.info.size_bytes == info.size_bytes:
+                return PeerFetch(self, peer.node, fetch, info)
+            await fetch.aclose()
+        except (NotFound, Precondition, Invalid):
+            pass  # it has another version or none, or does not know the bucket
+        except (ForebayError, TimeoutError) as error:
+            self.failed(peer.node, error)
+        return None
 
     async def _info(self, key: str, version: str) -> ObjectInfo | None:
         """What the backend says of the version, asked once for all pieces of it; None if it is another by now."""

@@ -158,6 +158,8 @@ class Engine:
             if self.settings.cluster:
                 self.seat = self._take_seat(remembered)
                 self.peers = self._meet_peers(self.seat)
+                if self.peers is not None:
+                    self.cold.is_of_another = self.peers.is_of_another
                 self.homes = self.buckets.homes = self._know_homes(self.seat)
             await self.buckets.load()
             if self.seat is not None:

@@ -9,6 +9,9 @@ gets. Nodes without identities listen on loopback alone, and ask each other with
 another, or acts by another map, refuses it, and the backend is asked. With the same map the home knows that it is the
 home, and asks the backend.
 
+*Where keys were.* A key's home that has not got the bytes asks its homes by earlier maps, drained nodes whose process
+still runs too. They know by the map that the key is not theirs, give what they have, and ask nobody.
+
 A node that does not answer rests for REST_S. Backends of peers are made anew for each epoch, since the epoch is among
 their headers; bodies under way go on.
 
@@ -17,7 +20,7 @@ to run; nodes that speak TLS are trusted by `peer_ca`, or as the system says); a
 without TLS has it); a challenge (a round trip, and SigV4 has a clock and the path in what is signed).
 
 Invariants. (1) A request between nodes is never passed on. (2) Nothing is asked of a node that is not in the active
-map.
+map, or was in it.
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ from forebay.backends.locate import locate, wire_to
 from forebay.backends.seam import Backend
 from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
+from forebay.backends.wrap.peers import Peer
 from forebay.core.access import Grant, Identity
 from forebay.core.errors import ForebayError, Invalid
+from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
 from forebay.core.types import CLAIM_QUERY, OWED_QUERY, UPLOADS_QUERY, Bucket
 from forebay.core.versions import whose_versions
@@ -50,6 +55,7 @@ from forebay.ports.clock import Clock
 log = logging.getLogger("forebay.peers")
 
 REST_S = 3.0
+GONE_REST_S = 3600.0  # of one that was drained: nobody starts it again
 KEY_CHARACTERS_MIN = 32
 NAME, ACCESS_KEY_ID = "peer-nodes", "FOREBAYPEERNODES"
 
@@ -90,18 +96,28 @@ class Peers:
         self._rests_until_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def home_of(self, bucket: str, key: str, stripe: int) -> Backend | None:
-        """The home of a key's stripe, as a backend; None if that is this node, or nobody is to be asked."""
+    def to_ask(self, bucket: str, key: str, stripe: int) -> list[Peer]:
+        """Who is asked for the bytes of a key's stripe: its home, or at the home whose it was before."""
         home = self._seat.home(bucket, key, stripe)
-        if home is None or home.node == self._node_id or whose_versions(bucket):
-            return None
-        if self._rests_until_s.get(home.node, 0.0) > self._clock.monotonic_s():
-            return None
+        if home is None or whose_versions(bucket):
+            return []
         self._go_by(home.epoch)
-        backend = self._backends.get((bucket, home))
+        places = [home] if home.node != self._node_id else self._seat.former_homes(bucket, key, stripe)
+        now_s = self._clock.monotonic_s()
+        awake = [place for place in places if self._rests_until_s.get(place.node, 0.0) <= now_s]
+        return [Peer(place.node, self._backend(bucket, place)) for place in awake]
+
+    def is_of_another(self, bucket: str, key: str, position: int) -> bool:
+        """Whether this node is not the home, by the active map, of what begins there. A node that asks it all the same
+        asks for what is here."""
+        home = self._seat.home(bucket, key, position // STRIPE_BYTES)
+        return home is None or home.node != self._node_id
+
+    def _backend(self, bucket: str, place: Home) -> Backend:
+        backend = self._backends.get((bucket, place))
         if backend is None:
-            backend = locate(self._place(bucket, home), self._clock, self._node_id, peer=f"{home.node} {home.epoch}")
-            self._backends[bucket, home] = backend
+            backend = locate(self._place(bucket, place), self._clock, self._node_id, peer=f"{place.node} {place.epoch}")
+            self._backends[bucket, place] = backend
         return backend
 
     def in_place(self, served: Served, home: Home) -> Served:
@@ -165,16 +181,13 @@ class Peers:
             self._epoch = epoch
             self._drop()
 
-    def failed(self, bucket: str, key: str, stripe: int, error: BaseException) -> None:
-        """The stripe's home did not answer: it is not asked for a while."""
-        home = self._seat.home(bucket, key, stripe)
-        if home is None:
-            return
+    def failed(self, node: str, error: BaseException) -> None:
+        """The node did not answer: it is not asked for a while."""
         now_s = self._clock.monotonic_s()
-        if self._rests_until_s.get(home.node, 0.0) <= now_s:
+        if self._rests_until_s.get(node, 0.0) <= now_s:
             said = error.message if isinstance(error, ForebayError) else "no answer"
-            log.warning("node %s at %s gave no bytes (%s): the backend is asked", home.node, home.address, said)
-        self._rests_until_s[home.node] = now_s + REST_S
+            log.warning("node %s gave no bytes (%s): the backend is asked", node, said)
+        self._rests_until_s[node] = now_s + (REST_S if self._seat.place_of(node) else GONE_REST_S)
 
     async def aclose(self) -> None:
         """Ask nobody any more."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ AGAIN_S = 1.0  # between attempts to find out which cluster it is
 TOLD_LOOKS = 200
 TOLD_S = 2.0  # how long the change of a bucket waits until the cluster is told
 ASKS_MAX = 5  # of a wish for a node whose entry changes meanwhile
+EARLIER_MAX, EARLIER_S = 4, 3600.0  # maps whose homes are asked for bytes that are not here, and for how long
 MEMORY = "node/cluster"
 
 
@@ -136,6 +137,7 @@ class Seat:
         self._trouble = ""
         self._said = ""  # the last `away` or trouble that was logged
         self._known_as = ""
+        self._earlier: deque[tuple[float, Map]] = deque(maxlen=EARLIER_MAX)  # maps with other owners; until when
         self.away = ""  # why clients should go to another node; "" if they need not
 
     def start(self) -> None:
@@ -174,6 +176,19 @@ class Seat:
         if node is None or node not in machine.alive or node not in machine.nodes:
             return None
         return Home(node, machine.nodes[node].address, known.epoch)
+
+    def former_homes(self, bucket: str, key: str, stripe: int) -> list[Home]:
+        """Where a stripe was at home by earlier maps, the latest first: who may have what the backend has too. Not this
+        node, nor one that is missing."""
+        machine, agreed, now_s, found = self._machine, self.agreed, self._clock.monotonic_s(), dict[str, Home]()
+        for until_s, known in self._earlier:
+            node = known.home(bucket, key, stripe)
+            record = machine.nodes.get(node or "")
+            if node is None or record is None or node == machine.node or until_s <= now_s:
+                continue
+            if agreed is not None and (node in machine.alive or record.wanted == "gone"):  # what is gone may still run
+                found[node] = Home(node, record.address, agreed.epoch)
+        return list(found.values())
 
     @property
     def agreed(self) -> Map | None:
@@ -457,6 +472,8 @@ class Seat:
                     case Write():
                         self._spawn(self._write(effect))
         machine.check()
+        if before is not None and machine.map is not None and before.owners not in ({}, machine.map.owners):
+            self._earlier.appendleft((self._clock.monotonic_s() + EARLIER_S, before))
         was = (0, False) if before is None else (before.epoch, before.active)
         if machine.map is not None and (machine.map.epoch, machine.map.active) != was:
             word = "active" if machine.map.active else "preparing"
