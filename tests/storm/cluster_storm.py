@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
         faults = given.faults.split(",")
         try:
             print(storm(seed, rounds, faults=faults, kinds=kinds, plant=given.plant, takes_over=given.takes_over))
-        except Wrong as wrong:
+        except (Wrong, ServerFailed) as wrong:  # what was found, or why there can be no box
             print(wrong, file=sys.stderr)
             return 1
         done, seed = done + rounds, seed + 1
