@@ -695,6 +695,36 @@ def test_through_a_backend_that_fails_costs_a_part_or_a_complete_and_no_more(pla
     play(story, write="through")
 
 
+def test_through_a_refusal_after_a_lost_answer_is_no_proof(play: Any) -> None:
+    """The upload became the object, whose ETag does not tell so, and the answer was lost. Who asks again gets it."""
+
+    async def story(place: Place) -> None:
+        upload = await place.create()
+        parts = [(1, await place.send(upload, 1, PART)), (2, await place.send(upload, 2, b"end"))]
+        complete = place.backend.complete_upload
+
+        async def lost(*named: Any, **more: Any) -> Any:
+            await complete(*named, **more)
+            raise Unavailable("the answer was lost")
+
+        place.backend.complete_upload = lost
+        with pytest.raises(Unavailable):
+            await place.complete(upload, *parts, if_none_match="*")
+        place.writing.fails = Precondition("it is there", code="PreconditionFailed")
+        ours = await place.backend.head("k")
+        place.backend.place("k", PART + b"END")
+        with pytest.raises(Unavailable, match="is not known"):
+            await place.complete(upload, *parts, if_none_match="*")
+        place.backend.place("k", PART + b"end")
+        done = await place.complete(upload, *parts, if_none_match="*")
+        assert (done.written.size_bytes, done.written.version) == (
+            ours.size_bytes,
+            (await place.backend.head("k")).version,
+        )
+
+    play(story, write="through")
+
+
 def test_a_bucket_takes_no_more_uploads_than_it_may(play: Any) -> None:
     async def story(place: Place) -> None:
         place.book._names["b"] = [("k", str(number)) for number in range(limits.UPLOADS_MAX)]

@@ -144,6 +144,8 @@ def _kind_of(status: int, body: str, what: str) -> ForebayError:
     code_found = _CODE.search(body)
     code = code_found[1] if code_found else ""
     said = f"HTTP {status} {code}: {_quote(body)}"
+    if status == 503 and code == "ServiceUnavailable":  # of a node too, that cannot say whether it was done
+        return Unavailable(f"{what}: the backend could not answer ({said}): try again later")
     if status in (429, 503) or code in _BUSY_CODES:
         return Busy(f"{what}: the backend asks to slow down ({said}): try again later")
     if status == 404:

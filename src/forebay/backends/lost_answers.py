@@ -93,10 +93,26 @@ async def digest_there(backend: Backend, seen: ObjectInfo, digest: Digest) -> st
     return digest.hexdigest()
 
 
-async def completed(backend: Backend, key: str, parts: Sequence[tuple[int, str]]) -> ObjectInfo | None:
-    """The object if it is what these parts (number, token or MD5) make together."""
-    seen = await look(backend, key)
-    return seen if judge(seen, Ours(-1, parts_etag=whole_etag(parts))) is Whose.THIS else None
+class PartsDigest:
+    """The digest of a body that came in parts of these sizes: the ETag that S3 would give it."""
+
+    def __init__(self, sizes_bytes: Sequence[int]) -> None:
+        self._sizes = sizes_bytes
+        self._md5s = [hashlib.md5(usedforsecurity=False) for _ in sizes_bytes]
+        self._part = self._at = 0
+
+    def update(self, data: Any, /) -> None:
+        left = memoryview(data)
+        while left and self._part < len(self._sizes):
+            piece = left[: self._sizes[self._part] - self._at]
+            self._md5s[self._part].update(piece)
+            self._at += len(piece)
+            left = left[len(piece) :]
+            if self._at == self._sizes[self._part]:
+                self._part, self._at = self._part + 1, 0
+
+    def hexdigest(self) -> str:
+        return whole_etag([(number, md5.hexdigest()) for number, md5 in enumerate(self._md5s, 1)])
 
 
 # --- after an answer was lost: the object that was made, or what is raised instead ------------------------------------
@@ -129,6 +145,29 @@ async def complete(
             return seen
         _check_age(seen, error, since_s)
     raise error
+
+
+async def refused_completion(
+    backend: Backend, key: str, parts: Sequence[tuple[int, str, int]], refusal: ForebayError, since_s: float
+) -> ObjectInfo:
+    """After a completion that was refused, where one of the same upload since `since_s` had no answer. Of each part its
+    number, MD5 and size. Where the ETag does not tell whose the object is, its bytes are read."""
+    unheard = Unheard(refusal)
+    seen = await _looked(backend, key, unheard)
+    if seen is not None:
+        etag = whole_etag([(number, md5) for number, md5, _ in parts])
+        if judge(seen, Ours(-1, parts_etag=etag)) is Whose.THIS:
+            return seen
+        _check_age(seen, unheard, since_s)
+        sizes = [size_bytes for _, _, size_bytes in parts]
+        if seen.size_bytes == sum(sizes):
+            try:
+                found = await digest_there(backend, seen, PartsDigest(sizes))
+            except ForebayError:
+                raise unheard from None
+            if found == etag:
+                return seen
+    raise unheard
 
 
 async def copy(backend: Backend, key: str, source_version: str, error: Unheard, since_s: float) -> ObjectInfo:

@@ -25,6 +25,7 @@ from forebay.backends.local.memory import MemoryBackend
 from forebay.backends.seam import Backend, Body, PartSeen, UploadSeen
 from forebay.backends.wrap.counting import BackendCounters, Counting
 from forebay.backends.wrap.faulty import FaultPlan, Faulty
+from forebay.backends.wrap.peers import Peers, PeersFirst
 from forebay.backends.wrap.retrying import Retrying
 from forebay.core import limits
 from forebay.core.errors import ForebayError, Unavailable
@@ -60,7 +61,7 @@ class Service:
         self.mood = {"": "fine"}
         self.told: Callable[[str], None] = lambda what: None
 
-    def open(self, bucket: Bucket, counters: BackendCounters) -> Backend:
+    def open(self, bucket: Bucket, counters: BackendCounters, peers: Peers | None = None) -> Backend:
         """As `backends/stack.py` puts one together."""
         door = self._doors.get(bucket.name)
         if door is None:
@@ -68,7 +69,10 @@ class Service:
             faulty = Faulty(memory, FaultPlan(seed=self._dice.getrandbits(32)), clock=clock.system)
             door = self._doors[bucket.name] = _Moody(faulty, self)
             self.set_mood(self.mood[""])
-        return Retrying(Counting(door, counters, clock.system), clock.system, chance.system, counters)
+        counting = Counting(door, counters, clock.system)
+        if peers is not None and bucket.write == "through":
+            counting = PeersFirst(door, counters, clock.system, bucket.name, peers)
+        return Retrying(counting, clock.system, chance.system, counters)
 
     def set_mood(self, name: str) -> None:
         """Of all buckets, from now on."""

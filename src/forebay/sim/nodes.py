@@ -32,6 +32,7 @@ from typing import Any
 
 import xxhash
 
+from forebay.backends.wrap.peers import Peers
 from forebay.core.errors import ForebayError
 from forebay.core.messages.node_state import ClusterState
 from forebay.core.types import LOCAL_URL, Bucket
@@ -51,7 +52,11 @@ from forebay.sim.pools import SimThreads
 from forebay.sim.story import MEMORY_DIR, SIZES, Found
 from forebay.sim.wire import ANSWER_TIMEOUT_S, Line
 
-BUCKETS = (Bucket("back", "memory://back", write="back"), Bucket("own", LOCAL_URL, write="local"))
+BUCKETS = (
+    Bucket("back", "memory://back", write="back"),
+    Bucket("own", LOCAL_URL, write="local"),
+    Bucket("through", "memory://through", freshness_s=0.0),  # each read asks the bucket: what others cache may be old
+)
 KEYS, CLIENTS, NODES_MAX = 3, 4, 5
 SOURCES = {"source/small": 700, "source/large": 30_000}
 ROUNDS, CALLS = 3, 50  # calls of a round
@@ -258,7 +263,9 @@ class Nodes:
         try:
             node.life = Life(
                 node.settings,
-                self.service.open,
+                lambda bucket, counters: self.service.open(
+                    bucket, counters, node.life.engine.peers if node.life else None
+                ),
                 self.clock,
                 node.threads,
                 self._broke,
@@ -269,6 +276,10 @@ class Nodes:
         finally:
             self.hosts.current = self.beyond
         self.log("world", f"{node.name} begins life {node.lives}")
+
+    @staticmethod
+    def _peers_of(node: Node) -> Peers | None:
+        return None if node.life is None else node.life.engine.peers
 
     async def _start(self, node: Node, life: Life) -> None:
         try:
@@ -353,7 +364,7 @@ class Nodes:
         self._compare_backends()
 
     async def _work(self, client: Client, left: list[int]) -> None:
-        while left[0] > 0 and not self.board.wrong and not self.problems:
+        while left[0] > 0 and not self._is_wrong:
             left[0] -= 1
             await client.call()
             await asyncio.sleep(3.0 * self._timing.random() ** 3)
@@ -394,10 +405,12 @@ class Nodes:
             (self._cut_pair, 3),
             (self._cut_store, 2),
             (self._change_mood, 4),
+            (self._stall, 1),
+            (self._fill, 1),
             (self._drain, 1.5),
             (self._join, 0.7),
         ]
-        while left[0] > 0:
+        while left[0] > 0 and not self._is_wrong:
             await asyncio.sleep(6.0 * self._weather.random() ** 2)
             act = self._weather.choices([each for each, _ in acts], [weight for _, weight in acts])[0]
             await act(self._weather.choice(self.nodes))
@@ -457,6 +470,22 @@ class Nodes:
         self.service.set_mood(mood)
         self.log("misery", f"the bucket service is {mood}")
 
+    async def _stall(self, node: Node) -> None:
+        self.log("misery", f"the disk of {node.name} stalls")
+        node.threads.stall(node.host.volumes[0])
+        await asyncio.sleep(5.0 * self._weather.random() ** 2)
+        self._answer(node)
+
+    def _answer(self, node: Node) -> None:
+        if node.life is not None:
+            self.hosts.current = node.host
+            node.threads.answered(node.host.volumes[0])
+            self.hosts.current = self.beyond
+
+    async def _fill(self, node: Node) -> None:
+        self.log("misery", f"the disk of {node.name} is full")
+        node.host.full.add(node.host.volumes[0])
+
     async def _drain(self, node: Node) -> None:
         word = "active" if node.wanted != "active" else self._weather.choice(["draining", "maintenance"])
         await self._wish(node, word)
@@ -487,6 +516,8 @@ class Nodes:
         for node in self.nodes:
             node.paused_until_s = 0.0
             node.host.changes_left = -1
+            node.host.full.clear()
+            self._answer(node)
             if node.life is not None:
                 node.life.loop.turns_left = -1
         for _ in range(int(HEALED_S / AGAIN_S)):
@@ -544,10 +575,10 @@ class Nodes:
         raise Found(f"when all is quiet, {owed} objects are owed, and {wrong}")
 
     def _compare_backends(self) -> None:
-        memory = self.service.memory["back"]
         for place in [*self.places, *self.sources]:
-            if place[0] != "back":
+            if place[0] == "own":
                 continue
+            memory = self.service.memory[place[0]]
             found = memory._objects.get(place[1])
             labels = {ABSENT} if found is None else set(self.board.labels_of(place, found[1], 0, len(found[1])))
             if not labels & self.judge.content[place]:
@@ -558,6 +589,10 @@ class Nodes:
         if not isinstance(error, Killed) and "never retrieved" not in str(context.get("message")):
             self.problems.append(f"{context.get('message')}: {error!r}")
 
+    @property
+    def _is_wrong(self) -> bool:
+        return bool(self.problems or self.board.wrong)
+
     def _check(self) -> None:
-        if self.problems or self.board.wrong:
+        if self._is_wrong:
             raise Found("\n".join([*self.problems, *self.board.wrong]))

@@ -162,7 +162,7 @@ class Homes:
         home = self._seat.place_of(node)
         if home is None:
             raise Unavailable(
-                f"node {node} has this key, and is not heard of: start it again; if it never will be, give it up with "
+                f"node {node} has this, and is not heard of: start it again; if it never will be, give it up with "
                 f"`forebay drain {node} --give-up`",
                 retry_after_s=1.0,
             )

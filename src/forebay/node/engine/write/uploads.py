@@ -135,6 +135,7 @@ class Upload:
         self.gone = False
         self.passed = False  # the backend's upload became the object
         self.unheard = kept.done is not None  # the backend may have completed it in an attempt without an answer
+        self.tried_s = kept.done.at_s if kept.done is not None else 0.0  # Unix time of the first attempt; 0: none
         self.closing = asyncio.Lock()
         self._arriving = 0
         self._quiet = asyncio.Event()
@@ -519,7 +520,8 @@ class UploadBook:
         checksums = {algorithm: value} if value else {}
         size_bytes = sum(part.size_bytes for part in chosen)
         expected = UploadCompleted(Written(etag, "", size_bytes, now_s), checksums, kind if value else "")
-        noted = msgspec.structs.replace(kept, done=Done(now_s, etag, expected))
+        upload.tried_s = upload.tried_s or now_s
+        noted = msgspec.structs.replace(kept, done=Done(upload.tried_s, etag, expected))
         await self._keep(noted)
         try:
             written = await self._make(served, upload, call, chosen, _stored(kept, value, chosen), etag)
@@ -591,12 +593,11 @@ class UploadBook:
 
     async def _made_unheard(self, served: Served, upload: Upload, chosen: list[Part], refusal: Precondition) -> Written:
         """The conditions failed, perhaps because this upload was completed before and its answer was lost: then return
-        that."""
+        that. `Unheard` if nobody can know."""
         bucket, key = upload.kept.bucket, upload.kept.key
+        parts = [(part.number, part.md5, part.size_bytes) for part in chosen]
         async with self._writes.lock(bucket, key):
-            info = await lost_answers.completed(served.backend, key, [(part.number, part.md5) for part in chosen])
-            if info is None:
-                raise refusal
+            info = await lost_answers.refused_completion(served.backend, key, parts, refusal, upload.tried_s)
             await self._writes.drop(bucket, key)
         upload.passed = True
         return Written(info.etag, info.version, info.size_bytes, info.modified_s)

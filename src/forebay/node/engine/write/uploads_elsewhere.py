@@ -1,7 +1,8 @@
 """Multipart uploads that another node of the cluster has: what is asked of them here is asked there.
 
-Theory. An upload lives at the node that was its key's home when it began, and its id ends with that node's. Nothing of
-it is kept here, so any node may be asked about any of its parts. No lock is held while the other node is asked.
+Theory. An upload lives at the node where it began (the key's home of that moment, unless the bucket is written
+through), and its id ends with that node's. Nothing of it is kept here, so any node may be asked about any of its parts.
+No lock is held while the other node is asked.
 """
 
 from __future__ import annotations
