@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import boto3
 import botocore.exceptions
@@ -142,7 +143,8 @@ def test_nodes_prove_who_they_are_and_a_stranger_gets_nothing(
     bodies = fill(tmp_path / "bucket")
     identities = tmp_path / "identities.json"
     ops = {"name": "ops", "allow": "admin:*", "token": TOKEN}
-    identities.write_text(json.dumps({"identities": [ops]}))
+    writer = {"name": "writer", "allow": "read:*,write:*", "access_key_id": "WRITER", "secret_access_key": "w" * 32}
+    identities.write_text(json.dumps({"identities": [ops, writer]}))
     identities.chmod(0o600)
     keys = [tmp_path / "peer.key", tmp_path / "other.key"]
     for file in keys:
@@ -203,6 +205,35 @@ def test_nodes_prove_who_they_are_and_a_stranger_gets_nothing(
     )
     with pytest.raises(botocore.exceptions.ClientError, match="SignatureDoesNotMatch"):
         stranger.get_object(Bucket="corpus", Key="small")
+    passed_off(nodes[0], ids[0], key)
+
+
+def passed_off(node: NodeProcess, node_id: str, key: str) -> None:
+    """Who may read and write is no node for that: a request between nodes is theirs alone."""
+    epoch = json.loads(asked(node, "GET", "/-/v1/status"))["cluster"]["epoch"]
+    one = boto3.client(
+        "s3",
+        endpoint_url=node.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="WRITER",
+        aws_secret_access_key="w" * 32,
+        config=Config(retries={"max_attempts": 0}),
+    )
+    assert one.get_object(Bucket="local", Key=key)["Body"].read()
+
+    def pass_off(request: Any, **_: Any) -> None:
+        request.headers["x-forebay-peer"] = f"{node_id} {epoch}"
+
+    one.meta.events.register("before-sign.s3", pass_off)
+    for ask in (
+        lambda: one.get_object(Bucket="local", Key=key),
+        lambda: one.put_object(Bucket="local", Key=key, Body=b"another"),
+        lambda: one.put_object(Bucket="local", Key=key, Body=bytes(MIB)),
+        lambda: one.list_objects_v2(Bucket="local"),
+        lambda: one.delete_object(Bucket="local", Key=key),
+    ):
+        with pytest.raises(botocore.exceptions.ClientError, match="AccessDenied"):
+            ask()
 
 
 def test_nodes_that_speak_tls_trust_whom_the_operator_names(

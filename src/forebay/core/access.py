@@ -94,6 +94,9 @@ class Retiring(msgspec.Struct, frozen=True):
         return f"Retiring({self.access_key_id!r}, until_s={self.until_s:.0f})"
 
 
+PEER_KEY_ID = "FOREBAYPEERNODES"  # of the identity as which the nodes of a cluster ask each other
+
+
 class Identity(msgspec.Struct, frozen=True):
     """One caller. `token_sha256` is lower-case hex; a way of proving that is not used is empty. One that is disabled
     keeps its name and keys but proves nothing. `until_s` is Unix time: that of one who came with a token of an issuer

@@ -5,6 +5,9 @@ itself by a signature (SigV4: HMAC-SHA256 over the request and its time), whose 
 the peer key. So a node needs no list of the others' keys, nothing secret travels, and a stranger gets what any stranger
 gets. Nodes without identities listen on loopback alone, and ask each other without a signature.
 
+A header says that a request is one between nodes (`PEER_HEADER`). Where there are identities a front takes it from the
+peers' own alone (`Auth.admit`): it makes this node answer for itself, where a client is to be told the cluster's word.
+
 *No loops.* A request between nodes names the node that it takes for the home, and the epoch of its map. A node that is
 another, or acts by another map, refuses it, and the backend is asked. With the same map the home knows that it is the
 home, and asks the backend.
@@ -40,7 +43,7 @@ from forebay.backends.seam import Backend
 from forebay.backends.stack import open_node
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.backends.wrap.peers import Peer
-from forebay.core.access import Grant, Identity
+from forebay.core.access import PEER_KEY_ID, Grant, Identity
 from forebay.core.errors import ForebayError, Invalid
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.messages.calls import Uploads, UploadsCall
@@ -57,7 +60,7 @@ log = logging.getLogger("forebay.peers")
 REST_S = 3.0
 GONE_REST_S = 3600.0  # of one that was drained: nobody starts it again
 KEY_CHARACTERS_MIN = 32
-NAME, ACCESS_KEY_ID = "peer-nodes", "FOREBAYPEERNODES"
+NAME = "peer-nodes"
 
 
 def read_secret(path: str) -> str:
@@ -73,7 +76,7 @@ def read_secret(path: str) -> str:
 
 def identity_of_peers(secret: str) -> Identity:
     """Who the other nodes are to this one: they read and write for their clients, whom they have judged."""
-    return Identity(NAME, ACCESS_KEY_ID, secret, grants=(Grant("read", "*"), Grant("write", "*")))
+    return Identity(NAME, PEER_KEY_ID, secret, grants=(Grant("read", "*"), Grant("write", "*")))
 
 
 class Peers:
@@ -83,7 +86,7 @@ class Peers:
         self._seat, self._node_id, self._clock = seat, node_id, clock
         self._options = {"region": "us-east-1"}
         if secret:
-            self._options |= {"access_key_id": ACCESS_KEY_ID, "secret_access_key": secret}
+            self._options |= {"access_key_id": PEER_KEY_ID, "secret_access_key": secret}
         else:
             self._options["skip_signature"] = "true"
         if ca:

@@ -35,6 +35,7 @@ from typing import Final, NamedTuple
 from forebay.core.access import (
     ANONYMOUS,
     ANYONE,
+    PEER_KEY_ID,
     WHOLE,
     Identities,
     Identity,
@@ -195,7 +196,12 @@ class Auth:
 
     def admit(self, request: Request, identity: Identity) -> Identity:
         """`identity`, which proved to have sent the request; `Busy` if that is over its limits. A request counts
-        once."""
+        once. `Denied` if it passes itself off as a request between nodes."""
+        if PEER_NAME in request.headers and identity.access_key_id != PEER_KEY_ID:
+            raise Denied(
+                f"only nodes of the cluster, with its peer key, may send the header {PEER_HEADER}: leave it out",
+                code="AccessDenied",
+            )
         request.identity = identity
         if identity.limits is not None and request.account is None:
             account = self.accounts.of(identity)
