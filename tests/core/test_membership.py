@@ -16,6 +16,7 @@ from forebay.core.cluster.membership import (
     HOLDS_AFTER_S,
     PAST_MAX,
     Answered,
+    Covered,
     Due,
     Event,
     Membership,
@@ -54,6 +55,7 @@ class Town:
         self.maps: list[Map] = []
         self.owing: set[str] = set()
         self.keeping: set[str] = set()  # what is at home elsewhere
+        self.copying: set[str] = set()  # what it alone has lies on another node too, by the map that it knows
         self.agreed.told.append(lambda changes: self.maps.extend(self._maps(changes)))
 
     @staticmethod
@@ -97,6 +99,8 @@ class Town:
         self._step(node, Owes(1 if name in self.owing else 0))
         if name not in self.keeping and node.membership.map is not None:
             self._step(node, Released(node.membership.map.epoch))
+        if name in self.copying and node.membership.map is not None:
+            self._step(node, Covered(node.membership.map.held))
         self._step(node, Due())
 
     def _step(self, node: Node, event: Event) -> None:
@@ -214,6 +218,85 @@ def test_what_only_nodes_have_stays_at_home_until_its_node_is_drained_or_given_u
     town.keeping.clear()
     town.quiet()
     assert town.map.past == (), "nobody asks one that was given up"
+
+
+def test_a_node_whose_lease_ends_is_taken_over_if_others_have_what_it_had() -> None:
+    town = Town()
+    town.copying = {"a", "b", "c"}
+    for name in "abc":
+        town.start(name)
+    town.quiet()
+    before = town.map
+    assert before.covered == before.held > 0
+    town.stop("a")
+    town.copying = {"b"}
+    town.quiet()
+    taken = town.map
+    assert (sorted(taken.holders), taken.deposed) == (["b", "c"], ("a",))
+    for key in KEYS:
+        if before.holder("b", key) == "a":
+            assert taken.holder("b", key) == before.second("a", "b", key), "who has the copy is the home"
+        else:
+            assert taken.holder("b", key) == before.holder("b", key)
+
+    town.stop("b")
+    town.quiet()
+    assert sorted(town.map.holders) == ["b", "c"], "what B alone has was not covered again"
+    town.start("b")
+    town.keeping = {"a"}
+    back = town.start("a")
+    town.quiet()
+    assert not back.member(town.now_s), "it acts on nothing while it is deposed"
+    town.keeping.clear()
+    town.quiet()
+    assert town.map.deposed == ("a",), "nobody has what it had twice, so it forgets nothing"
+    town.copying = {"b", "c"}
+    town.quiet()
+    assert (sorted(town.map.holders), town.map.deposed) == (["a", "b", "c"], ())
+    assert back.member(town.now_s)
+
+
+def test_the_last_holder_and_one_in_maintenance_are_waited_for() -> None:
+    town = Town()
+    town.copying = {"a", "b"}
+    town.start("a")
+    town.quiet()
+    town.start("b")
+    town.quiet()
+    town.want("a", "maintenance")
+    town.quiet()
+    town.stop("a")
+    town.quiet()
+    assert sorted(town.map.holders) == ["a", "b"]
+    town.start("a")
+    town.want("a", "active")
+    town.quiet()
+    town.stop("b")
+    town.quiet()
+    assert sorted(town.map.holders) == ["a"]
+    town.stop("a")
+    town.start("b")
+    town.quiet()
+    for key in KEYS:
+        home = town.map.holder("b", key)
+        assert home == "a" or town.map.earlier("b", key) == {"a"}, "B acts on nothing before A says what it has"
+
+
+def test_a_map_of_a_release_without_copies_has_nobody_taken_over() -> None:
+    town = Town()
+    for name in "ab":
+        town.start(name)
+    town.quiet()
+    entry = town.agreed.entries[MAP]
+    early = msgspec.json.decode(entry.value)
+    for name in ("held", "covered", "deposed"):
+        del early[name]
+    town.agreed.transact({MAP: msgspec.json.encode(early)}, {})
+    town.copying = {"a", "b"}
+    town.stop("b")
+    town.quiet()
+    assert sorted(town.map.holders) == ["a", "b"]
+    assert town.map.deposed == ()
 
 
 def test_a_drained_node_is_asked_until_it_is_gone_and_a_new_one_for_every_key() -> None:

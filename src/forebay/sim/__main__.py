@@ -25,11 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plant", help="plant this known bug, to see it found")
     parser.add_argument("--nodes", action="store_true", help="stories of several nodes that share their keys")
     parser.add_argument("--cluster", action="store_true", help="worlds of the machines alone by which nodes agree")
+    parser.add_argument("--copies", action="store_true", help="such a world whose nodes keep copies for each other")
     parser.add_argument("--coverage", action="store_true", help="say how much of the node's code was entered")
     asked = parser.parse_args(arguments)
     asked.seed = asked.seed if asked.seed is not None else int(chance.token_hex(4), 16)
     try:
-        if asked.cluster:
+        if asked.cluster or asked.copies:
             return _tell_clusters(asked)
         scale()
         return _tell_stories(asked)
@@ -39,17 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tell_clusters(asked: argparse.Namespace) -> int:
-    from forebay.sim import cluster, cluster_plants, plants
+    from forebay.sim import cluster, cluster_plants, copies, copies_plants, plants
 
-    if asked.plant not in (None, *cluster_plants.PLANTS):
-        print(f"--plant: choose from {', '.join(sorted(cluster_plants.PLANTS))}", file=sys.stderr)
+    flag = "--copies" if asked.copies else "--cluster"
+    known = copies_plants.PLANTS if asked.copies else cluster_plants.PLANTS
+    if asked.plant not in (None, *known):
+        print(f"--plant: choose from {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     count = asked.seeds or 1
     for seed in range(asked.seed, asked.seed + count):
-        world = cluster.Cluster(seed, echo=print if asked.seeds is None else None)
+        echo = print if asked.seeds is None else None
+        world = copies.Copies(seed, echo) if asked.copies else cluster.Cluster(seed, echo)
         finding = ""
         try:
-            with plants.planted(asked.plant, cluster_plants.PLANTS):
+            with plants.planted(asked.plant, known):
                 world.run()
         except Exception as error:
             finding = f"{type(error).__name__}: {error}"
@@ -59,7 +63,7 @@ def _tell_clusters(asked: argparse.Namespace) -> int:
         if finding:
             print("\n".join(world.lines[-cluster.TAIL_LINES :]) if asked.seeds is not None else "")
             planted = f" --plant {asked.plant}" if asked.plant else ""
-            print(f"FOUND {finding}\nreplay: python -m forebay.sim --cluster --seed {seed}{planted}")
+            print(f"FOUND {finding}\nreplay: python -m forebay.sim {flag} --seed {seed}{planted}")
             return 1
     if asked.seeds is not None:
         print(f"{count * cluster.WORLD_S / 3600:.1f} hours of clusters")

@@ -158,7 +158,7 @@ class Cluster:
     # --- processes ---------------------------------------------------------------------------------------------------
     def _start(self, node: str, *, twin: bool = False) -> Process:
         incarnation = f"{node}.{len(self.processes)}"
-        record = NodeRecord(f"{incarnation}:9400", float(self.chance.choice([1, 2, 3])) * 1e12)
+        record = NodeRecord(f"{incarnation}:9400", self._weight(node))
         process = Process(
             node,
             incarnation,
@@ -171,6 +171,9 @@ class Cluster:
         self._tell(incarnation, f"starts, its clock runs at {process.rate}")
         self._beat(process)
         return process
+
+    def _weight(self, node: str) -> float:
+        return float(self.chance.choice([1, 2, 3])) * 1e12
 
     def _within(self, process: Process, what: Callable[[], object]) -> None:
         """Run it in the process: when its pause is over and it gets a processor, and not if it is dead."""
@@ -192,10 +195,14 @@ class Cluster:
         if not process.listing and self.now_s - process.listed_s > LIST_S:
             self._list(process)
         self._step(process, Owes(0 if process.node not in self._owes else 1))
-        if process.membership.map is not None:
-            self._step(process, Released(process.membership.map.epoch))
+        self._tend(process)
         pause_s = membership.LOOK_S * self.chance.uniform(0.5, 1.5)
         self._at(pause_s, lambda: self._within(process, lambda: self._beat(process)))
+
+    def _tend(self, process: Process) -> None:
+        """What it does at each beat: it has nothing that is at home elsewhere."""
+        if process.membership.map is not None:
+            self._step(process, Released(process.membership.map.epoch))
 
     def _step(self, process: Process, event: membership.Event) -> None:
         machine = process.membership

@@ -29,6 +29,10 @@ missing. Who held before goes to `past`, until each said that it has `Released` 
 While PAST_MAX changes wait for that, the holders stay as they are. A node that comes in holds once it said that it
 brings nothing; one that does not say so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
+*Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
+is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
+is `deposed`, acts on nothing, and holds again when it has forgotten its copies (`Released`) and all is covered.
+
 *What cannot be read* (somebody wrote past us) is nobody's word. A node's record is written again by the node. A
 presence counts as that of a process that has taken up no map, until the process writes it again. A map stops everybody:
 who acts by the one before cannot be known, so no map follows until an operator has deleted it.
@@ -118,7 +122,14 @@ class Released:
     epoch: int
 
 
-Event = Told | Due | Answered | Settled | Owes | Released
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """With the holders since the map of this epoch, all that the node has alone lies on another too."""
+
+    held: int
+
+
+Event = Told | Due | Answered | Settled | Owes | Released | Covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +174,7 @@ class Membership:
         self._wanted_revision = 0  # the copy must be of this one before it is decided from
         self._again_s = float("-inf")
         self._out = False  # a transaction is
-        self._asked_epoch = self._settled_epoch = self._released_epoch = 0
+        self._asked_epoch = self._settled_epoch = self._released_epoch = self._covered_epoch = 0
         self._owes_bytes: int | None = None  # nobody has said yet
         self._came_or_went_s = float("-inf")
         self._missing_s: dict[str, float] = {}  # since when
@@ -186,7 +197,9 @@ class Membership:
     def member(self, now_s: float) -> int:
         """The lease under which this process may acknowledge what only its node has; 0 if it may not."""
         own = self.nodes.get(self.node)
-        return self.hold.lease if own is not None and own.wanted == "active" and self._present(now_s) else 0
+        wanted = own is not None and own.wanted == "active"
+        deposed = self.map is not None and self.node in self.map.deposed
+        return self.hold.lease if wanted and not deposed and self._present(now_s) else 0
 
     def state(self, node: str) -> State:
         """What a node is doing, in one word."""
@@ -229,6 +242,8 @@ class Membership:
                 self._owes_bytes = size_bytes
             case Released(epoch):
                 self._released_epoch = max(self._released_epoch, epoch)
+            case Covered(held):
+                self._covered_epoch = max(self._covered_epoch, held)
             case Due():
                 pass
         return [*self._settle(), *self._write(now_s)]
@@ -288,7 +303,7 @@ class Membership:
             # one that was deleted is followed by a later one, which the living must take up as any other
             epoch = max((self._asked_epoch, *(presence.epoch for presence in self.alive.values())))
             past = Past(epoch + 1, {}, tuple(sorted(self.nodes)))  # who held what is not known any more
-            return self._changed({MAP: Map(epoch + 1, True, {}, {}, past=(past,))})
+            return self._changed({MAP: Map(epoch + 1, True, {}, {}, past=(past,), held=epoch + 1)})
         present = self.alive.get(self.node)
         if present in (None, UNREADABLE):
             return self._presence(self.map.epoch)
@@ -297,12 +312,12 @@ class Membership:
             return None  # it went with the lease that it hung on, and the copy will say so
         if not self.map.active and present.epoch < self.map.epoch <= self._settled_epoch:
             return self._presence(self.map.epoch)
-        if present.released < self._released_epoch:
+        if present.released < self._released_epoch or present.covered < self._covered_epoch:
             return self._presence(present.epoch)
         return self._farewell(self.map) or (self._next_map(now_s, self.map) if min(self.alive) == self.node else None)
 
     def _presence(self, epoch: int) -> Write:
-        presence = Presence(self.incarnation, epoch, self.hold.lease, self._released_epoch)
+        presence = Presence(self.incarnation, epoch, self.hold.lease, self._released_epoch, self._covered_epoch)
         return self._changed({ALIVE + self.node: presence}, lease=self.hold.lease)
 
     def _farewell(self, map: Map) -> Write | None:
@@ -337,17 +352,36 @@ class Membership:
             reasons |= {NODES + node, ALIVE + node}
             if len(reasons) >= 2 * CHANGES_MAX:
                 break
-        past = tuple(each for each in map.past if not self._is_over(each))
-        holders = self._holders(now_s, map, owners, reasons) if len(past) < PAST_MAX else map.holders
-        if holders != map.holders:
+        past = tuple(each for each in map.past if not self._is_over(map, each))
+        covered = map.held if all(self._covered(node) >= map.held for node in map.holders) else map.covered
+        known = msgspec.structs.replace(map, covered=covered)
+        holders = self._holders(now_s, known, owners, reasons) if len(past) < PAST_MAX else map.holders
+        held, deposed = map.held, tuple(node for node in map.deposed if node in self.nodes and node not in holders)
+        if holders == map.holders and (lost := self._taken_over(now_s, known)):
+            holders = {node: weight for node, weight in holders.items() if node != lost}
+            held, deposed = map.epoch + 1, (*deposed, lost)  # the others keep what they had, so nobody is asked
+            reasons.add(ALIVE + lost)
+        elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)
-            past = (*past, Past(map.epoch + 1, map.holders, newcomers))
+            past, held = (*past, Past(map.epoch + 1, map.holders, newcomers)), map.epoch + 1
         elif not reasons:
-            return self._changed({MAP: msgspec.structs.replace(map, past=past)}) if past != map.past else None
+            changed = msgspec.structs.replace(known, past=past, deposed=deposed)
+            return self._changed({MAP: changed}) if changed != map else None
         at_once = owners == map.owners  # whoever holds by a new map asks the others, who must know it too
-        changed = Map(map.epoch + 1, at_once, owners, map.owners, holders, past)
+        changed = Map(map.epoch + 1, at_once, owners, map.owners, holders, past, held, covered, deposed)
         return self._changed({MAP: changed}, also=tuple(sorted(reasons)))
+
+    def _taken_over(self, now_s: float, map: Map) -> str | None:
+        """A holder that is missing, and of which others have all that it alone had."""
+        if not map.held or map.covered != map.held or len(map.holders) < 2:
+            return None  # `held` is 0 in a map of a release without copies
+        return next((node for node in sorted(map.holders) if self._is_missing(now_s, node)), None)
+
+    def _is_missing(self, now_s: float, node: str) -> bool:
+        since_s = self._missing_s.get(node)
+        wanted = since_s is not None and self.nodes[node].wanted == "active"  # in maintenance it is waited for
+        return since_s is not None and wanted and now_s >= since_s + MISSING_AFTER_S
 
     def _holders(self, now_s: float, map: Map, owners: dict[str, float], reasons: set[str]) -> dict[str, float]:
         """Who holds what only nodes have under the next map. Why one leaves is added to `reasons`."""
@@ -355,7 +389,9 @@ class Membership:
         holders = {
             node: weight
             for node, weight in owners.items()
-            if node in map.holders or not waits or self._released(node) >= map.epoch
+            if node in map.holders
+            or (self._has_forgotten(map, node) if node in map.deposed else not waits)
+            or (node not in map.deposed and self._released(node) >= map.epoch)
         }
         for node, weight in map.holders.items():
             record = self.nodes.get(node)
@@ -366,13 +402,20 @@ class Membership:
                 holders.setdefault(node, weight)
         return holders
 
+    def _has_forgotten(self, map: Map, node: str) -> bool:
+        """Whether a deposed node has no old copies, and whoever took over has acted on it."""
+        return map.covered == map.held and self._released(node) >= map.held
+
     def _released(self, node: str) -> int:
         return self.alive.get(node, UNREADABLE).released
 
-    def _is_over(self, past: Past) -> bool:
+    def _covered(self, node: str) -> int:
+        return self.alive.get(node, UNREADABLE).covered
+
+    def _is_over(self, map: Map, past: Past) -> bool:
         """Whether nobody may have keys from then any more."""
         return all(
-            self.nodes[node].wanted == "gone" or self._released(node) >= past.epoch
+            self.nodes[node].wanted == "gone" or node in map.deposed or self._released(node) >= past.epoch
             for node in (*past.holders, *past.newcomers)
             if node in self.nodes
         )

@@ -14,8 +14,12 @@ and says where every key is.
 
 *Holders.* What a backend has anybody may serve, so its keys go from a node that is not heard of to the others. What
 only nodes have (buckets written back, or local) stays where it is: such keys are at home by `holders`, which a node
-leaves only when it is drained or given up. `past` says who may still have keys from before. A home asks them before it
-acts.
+leaves when it is drained, given up, or taken over. `past` says who may still have keys from before. A home asks them
+before it acts.
+
+*Taken over.* What only nodes have lies on two of them (`replication.py`). `held` is the epoch of the last change of
+holders, `covered` the last for which every holder said that all of it does. While the two are equal a node that is
+missing may be taken over: it is `deposed`, and its copies are old until it has forgotten them.
 
 Rejected: a list of changes instead of maps (whoever missed one is wrong for ever); the table of slots in the store
 (megabytes, and everybody can compute it).
@@ -59,6 +63,7 @@ class Presence(msgspec.Struct, frozen=True):
     epoch: int
     lease: int
     released: int = 0  # by the map of this epoch it had nothing that is at home elsewhere
+    covered: int = 0  # with the holders since this epoch, all that it has alone lies on another node too
 
 
 UNREADABLE = Presence("", 0, 0)  # of a process that lives, perhaps, and whose entry somebody overwrote
@@ -75,7 +80,7 @@ class Past(msgspec.Struct, frozen=True):
 
 class Map(msgspec.Struct, frozen=True):
     """Who owns which keys: weights by node. `former`: before that. `holders`, `past`: the same of what only nodes
-    have."""
+    have. `held`, `covered`, `deposed`: see the module."""
 
     epoch: int
     active: bool
@@ -83,6 +88,9 @@ class Map(msgspec.Struct, frozen=True):
     former: dict[str, float]
     holders: dict[str, float] = {}
     past: tuple[Past, ...] = ()
+    held: int = 0
+    covered: int = 0
+    deposed: tuple[str, ...] = ()
 
     def actor(self, bucket: str, key: str) -> str | None:
         """Who may act on the key by this map: its home, unless the key is on its way to another."""
@@ -104,7 +112,15 @@ class Map(msgspec.Struct, frozen=True):
     def earlier(self, bucket: str, key: str) -> set[str]:
         """Whom the holder asks before it acts on the key: they may have it from before."""
         asked = {node for past in self.past for node in (_first(past.holders, bucket, key), *past.newcomers)}
-        return {node for node in asked if node is not None} - {self.holder(bucket, key)}
+        return {node for node in asked if node is not None} - {self.holder(bucket, key), *self.deposed}
+
+    def second(self, actor: str, bucket: str, key: str) -> str | None:
+        """Who keeps a copy of what `actor` alone has of the key: its home, were `actor` no holder. None if there is no
+        other holder."""
+        if not self.holders:
+            return None
+        order = _members(tuple(sorted(self.holders.items()))).order(bucket, key)
+        return next((node for node in order if node != actor), None)
 
 
 def encoded(value: NodeRecord | Presence | Map) -> bytes:

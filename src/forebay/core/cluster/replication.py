@@ -1,0 +1,192 @@
+"""What only one node has lies on a second one: what may be acknowledged, what a copy is worth, when one may go.
+
+Theory. The node that acts on a key sends what it is about to acknowledge to the next holder in the key's order
+(`Map.second`): the home, if the actor were gone. So a node that is taken over needs no search: each of its keys is at
+home where its copy is. Two ledgers, on every node: `Sent` of what it has others keep, `Kept` of what it keeps for them.
+A copy is no object: nobody reads or lists it until the actor is deposed. Then its keeper makes it its own, and goes on.
+
+*A write* is numbered, kept by the second, committed here, and acknowledged, in this order. Nobody can read here what
+would be gone with this node. If the holders changed meanwhile it is sent again, to whoever is second now.
+
+*A fence.* Whoever keeps a copy goes by the same `held` as who sends it, or refuses. Who takes over knows a later map by
+then: nothing that a deposed node sends is kept, and so nothing that it writes is acknowledged.
+
+*Clearing.* When a backend has a body (or a deletion), the copy goes first and then what the actor knows of it. Cut in
+between, the actor flushes again. The other way round a copy could outlive its truth, and come back as a newer one.
+
+*Late messages.* A number that was cleared, or lies below what was compared, is never kept again (`_floors`). They are
+forgotten when the holders change, since what was sent before that is refused for its `held`.
+
+*Comparing.* With each other holder, after each change of holders, each start of either, and each sending that failed,
+the actor goes through its list: what is not on it leaves, what is missing or of another version is sent. A copy of
+another version stays until then: the actor may be gone before it has sent the right one. Writes that are under way
+(`busy`) are left alone where they belong: they may be kept and not committed yet, and what was compared counts when
+they have ended. When all are compared the node says that it is `covered`.
+
+Rejected: a quorum of copies with a log (consensus is etcd's; one second under a lease and a fence suffices for one
+failure); copies noted with the object (each change of holders would rewrite every record); the epoch of the map as the
+fence (each join of a node that holds nothing would send everything anew).
+
+Invariants. (1) While `Map.covered` is `Map.held`, for each key that the actor owes or alone has, its second keeps the
+same version, or one that is being written. (2) A copy is never of a version that the actor has let go of. (3) What is
+refused once for its number is refused for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from forebay.core.cluster.records import Map, Presence
+
+Name = tuple[str, str]
+FLOORS_MAX = 65_536  # numbers of cleared copies; beyond, all lower numbers of the actor count as cleared
+
+
+class Copy(NamedTuple):
+    """Whose copy, the number under which it was sent (of two the greater is later), and which version it is of."""
+
+    actor: str
+    number: int
+    version: int
+
+
+class Kept:
+    """What this node keeps for others. The shell reads `copies` at its start, and persists a change before it answers.
+    Of one process; what an earlier one was sent does not arrive here."""
+
+    def __init__(self, node: str, copies: Mapping[Name, Copy]) -> None:
+        self.node = node
+        self.copies = dict(copies)
+        self._held = 0
+        self._floors: dict[tuple[str, Name], int] = {}
+        self._floor: dict[str, int] = {}  # of each actor, for all its keys
+
+    def follow(self, agreed: Map) -> None:
+        """The map that the node knows from now on."""
+        if agreed.held != self._held:
+            self._held = agreed.held
+            self._floors.clear()
+            self._floor.clear()
+
+    def takes(self, agreed: Map, held: int, name: Name, copy: Copy) -> bool:
+        """Whether to keep it, in the place of what is there; if not, the sender looks at its map, and numbers it anew.
+        `held` is the sender's."""
+        if held != agreed.held or copy.actor not in agreed.holders or self.node in agreed.deposed:
+            return False
+        floor = max(self._floor.get(copy.actor, 0), self._floors.get((copy.actor, name), 0))
+        there = self.copies.get(name)
+        if there is not None and there.actor == copy.actor:
+            floor = max(floor, there.number - 1)  # the same again, whose answer was lost, is fine
+        return copy.number > floor
+
+    def keep(self, name: Name, copy: Copy) -> None:
+        """It is on disk."""
+        self.copies[name] = copy
+
+    def clears(self, name: Name, actor: str, number: int) -> bool:
+        """The actor has let go of all up to this number: nothing of it is kept any more. Whether something was."""
+        self._floors[actor, name] = max(number, self._floors.get((actor, name), 0))
+        if len(self._floors) > FLOORS_MAX:
+            (old, _), below = next(iter(self._floors.items()))
+            self._floor[old] = max(below, self._floor.get(old, 0))
+            del self._floors[next(iter(self._floors))]
+        there = self.copies.get(name)
+        if there is None or there.actor != actor or there.number > number:
+            return False
+        del self.copies[name]
+        return True
+
+    def compare(
+        self, agreed: Map, held: int, actor: str, number: int, listed: Mapping[Name, int], busy: Collection[Name]
+    ) -> tuple[list[Name], list[Name]] | None:
+        """The list of all that the actor has this node keep (versions by name), when its numbers had come so far. What
+        is missing, and what leaves (`forget` it when that is on disk). None if it was made by another map."""
+        if held != agreed.held or actor not in agreed.holders or self.node in agreed.deposed:
+            return None
+        self._floor[actor] = max(number, self._floor.get(actor, 0))
+        dropped = [
+            name
+            for name, there in self.copies.items()
+            if there.actor == actor and there.number <= number and name not in busy and name not in listed
+        ]
+        missing = [name for name, version in listed.items() if not self._has(name, actor, version)]
+        return missing, dropped
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """They are on disk no more."""
+        for name in names:
+            self.copies.pop(name, None)
+
+    def _has(self, name: Name, actor: str, version: int) -> bool:
+        there = self.copies.get(name)
+        return there is not None and (there.actor, there.version) == (actor, version)
+
+    def taken_over(self, agreed: Map) -> list[Name]:
+        """What is this node's own from now on: copies of those who were deposed. Nothing at a node that is itself."""
+        if not agreed.deposed or self.node in agreed.deposed:
+            return []
+        return [name for name, there in self.copies.items() if there.actor in agreed.deposed]
+
+    def acts_anew(self, agreed: Map, name: Name) -> bool:
+        """Whether the copy of a key must be made this node's own before it acts on it."""
+        there = self.copies.get(name)
+        return there is not None and there.actor in agreed.deposed
+
+
+class Sent:
+    """What others keep for this node. `numbers` draws numbers that grow, over starts of the node too."""
+
+    def __init__(self, node: str, numbers: Callable[[], int]) -> None:
+        self.node, self.number = node, numbers  # `number`: of the next copy that is sent, or list that is compared
+        self._busy: dict[int, Name] = {}
+        self._compared: dict[str, tuple[int, str]] = {}  # by which holders, with which process
+
+    def begin(self, name: Name) -> int:
+        """A write of the key begins; `end` it when it is committed and kept by the holders of then, or `failed`."""
+        write = self.number()
+        self._busy[write] = name
+        return write
+
+    def end(self, write: int) -> None:
+        del self._busy[write]
+
+    @property
+    def busy(self) -> dict[int, Name]:
+        """The writes that are under way."""
+        return dict(self._busy)
+
+    def failed(self, second: str) -> None:
+        """Nobody knows whether it keeps what was sent: it is compared again."""
+        self._compared.pop(second, None)
+
+    def to_compare(self, agreed: Map, alive: Mapping[str, Presence]) -> str | None:
+        """The next node to compare lists with."""
+        for node in sorted(agreed.holders):
+            if node in alive and node != self.node and self._compared.get(node) != mark(agreed, alive, node):
+                return node
+        return None
+
+    def listed(self, agreed: Map, node: str, owned: Iterable[tuple[Name, int]]) -> tuple[dict[Name, int], set[Name]]:
+        """What that node is to keep, of all that this one has alone; and the names of which it may keep more, since
+        they are being written. A write that is kept by earlier holders is sent again, so what they keep may leave."""
+        listed = {name: version for name, version in owned if agreed.second(self.node, *name) == node}
+        return listed, {name for name in self._busy.values() if agreed.second(self.node, *name) == node}
+
+    def compared(self, node: str, mark: tuple[int, str], busy: Iterable[int]) -> bool:
+        """The node keeps all of a list that was made when its mark was this one and these writes were under way. False
+        if one of them still is: ask again when it has ended."""
+        if any(write in self._busy for write in busy):
+            return False
+        self._compared[node] = mark
+        return True
+
+    def covered(self, agreed: Map, alive: Mapping[str, Presence]) -> bool:
+        """Whether all that this node has alone lies on another too, by this map."""
+        others = agreed.holders.keys() - {self.node}
+        return self.node in agreed.holders and others <= alive.keys() and self.to_compare(agreed, alive) is None
+
+
+def mark(agreed: Map, alive: Mapping[str, Presence], node: str) -> tuple[int, str]:
+    """By which holders, and with which process, a node that lives is compared."""
+    return agreed.held, alive[node].incarnation

@@ -1,0 +1,535 @@
+"""Copies of what no backend has, in virtual time: writes, take-over and repair where everything goes wrong.
+
+Theory. The world of `cluster.py`, whose nodes also have disks, write for clients, flush to a backend, and run the
+product's ledgers (`core/cluster/replication.py`) as a shell would. Nodes talk to each other over a network that loses,
+doubles and delays, and is cut in one direction or both, between two nodes or around one. Keys change hands after a join
+as `node/engine/homes.py` has them do: who held before is asked, flushes what it has, and says so.
+
+Clients write, delete and read at any node. What they were answered must be linearizable for each key (`history.py`):
+so no acknowledged write is lost, no version goes back, and nothing that was deleted comes back.
+
+Invariants, which the world checks. (1) Each key's history is explained by one order. (2) No flush of a node that may
+act finds a backend that somebody else wrote. (3) When trouble has ended, all nodes hold, all is covered, everything is
+in the backend, and no copy is left over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from forebay.core.cluster import membership
+from forebay.core.cluster.membership import Covered, Released
+from forebay.core.cluster.records import Map
+from forebay.core.cluster.replication import Copy, Kept, Name, Sent, mark
+from forebay.sim.cluster import QUIET_S, TROUBLE_S, WORLD_S, Cluster, Process
+from forebay.sim.history import ABSENT, Call, explain, told
+
+BUCKET = "back"
+NAMES: tuple[Name, ...] = tuple((BUCKET, f"key-{number}") for number in range(8))
+GONE = "gone-"  # how the label of a deletion begins
+SENDINGS_MAX = 6
+AGAIN_S = 0.4
+LAST_WRITES_S = TROUBLE_S + QUIET_S - 25.0
+
+
+class Body(NamedTuple):
+    """What a node owes the backend: the version that it follows there, and earlier bodies that may have been sent."""
+
+    label: str
+    version: int
+    based_on: int
+    tried: frozenset[str]
+
+    @property
+    def shown(self) -> str:
+        return ABSENT if self.label.startswith(GONE) else self.label
+
+
+@dataclass
+class Disk:
+    """What outlives a node's process."""
+
+    owed: dict[Name, Body] = field(default_factory=dict)
+    copies: dict[Name, tuple[Copy, Body]] = field(default_factory=dict)
+    number: int = 0
+
+    def draw(self) -> int:
+        self.number += 1
+        return self.number
+
+
+class Ledgers:
+    """What a process knows besides its membership."""
+
+    def __init__(self, node: str, disk: Disk) -> None:
+        self.disk = disk
+        self.kept = Kept(node, {name: copy for name, (copy, _) in disk.copies.items()})
+        self.sent = Sent(node, disk.draw)
+        self.claimed: set[Name] = set()
+        self.locked: set[Name] = set()
+        self.comparing = False
+        self.holders: object = None
+
+
+Say = Callable[[Any], None]
+
+
+class Copies(Cluster):
+    """One world; `run` is its story. It raises what it finds."""
+
+    _clears_first = True  # a copy, before it forgets what it owed
+
+    def __init__(self, seed: int, echo: Callable[[str], object] | None = None) -> None:
+        super().__init__(seed, echo)
+        self.taken_over = self.labels = 0
+        self._owes.clear()
+        self._names = self._names[: self.chance.choice([2, 3, 4, 5])]
+        self._disks = {name: Disk() for name in self._names}
+        self._ledgers: dict[str, Ledgers] = {}
+        self._backend: dict[Name, tuple[str, int]] = {}
+        self._calls: dict[Name, list[Call]] = {name: [] for name in NAMES}
+        self._cut_pairs: set[tuple[str, str]] = set()
+        self._ever: set[str] = set()  # labels that any node had
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+    def _start(self, node: str, *, twin: bool = False) -> Process:
+        self._ledgers[f"{node}.{len(self.processes)}"] = Ledgers(node, self._disks[node])
+        return super()._start(node, twin=twin)
+
+    def _weight(self, node: str) -> float:
+        return 1e12 if self.chance.random() < 0.9 else 2e12  # mostly it comes back as large as it went
+
+    def _of(self, process: Process) -> Ledgers:
+        return self._ledgers[process.incarnation]
+
+    def _tend(self, process: Process) -> None:
+        agreed = process.membership.map
+        if agreed is None:
+            return
+        ledgers = self._of(process)
+        self._follow(process, agreed)
+        self._forget(process, agreed)
+        for name in ledgers.kept.taken_over(agreed):
+            self._take(process, name)
+        astray = [name for name in (*ledgers.disk.owed, *ledgers.locked) if agreed.holder(*name) != process.node]
+        deposed = process.node in agreed.deposed
+        if not astray and not (deposed and (ledgers.disk.owed or ledgers.disk.copies or agreed.covered != agreed.held)):
+            self._step(process, Released(agreed.epoch))
+        self._compare(process, agreed)
+        if ledgers.sent.covered(agreed, process.membership.alive) and not ledgers.kept.taken_over(agreed):
+            self._step(process, Covered(agreed.held))
+        if ledgers.disk.owed and self.chance.random() < (0.5 if astray or not self._stormy else 0.03):
+            self._flush(process, self.chance.choice(sorted(ledgers.disk.owed)))
+
+    def _follow(self, process: Process, agreed: Map) -> None:
+        ledgers = self._of(process)
+        ledgers.kept.follow(agreed)
+        if ledgers.holders != (agreed.holders, agreed.past):
+            ledgers.holders = agreed.holders, agreed.past
+            ledgers.claimed.clear()
+
+    def _forget(self, process: Process, agreed: Map) -> None:
+        """A node that was taken over has nothing of worth, once the others have it twice."""
+        ledgers = self._of(process)
+        if process.node in agreed.deposed and agreed.covered == agreed.held and not ledgers.locked:
+            if ledgers.disk.owed or ledgers.disk.copies:
+                self._tell(process.incarnation, f"forgets {len(ledgers.disk.owed)} keys")
+            ledgers.disk.owed.clear()
+            ledgers.disk.copies.clear()
+            ledgers.kept.copies.clear()
+
+    def _take(self, process: Process, name: Name) -> None:
+        """The copy of one who was deposed is this node's own."""
+        ledgers = self._of(process)
+        _, body = ledgers.disk.copies.pop(name)
+        ledgers.kept.forget([name])
+        if name not in ledgers.disk.owed:
+            self.taken_over += 1
+            self._tell(process.incarnation, f"takes over {name[1]} {body.label}")
+            tried = body.tried | {body.label}
+            ledgers.disk.owed[name] = body._replace(version=ledgers.disk.draw(), tried=tried)
+
+    def _acts(self, process: Process, name: Name) -> int:
+        """The lease under which it acts on the key; 0 if it does not."""
+        agreed, ledgers = process.membership.map, self._of(process)
+        lease = process.membership.member(process.clock_s(self.now_s))
+        if agreed is None or not lease:
+            return 0
+        self._follow(process, agreed)
+        if ledgers.kept.acts_anew(agreed, name):
+            self._take(process, name)
+        if name in ledgers.disk.owed:
+            return lease
+        if agreed.holder(*name) != process.node:
+            return 0
+        if name in ledgers.claimed or not agreed.earlier(*name):
+            return lease
+        self._claim(process, agreed, name)
+        return 0
+
+    def _claim(self, process: Process, agreed: Map, name: Name) -> None:
+        """Ask who may have the key from before."""
+        waiting = set(agreed.earlier(*name))
+
+        def answered(node: str, lets_go: Any) -> None:
+            ledgers = self._of(process)
+            same = ledgers.holders == (agreed.holders, agreed.past)
+            if lets_go is True and same:
+                waiting.discard(node)
+                if not waiting:
+                    ledgers.claimed.add(name)
+
+        for node in sorted(waiting):
+            self._between(process, node, partial(self._asked_for, name), partial(answered, node))
+
+    def _asked_for(self, name: Name, asked: Process, say: Say) -> None:
+        agreed, ledgers = asked.membership.map, self._of(asked)
+        if agreed is None or agreed.holder(*name) == asked.node or name in ledgers.locked:
+            say(False)
+            return
+        if ledgers.kept.acts_anew(agreed, name):
+            self._take(asked, name)
+        if name in ledgers.disk.owed:
+            self._flush(asked, name)
+            say(False)
+            return
+        self._follow(asked, agreed)
+        ledgers.claimed.discard(name)
+        say(True)
+
+    # --- between nodes -----------------------------------------------------------------------------------------------
+    def _between(
+        self,
+        process: Process,
+        node: str,
+        question: Callable[[Process, Say], None],
+        answered: Callable[[Any], None],
+        once: bool = False,
+    ) -> None:
+        """Ask the process that lives at the node now; `answered` gets what it says, or None. It may hear it twice,
+        unless `once`: what a client wants is passed on once, and sent again by nobody."""
+        waiting, other = [True], self._living[node]
+
+        def done(answer: Any) -> None:
+            if waiting:
+                waiting.clear()
+                answered(answer)
+
+        def say(answer: Any) -> None:
+            if not (other.mute or process.deaf or self._lost() or (node, process.node) in self._cut_pairs):
+                self._at(self._delay_s(), lambda: self._within(process, lambda: done(answer)))
+
+        if not (process.mute or other.deaf or self._lost() or (process.node, node) in self._cut_pairs):
+            doubled = self._stormy and not once and self.chance.random() < 0.05
+            for _ in range(2 if doubled else 1):
+                self._at(self._delay_s(), lambda: self._within(other, lambda: question(other, say)))
+        self._at(2.0, lambda: self._within(process, lambda: done(None)))
+
+    def _keep(self, held: int, name: Name, copy: Copy, body: Body, keeper: Process, say: Say) -> None:
+        agreed, ledgers = keeper.membership.map, self._of(keeper)
+        if agreed is None:
+            say(False)
+            return
+        self._follow(keeper, agreed)
+        if not ledgers.kept.takes(agreed, held, name, copy):
+            say(False)
+            return
+        self._ever.add(body.label)
+        ledgers.disk.copies[name] = copy, body
+        ledgers.kept.keep(name, copy)
+        say(True)
+
+    def _clear(self, name: Name, actor: str, number: int, keeper: Process, say: Say) -> None:
+        if self._of(keeper).kept.clears(name, actor, number):
+            del self._of(keeper).disk.copies[name]
+        say(True)
+
+    # --- comparing ---------------------------------------------------------------------------------------------------
+    def _compare(self, process: Process, agreed: Map) -> None:
+        ledgers = self._of(process)
+        alive = process.membership.alive
+        node = ledgers.sent.to_compare(agreed, alive)
+        if ledgers.comparing or node is None or process.node not in agreed.holders:
+            return
+        ledgers.comparing = True
+        marked, busy, number = mark(agreed, alive, node), ledgers.sent.busy, ledgers.disk.draw()
+        owed = [(name, body.version) for name, body in ledgers.disk.owed.items()]
+        listed, written = ledgers.sent.listed(agreed, node, owed)
+
+        def settled() -> None:
+            if ledgers.sent.compared(node, marked, busy):
+                ledgers.comparing = False
+            else:
+                self._at(AGAIN_S, lambda: self._within(process, settled))
+
+        def send(missing: list[Name]) -> None:
+            if not missing:
+                settled()
+                return
+            name = missing.pop()
+            body = ledgers.disk.owed.get(name)
+            if body is None:
+                send(missing)
+                return
+            if name in ledgers.locked:
+                ledgers.comparing = False
+                return
+            ledgers.locked.add(name)
+            copy = Copy(process.node, ledgers.disk.draw(), body.version)
+
+            def kept(answer: Any) -> None:
+                ledgers.locked.discard(name)
+                if answer is True:
+                    send(missing)
+                    return
+                ledgers.comparing = False
+
+            self._between(process, node, partial(self._keep, agreed.held, name, copy, body), kept)
+            return
+
+        def compared(missing: Any) -> None:
+            if isinstance(missing, list):
+                send(missing)
+                return
+            ledgers.comparing = False
+
+        ask = partial(self._compared, agreed.held, process.node, number, listed, written)
+        self._between(process, node, ask, compared)
+
+    def _compared(
+        self,
+        held: int,
+        actor: str,
+        number: int,
+        listed: dict[Name, int],
+        busy: set[Name],
+        keeper: Process,
+        say: Say,
+    ) -> None:
+        agreed, ledgers = keeper.membership.map, self._of(keeper)
+        if agreed is None:
+            say(None)
+            return
+        self._follow(keeper, agreed)
+        found = ledgers.kept.compare(agreed, held, actor, number, listed, busy)
+        if found is None:
+            say(None)
+            return
+        missing, dropped = found
+        for name in dropped:
+            del ledgers.disk.copies[name]
+        ledgers.kept.forget(dropped)
+        say(missing)
+
+    # --- what clients do ---------------------------------------------------------------------------------------------
+    def _somebody_acts(self) -> None:
+        self._at(self.chance.expovariate(8.0), self._somebody_acts)
+        process, name = self._living.get(self.chance.choice(self._names)), self.chance.choice(NAMES)
+        draw, agreed = self.chance.random(), None if process is None else process.membership.map
+        if process is None or process.dead or agreed is None or not agreed.holders:
+            return
+        self.labels += 1
+        label = f"body-{self.labels}" if draw < 0.35 else f"{GONE}{self.labels}" if draw < 0.45 else None
+        if label is not None and self.now_s > LAST_WRITES_S:
+            return
+        if label is None:
+            self._call(process, agreed, name, partial(self._read, name), Call("read", "", self.now_s, math.inf))
+        else:
+            shown = ABSENT if label.startswith(GONE) else label
+            call = Call("delete" if shown == ABSENT else "write", shown, self.now_s, math.inf, act=label)
+            self._call(process, agreed, name, partial(self._write, name, label), call)
+
+    def _call(self, process: Process, agreed: Map, name: Name, act: Callable[[Process, Say], None], call: Call) -> None:
+        at = len(self._calls[name])
+        self._calls[name].append(call)
+
+        def answered(answer: Any) -> None:
+            if answer is None:
+                return
+            self.acknowledged += 1
+            label = answer if call.kind == "read" else call.label
+            self._calls[name][at] = call._replace(label=label, ended=self.now_s, act=process.incarnation)
+
+        if self._acts(process, name):
+            act(process, answered)
+        elif (home := agreed.holder(*name)) is not None and home != process.node:
+            self._between(process, home, act, answered, once=True)
+
+    def _read(self, name: Name, process: Process, say: Say) -> None:
+        lease, owed = self._acts(process, name), self._of(process).disk.owed
+        if not lease:
+            return
+        found: list[str] = [owed[name].shown] if name in owed else []
+
+        def ask() -> None:
+            found.append(_shown(self._backend.get(name)))
+
+        def end() -> None:
+            if found and process.membership.member(process.clock_s(self.now_s)) == lease:
+                say(owed[name].shown if name in owed else found[0])
+
+        wait_s = self._delay_s()
+        if not found:
+            self._at(wait_s / 2, ask)
+        self._at(wait_s, lambda: self._within(process, end))
+
+    def _write(self, name: Name, label: str, process: Process, say: Say) -> None:
+        ledgers, lease = self._of(process), self._acts(process, name)
+        if not lease or name in ledgers.locked:
+            return
+        ledgers.locked.add(name)
+        write = ledgers.sent.begin(name)
+        before, (_, there) = ledgers.disk.owed.get(name), self._backend.get(name, ("", 0))
+        based_on, tried = (there, frozenset[str]()) if before is None else (before.based_on, before.tried)
+        body = Body(label, ledgers.disk.draw(), based_on, tried | ({before.label} if before is not None else set()))
+
+        def end() -> None:
+            ledgers.sent.end(write)
+            ledgers.locked.discard(name)
+
+        def commit(held: int) -> None:
+            if process.membership.map is None or process.node in process.membership.map.deposed:
+                end()
+                return
+            self._ever.add(label)
+            ledgers.disk.owed[name] = body
+            if not self._kept_still(process, held):
+                send(SENDINGS_MAX)
+                return
+            end()
+            if process.membership.member(process.clock_s(self.now_s)) == lease:
+                say(True)
+            return
+
+        def send(left: int) -> None:
+            agreed = process.membership.map
+            second = None if agreed is None else agreed.second(process.node, *name)
+            if agreed is None or not left or process.node in agreed.deposed:
+                end()
+                return
+            if second is None:
+                commit(agreed.held)
+                return
+            copy = Copy(process.node, ledgers.disk.draw(), body.version)
+
+            def kept(answer: Any) -> None:
+                if answer is True:
+                    self._at(self._delay_s(), lambda: self._within(process, lambda: commit(agreed.held)))
+                    return
+                ledgers.sent.failed(second)
+                self._at(AGAIN_S, lambda: self._within(process, lambda: send(left - 1)))
+
+            self._between(process, second, partial(self._keep, agreed.held, name, copy, body), kept)
+            return
+
+        send(SENDINGS_MAX)
+
+    def _kept_still(self, process: Process, held: int) -> bool:
+        """Whether who keeps a copy by the holders of then is who should by those of now."""
+        agreed = process.membership.map
+        return agreed is not None and agreed.held == held and process.node not in agreed.deposed
+
+    # --- flushing ----------------------------------------------------------------------------------------------------
+    def _flush(self, process: Process, name: Name) -> None:
+        ledgers = self._of(process)
+        if name in ledgers.locked or not self._acts(process, name) or name not in ledgers.disk.owed:
+            return
+        ledgers.locked.add(name)
+        body = ledgers.disk.owed[name]
+
+        def arrives() -> None:
+            label, version = self._backend.get(name, ("", 0))
+            fine = label == body.label or version == body.based_on or label in body.tried
+            if fine and label != body.label:
+                self._backend[name] = body.label, version + 1
+            if not self._lost():
+                self._at(self._delay_s(), lambda: self._within(process, lambda: answered(fine, label)))
+            else:
+                self._at(self._delay_s(), lambda: self._within(process, lambda: ledgers.locked.discard(name)))
+
+        def answered(fine: bool, label: str) -> None:
+            if fine:
+                self._let_go(process, name)
+                return
+            ledgers.locked.discard(name)
+            assert not self._acts(process, name), f"{process.incarnation} owes {body}, and {label} is in the backend"
+
+        self._at(self._delay_s(), arrives)
+
+    def _let_go(self, process: Process, name: Name) -> None:
+        """The backend has it: whoever keeps a copy forgets that, and then this node what it owed."""
+        ledgers, agreed = self._of(process), process.membership.map
+        if agreed is None or process.node in agreed.deposed:
+            ledgers.locked.discard(name)
+            return
+        second, held, number = agreed.second(process.node, *name), agreed.held, ledgers.disk.draw()
+
+        def cleared(answer: Any) -> None:
+            ledgers.locked.discard(name)
+            if answer is True and self._kept_still(process, held):
+                ledgers.disk.owed.pop(name, None)
+
+        if not self._clears_first or second is None:
+            cleared(True)
+        else:
+            self._between(process, second, partial(self._clear, name, process.node, number), cleared)
+
+    # --- trouble, and the end ----------------------------------------------------------------------------------------
+    def _trouble(self) -> None:
+        if not self._stormy:
+            return
+        self._at(self.chance.expovariate(0.18), self._trouble)
+        process = self._living[self.chance.choice(self._names)]
+        trouble = self.chance.choice(
+            [self._pause, self._pause, self._crash, self._crash, self._cut, self._stand_still, self._cut_pair]
+        )
+        if trouble in (self._pause, self._crash) and self.chance.random() < 0.5:
+            process.awkward = trouble
+        else:
+            trouble(process)
+
+    def _cut_pair(self, process: Process) -> None:
+        """One hears nothing of another any more, and both talk to the store."""
+        pair = self.chance.choice([name for name in self._names if name != process.node]), process.node
+        self._cut_pairs.add(pair)
+        self._tell(pair[0], f"is not heard by {pair[1]}")
+        self._at(self.chance.choice([2.0, 10.0]), lambda: self._cut_pairs.discard(pair))
+
+    def _calm(self) -> None:
+        super()._calm()
+        self._cut_pairs.clear()
+
+    def _check_quiet(self) -> None:
+        agreed = self._living[self._names[0]].membership.map
+        assert agreed is not None, "there is no map"
+        assert sorted(agreed.holders) == self._names, (
+            f"{sorted(agreed.holders)} hold keys, {agreed.deposed} are deposed"
+        )
+        assert agreed.covered == agreed.held, "not all is covered"
+        for node, disk in self._disks.items():
+            assert not disk.owed, f"{node} owes {sorted(disk.owed)}"
+            assert not disk.copies, f"{node} has copies left over of {sorted(disk.copies)}"
+        for name, calls in self._calls.items():
+            final = Call("read", _shown(self._backend.get(name)), WORLD_S, WORLD_S + 1.0, act="the backend")
+            self._explain(name, [*calls, final])
+        assert self.acknowledged > 150, "hardly anybody could act"
+
+    def _explain(self, name: Name, calls: list[Call]) -> None:
+        seen = {call.label for call in calls if call.kind == "read" and not call.is_open}
+        known = [  # what nobody had did not happen; nor need a write that nobody read
+            call
+            for call in calls
+            if not call.is_open or (call.act in self._ever and (call.kind == "delete" or call.label in seen))
+        ]
+        assert explain(known, [ABSENT]), f"no order explains {name[1]}\n{told(known)}"
+
+
+def _shown(content: tuple[str, int] | None) -> str:
+    return ABSENT if content is None or content[0].startswith(GONE) else content[0]
+
+
+assert membership.LOOK_S < AGAIN_S
