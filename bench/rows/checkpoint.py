@@ -1,8 +1,10 @@
 """Checkpoint rows: what a save costs training, when it counts, how it drains, and how fast it is restored.
 
 Theory. A save may stall training for one copy of its state, so its stall stands beside that copy, made in the same run
-by the same function of torch, and beside what scripts do today: `torch.save` through fsspec to the same node,
-`dcp.save`, and `dcp.async_save` with its thread, both to this machine's disk, which is the kindest place for them. It
+by the same function of torch, and beside what scripts do today: `torch.save` through fsspec to the same node, and
+`dcp.save`, `dcp.async_save` with its thread and with its process, and torch-checkpointing, all to this machine's disk,
+which is the kindest place for them, and `dcp.async_save` by s3torchconnector to the same node. Those that need other
+packages or a process group run in a process of their own, which stays over all rounds (`bench/stall_job.py`). A save
 counts when the node has it on its disk, so that stands beside a program that writes and syncs the same bytes. A
 restore stands beside reads of a file of the same bytes into memory that was touched before, and both find their bytes
 in the page cache. A restore of what only the bucket has stands beside plain reads of the checkpoint's own objects over
@@ -23,23 +25,29 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import statistics
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import load
+from bench import load, stall_job
 from bench.parts import BUCKET, Lab, Node
+from bench.peer_process import PeerProcess
 from bench.report import Result, quantity
+from bench.rows.loader import peer_env, peers_python
+from bench.servers import MissingProgram
 from bench.stats import Measure, compared, faster
 from bench.workloads import MIB, Row
 
 TENSORS = 20
+OWN_JOB = "dcp.async_save, process"  # needs no package that we do not have
 STEPS = 5
 STEP_S = 0.1  # about; a step is so many multiplications
 READERS = 8  # connections of the plain reads from the bucket
@@ -139,14 +147,45 @@ def _dcp_async(node: Node, lab: Lab, state: dict[str, Any]) -> float:
 PEERS = {"torch.save, fsspec": _fsspec, "dcp.save": _dcp, "dcp.async_save": _dcp_async}
 
 
+def _jobs(stack: ExitStack, lab: Lab, node: Node, size_bytes: int) -> tuple[dict[str, PeerProcess], tuple[str, ...]]:
+    """Peers in processes of their own, after a save that does not count; and who is missing."""
+    folder = lab.dir / "stalls"
+    folder.mkdir()
+    work = {"folder": str(folder), "bucket": "connector", "size_bytes": size_bytes}
+    node.add_local("connector", durability="disk")
+    jobs: dict[str, PeerProcess] = {}
+    notes: tuple[str, ...] = ()
+    for side in stall_job.SIDES:
+        try:
+            python = sys.executable if side == OWN_JOB else peers_python()
+        except MissingProgram as error:
+            notes += (f"without {side}: {error}",)
+            continue
+        jobs[side] = stack.enter_context(PeerProcess(lab, stall_job, python, side, work, peer_env(node.endpoint)))
+        jobs[side].round()
+    return jobs, notes
+
+
+def _after(lab: Lab, node: Node) -> None:
+    """Nothing is left of what peers saved, and nothing is to be flushed."""
+    for left in (lab.dir / "stalls").iterdir():
+        shutil.rmtree(left)
+    with node.client() as client:
+        for key in [entry.key for page in client.list_pages("connector", "") for entry in page.entries]:
+            client.delete("connector", key)
+    node.flush("runs")
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 def save(lab: Lab, row: Row) -> Result:
     """The stall of a save, when it counts, and the memory that it takes."""
     size_bytes = _size(lab, row)
     state = _state(size_bytes)
     took: dict[str, list[float]] = {name: [] for name in ("copy", "stall", "durable", "write", *PEERS)}
-    with _quiet(), lab.node(core=None) as node:
+    with _quiet(), ExitStack() as stack, lab.node(core=None) as node:
         node.add_bucket("runs", lab, write="back")
+        jobs, notes = _jobs(stack, lab, node, size_bytes)
+        took |= {name: [] for name in jobs}
         memory = _memory(row, node, state, size_bytes // CAP_SHARE)
         copy = Copy(state)
         with _saver(node, "runs/bench") as checkpoints:
@@ -167,8 +206,13 @@ def save(lab: Lab, row: Row) -> Result:
                     lab.prime_memory(size_bytes)
                     took[name].append(peer(node, lab, state))
                     node.flush("runs")
-    measures = (*_save_measures(row, took), memory)
-    notes = tuple(f"stall of {name}: {_said(took[name])}" for name in PEERS)
+                for name, job in jobs.items():
+                    lab.prime_memory(size_bytes)
+                    took[name].append(job.round()["stall_s"])
+                    _after(lab, node)
+    peers = (*PEERS, *jobs)
+    measures = (*_save_measures(row, took, peers), memory)
+    notes += tuple(f"stall of {name}: {_said(took[name])}" for name in peers)
     return Result(row, measures, notes=notes, extra={"seconds": took})
 
 
@@ -177,8 +221,8 @@ def _said(seconds: list[float]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def _save_measures(row: Row, took: dict[str, list[float]]) -> tuple[Measure, ...]:
-    best = min(PEERS, key=lambda name: statistics.median(took[name]))
+def _save_measures(row: Row, took: dict[str, list[float]], peers: tuple[str, ...]) -> tuple[Measure, ...]:
+    best = min(peers, key=lambda name: statistics.median(took[name]))
     return (
         compared("stall / copy", "s", row.goals["stall / copy"], took["stall"], took["copy"], "one copy"),
         compared("stall / peer", "s", row.goals["stall / peer"], took["stall"], took[best], best),
