@@ -24,33 +24,29 @@ import asyncio
 import contextlib
 import json
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
-
-import xxhash
 
 from forebay.backends.wrap.peers import Peers
 from forebay.core.errors import ForebayError
 from forebay.core.messages.node_state import ClusterState
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.settings import Settings
-from forebay.ports import chance
 from forebay.sim.agreed import Agreed
-from forebay.sim.bucket import MOODS, Service
+from forebay.sim.bucket import MOODS
 from forebay.sim.checks import left_over, watch_evictions, watched_retries
 from forebay.sim.clients import Board, Client, Judge, Place
 from forebay.sim.doors import Listener, empty, open_doors
-from forebay.sim.history import ABSENT
 from forebay.sim.host import Host, Hosts
 from forebay.sim.life import Life
-from forebay.sim.loop import Killed, VirtualClock, VirtualLoop
+from forebay.sim.loop import Killed, VirtualLoop
 from forebay.sim.network import STORE, AgreedFar, Network
 from forebay.sim.pools import SimThreads
-from forebay.sim.story import MEMORY_DIR, SIZES, Found
+from forebay.sim.story import SIZES
 from forebay.sim.wire import ANSWER_TIMEOUT_S, Line
+from forebay.sim.world import Found, World
 
 BUCKETS = (
     Bucket("back", "memory://back", write="back"),
@@ -117,25 +113,19 @@ class _Current:
         return getattr(self.of[id(self._hosts.current)], name)
 
 
-class Nodes:
+class Nodes(World):
     """`run` it once. `echo` gets each line as it comes."""
 
     def __init__(self, seed: int, calls: int = CALLS, echo: Callable[[str], None] | None = None) -> None:
-        self.seed, self.calls, self._echo = seed, calls, echo
-        self.lines: list[str] = []
-        self._digest = xxhash.xxh3_64()
-        self.clock = VirtualClock()
-        dice = Random(seed)
-        self.dice, self._weather, self._timing = (Random(dice.getrandbits(64)) for _ in range(3))
-        self.root = tempfile.mkdtemp(prefix="forebay-sim-", dir=MEMORY_DIR)
+        super().__init__(seed, echo)
+        self.calls = calls
         self.beyond = Host(f"{self.root}/beyond", Random(0))  # clients, and the store that nodes agree on
         self.hosts = Hosts(self.beyond)
         self.threads = _Current(self.hosts)
-        self.chance = chance.Seeded(dice.getrandbits(64))
-        self.service = Service(self.clock, Random(dice.getrandbits(64)))
-        self.service.told = lambda what: self.log("bucket", what)
+        self.chance = self.has_chances()
+        self.service = self.opens_a_bucket_service()
         self.service.owes = self._owes
-        self.network = Network(Random(dice.getrandbits(64)), self._here, self._where)
+        self.network = Network(Random(self.draws.getrandbits(64)), self._here, self._where)
         self.network.opened = lambda connection: self.hosts.current.opened(connection)
         self.agreed, self._ends = Agreed(), dict[int, tuple[float, asyncio.TimerHandle]]()
         self.nodes = [Node(number, self.root, self) for number in range(3)]
@@ -144,28 +134,15 @@ class Nodes:
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in BUCKETS for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in BUCKETS for key in SOURCES]
         self.judge = Judge(self.board, [*self.places, *self.sources])
-        self.problems: list[str] = []
         self._ticks = 0
         self._turns = 0
-        self._graves: list[Any] = []
         self._lines: dict[tuple[str, str], Line] = defaultdict(Line)
         self._loop: VirtualLoop
-        self._pools = SimThreads(self._timing, self.clock, lambda: 0.0)
+        self._pools = SimThreads(self.timing, self.clock, lambda: 0.0)
 
     def _tick(self) -> float:
         self._ticks += 1
         return float(self._ticks)
-
-    def log(self, who: str, what: str) -> None:
-        line = f"{self.clock.now_s:12.6f} {who:<7} {what}"
-        self._digest.update(line.encode())
-        self.lines.append(line)
-        if self._echo is not None:
-            self._echo(line)
-
-    @property
-    def digest(self) -> str:
-        return f"{self._digest.hexdigest()} {self.clock.now_s:.6f}"
 
     @property
     def lives(self) -> int:
@@ -182,19 +159,19 @@ class Nodes:
         with doors, self.hosts.installed(), self.network.installed(self._store), watched_retries(self.problems.append):
             self.threads.of[id(self.beyond)] = self._pools
             self._loop = VirtualLoop(self.clock, lambda: self._pools.pool(8, ""), lambda: False, alone=False)
-            self._loop.set_exception_handler(lambda _, context: self._broke(context))
+            self._loop.set_exception_handler(lambda _, context: self.broke(context))
             self._pools.loop = self._loop
             try:
                 self._turn_until(self._story())
             finally:
                 for node in self.nodes:
                     self._bury(node, "end")
-                self._graves += [list(asyncio.all_tasks(self._loop)), self._loop]
+                self.graves += [list(asyncio.all_tasks(self._loop)), self._loop]
                 self._loop.abandon()
                 for node in self.nodes:
                     self.hosts.current = node.host
                     node.host.dead = True
-                empty(self._graves)
+                empty(self.graves)
                 self.hosts.current = self.beyond
         for node in self.nodes:
             node.host.clean_up()
@@ -220,7 +197,7 @@ class Nodes:
                 assert next_s < float("inf"), "everybody waits for something that will not happen"
                 self.clock.now_s = next_s
                 continue
-            self._turn(due[0] if len(due) == 1 else self._timing.choice(due))
+            self._turn(due[0] if len(due) == 1 else self.timing.choice(due))
         told.result()
 
     def _next_s(self, node: Node) -> float:
@@ -268,7 +245,7 @@ class Nodes:
                 ),
                 self.clock,
                 node.threads,
-                self._broke,
+                self.broke,
                 lambda: node.host.dead,
                 alone=False,
             )
@@ -310,7 +287,7 @@ class Nodes:
             node.owed = {place for place in self.places if life.engine.flusher.find(*place) is not None}
         node.host.dead = True
         self.hosts.current = node.host
-        self._graves += [life, list(asyncio.all_tasks(life.loop))]
+        self.graves += [life, list(asyncio.all_tasks(life.loop))]
         told: list[Any] = list(self.agreed.told)
         self.agreed.told[:] = [each for each in told if vars(each.__self__)["_loop"] is not life.loop]
         node.threads.end_life()
@@ -361,20 +338,20 @@ class Nodes:
             await self._heal()
             await self._audit()
         await self._arrives()
-        self._compare_backends()
+        self.compare_backends([*self.places, *self.sources])
 
     async def _work(self, client: Client, left: list[int]) -> None:
-        while left[0] > 0 and not self._is_wrong:
+        while left[0] > 0 and not self.is_wrong:
             left[0] -= 1
             await client.call()
-            await asyncio.sleep(3.0 * self._timing.random() ** 3)
+            await asyncio.sleep(3.0 * self.timing.random() ** 3)
 
     def _client(self, name: str, seed: int) -> Client:
         async def ask(method: str, target: str, headers: dict[str, str], body: bytes | None) -> Any:
             up = [node for node in self.nodes if node.is_up]
             if not up:
                 raise ConnectionRefusedError("nobody lives")
-            return await self._ask_at(name, self._timing.choice(up), method, target, headers, body)
+            return await self._ask_at(name, self.timing.choice(up), method, target, headers, body)
 
         async def pause() -> None:
             await asyncio.sleep(0.2)
@@ -410,22 +387,22 @@ class Nodes:
             (self._drain, 1.5),
             (self._join, 0.7),
         ]
-        while left[0] > 0 and not self._is_wrong:
-            await asyncio.sleep(6.0 * self._weather.random() ** 2)
-            act = self._weather.choices([each for each, _ in acts], [weight for _, weight in acts])[0]
-            await act(self._weather.choice(self.nodes))
+        while left[0] > 0 and not self.is_wrong:
+            await asyncio.sleep(6.0 * self.weather.random() ** 2)
+            act = self.weather.choices([each for each, _ in acts], [weight for _, weight in acts])[0]
+            await act(self.weather.choice(self.nodes))
 
     async def _kill(self, node: Node) -> None:
         if node.life is None:
             self._begin(node)
-        elif self._weather.random() < 0.5:
-            node.life.loop.turns_left = int(400 * self._weather.random() ** 2) + 1
+        elif self.weather.random() < 0.5:
+            node.life.loop.turns_left = int(400 * self.weather.random() ** 2) + 1
         else:
-            node.host.changes_left = int(60 * self._weather.random() ** 2)
+            node.host.changes_left = int(60 * self.weather.random() ** 2)
 
     async def _stop_machine(self, node: Node) -> None:
         self._bury(node, "machine")
-        await asyncio.sleep(20.0 * self._weather.random() ** 2)
+        await asyncio.sleep(20.0 * self.weather.random() ** 2)
         if node.life is None:
             self._begin(node)
 
@@ -435,26 +412,26 @@ class Nodes:
             self._begin(node)
 
     async def _pause(self, node: Node) -> None:
-        pause_s = 25.0 * self._weather.random() ** 2
+        pause_s = 25.0 * self.weather.random() ** 2
         self.log("misery", f"{node.name} is paused for {pause_s:.1f} s")
         node.paused_until_s = self.clock.now_s + pause_s
 
     async def _cut_pair(self, node: Node) -> None:
-        other = self._weather.choice([each for each in self.nodes if each is not node])
+        other = self.weather.choice([each for each in self.nodes if each is not node])
         self._cut(node.name, other.name)
-        if self._weather.random() < 0.3:
-            await asyncio.sleep(20.0 * self._weather.random() ** 2)
+        if self.weather.random() < 0.3:
+            await asyncio.sleep(20.0 * self.weather.random() ** 2)
             self._mend()
 
     async def _cut_store(self, node: Node) -> None:
-        several = self.nodes if self._weather.random() < 0.3 else [node]
+        several = self.nodes if self.weather.random() < 0.3 else [node]
         for each in several:
             self._cut(each.name, STORE)
-        await asyncio.sleep(15.0 * self._weather.random())
+        await asyncio.sleep(15.0 * self.weather.random())
         self._mend()
 
     def _cut(self, one: str, other: str) -> None:
-        which = self._weather.choice(["there", "back", "both"])
+        which = self.weather.choice(["there", "back", "both"])
         self.log("misery", f"between {one} and {other} is cut: {which}")
         if which != "back":
             self.network.cut(one, other)
@@ -466,14 +443,14 @@ class Nodes:
         self.network.heal()
 
     async def _change_mood(self, node: Node) -> None:
-        mood = self._weather.choice(list(MOODS))
+        mood = self.weather.choice(list(MOODS))
         self.service.set_mood(mood)
         self.log("misery", f"the bucket service is {mood}")
 
     async def _stall(self, node: Node) -> None:
         self.log("misery", f"the disk of {node.name} stalls")
         node.threads.stall(node.host.volumes[0])
-        await asyncio.sleep(5.0 * self._weather.random() ** 2)
+        await asyncio.sleep(5.0 * self.weather.random() ** 2)
         self._answer(node)
 
     def _answer(self, node: Node) -> None:
@@ -487,7 +464,7 @@ class Nodes:
         node.host.full.add(node.host.volumes[0])
 
     async def _drain(self, node: Node) -> None:
-        word = "active" if node.wanted != "active" else self._weather.choice(["draining", "maintenance"])
+        word = "active" if node.wanted != "active" else self.weather.choice(["draining", "maintenance"])
         await self._wish(node, word)
 
     async def _wish(self, node: Node, word: str) -> bool:
@@ -496,7 +473,7 @@ class Nodes:
             return False
         call = json.dumps({"node": f"127.0.0.1:{node.port}", "wish": word}).encode()
         with contextlib.suppress(OSError):
-            answer = await self._ask_at("wish", self._weather.choice(at), "POST", "/-/v1/cluster/wish", {}, call)
+            answer = await self._ask_at("wish", self.weather.choice(at), "POST", "/-/v1/cluster/wish", {}, call)
             if answer.status == 200:
                 node.wanted = word
                 return True
@@ -521,7 +498,7 @@ class Nodes:
             if node.life is not None:
                 node.life.loop.turns_left = -1
         for _ in range(int(HEALED_S / AGAIN_S)):
-            self._check()
+            self.check()
             for node in self.nodes:
                 if node.life is None:
                     self._begin(node)
@@ -546,7 +523,7 @@ class Nodes:
         for place in [*self.places, *self.sources]:
             for node in self.nodes:
                 await self._read_at(node, place)
-            self._check()
+            self.check()
             if wrong := self.judge.judge(place):
                 raise Found("\n".join(wrong))
 
@@ -573,26 +550,3 @@ class Nodes:
                 return
             await asyncio.sleep(10.0)
         raise Found(f"when all is quiet, {owed} objects are owed, and {wrong}")
-
-    def _compare_backends(self) -> None:
-        for place in [*self.places, *self.sources]:
-            if place[0] == "own":
-                continue
-            memory = self.service.memory[place[0]]
-            found = memory._objects.get(place[1])
-            labels = {ABSENT} if found is None else set(self.board.labels_of(place, found[1], 0, len(found[1])))
-            if not labels & self.judge.content[place]:
-                raise Found(f"{place[0]}/{place[1]}: the backend has {labels}, clients {self.judge.content[place]}")
-
-    def _broke(self, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, Killed) and "never retrieved" not in str(context.get("message")):
-            self.problems.append(f"{context.get('message')}: {error!r}")
-
-    @property
-    def _is_wrong(self) -> bool:
-        return bool(self.problems or self.board.wrong)
-
-    def _check(self) -> None:
-        if self._is_wrong:
-            raise Found("\n".join([*self.problems, *self.board.wrong]))

@@ -17,30 +17,28 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import msgspec
-import xxhash
 
 from forebay.core.errors import ForebayError
 from forebay.core.types import LOCAL_URL, Bucket
 from forebay.node.settings import Settings
-from forebay.ports import chance
-from forebay.sim.bucket import MOODS, Service
+from forebay.sim.bucket import MOODS
 from forebay.sim.checks import Homes, forgotten, left_over, watch_evictions, watched_retries
 from forebay.sim.clients import FULL, Ask, Board, Client, Judge, Place, Sizes
 from forebay.sim.doors import Listener, empty, open_doors
 from forebay.sim.history import ABSENT
 from forebay.sim.host import Host
 from forebay.sim.life import Life
-from forebay.sim.loop import Killed, VirtualClock
+from forebay.sim.loop import Killed
 from forebay.sim.operator import Operator
 from forebay.sim.pools import SimThreads
 from forebay.sim.wire import ANSWER_TIMEOUT_S, Line
+from forebay.sim.world import Found, World
 
 KIB = 1024
 SIZES = Sizes(
@@ -68,30 +66,19 @@ ARRIVES_S = 1500  # longer than any pause between two tries of a flush
 SET_UP_TRIES = 60  # of a source whose disk is full of earlier ones
 ROOM_BYTES = 64 * 1024 * KIB  # for everything, whatever the volumes
 STALE_S = 100.0  # then the node asks its backends again: longer than a bucket's freshness
-MEMORY_DIR = "/dev/shm"
 
 
-class Found(AssertionError):
-    """What the world is run for."""
-
-
-class Story:
+class Story(World):
     """`run` it once. `echo` gets each line as it comes."""
 
     def __init__(self, seed: int, calls: int = CALLS_DEFAULT, echo: Callable[[str], None] | None = None) -> None:
-        self.seed, self.calls_left, self._echo = seed, calls, echo
-        self.lines: list[str] = []
-        self._digest = xxhash.xxh3_64()
-        self.clock = VirtualClock()
-        dice = Random(seed)
-        self.dice, self._weather, self._timing = (Random(dice.getrandbits(64)) for _ in range(3))
-        self.root = tempfile.mkdtemp(prefix="forebay-sim-", dir=MEMORY_DIR)
+        super().__init__(seed, echo)
+        self.calls_left, dice = calls, self.draws
         self.host = Host(self.root, Random(dice.getrandbits(64)))
         self.host.volumes = [f"{self.root}/v{number}" for number in range(dice.choice([2, 2, 3]))]
-        self.threads = SimThreads(self._timing, self.clock, lambda: 0.002 * self._timing.random() ** 2)
-        self.service = Service(self.clock, Random(dice.getrandbits(64)))
-        self.service.told = lambda what: self.log("bucket", what)
-        self.chance = chance.Seeded(dice.getrandbits(64))
+        self.threads = SimThreads(self.timing, self.clock, lambda: 0.002 * self.timing.random() ** 2)
+        self.service = self.opens_a_bucket_service()
+        self.chance = self.has_chances()
         self.settings = Settings(
             dir=f"{self.root}/node",
             listen="127.0.0.1:1",
@@ -116,8 +103,6 @@ class Story:
         self._lost_memory = False
         self.life: Life | None = None
         self._callers: list[asyncio.Task[None]] = []
-        self._graves: list[Any] = []
-        self.problems: list[str] = []
         self.lives = 0
         self.ever: dict[Place, dict[str, int]] = defaultdict(dict)  # what was ever written there
 
@@ -135,8 +120,8 @@ class Story:
         line = self.lines_to_front[number]
 
         async def ask(method: str, target: str, headers: dict[str, str], body: bytes | None) -> Any:
-            vanishes = method == "GET" and self.calls_left > 0 and self._timing.random() < VANISH_RATE
-            patience_s = 0.02 * self._timing.random() if vanishes else ANSWER_TIMEOUT_S
+            vanishes = method == "GET" and self.calls_left > 0 and self.timing.random() < VANISH_RATE
+            patience_s = 0.02 * self.timing.random() if vanishes else ANSWER_TIMEOUT_S
             try:
                 answer = await line.ask(method, target, headers, body, patience_s)
             except OSError:
@@ -147,18 +132,6 @@ class Story:
             return answer
 
         return ask
-
-    # --- what is written down ----------------------------------------------------------------------------------------
-    def log(self, who: str, what: str) -> None:
-        line = f"{self.clock.now_s:12.6f} {who:<7} {what}"
-        self._digest.update(line.encode())
-        self.lines.append(line)
-        if self._echo is not None:
-            self._echo(line)
-
-    @property
-    def digest(self) -> str:
-        return f"{self._digest.hexdigest()} {self.clock.now_s:.6f} {self.dice.random():.9f}"
 
     # --- the run -----------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -177,7 +150,7 @@ class Story:
                 self.host.dead = True
                 if self.life is not None:
                     self._bury("end")
-                empty(self._graves)
+                empty(self.graves)
         self.host.clean_up()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -186,7 +159,7 @@ class Story:
         self.host.dead = False
         self.service.owes = lambda bucket, key: self._owes(bucket, key)
         life = self.life = Life(
-            self.settings, self.service.open, self.clock, self.threads, self._broke, lambda: self.host.dead
+            self.settings, self.service.open, self.clock, self.threads, self.broke, lambda: self.host.dead
         )
         self.log("world", f"life {self.lives} begins")
         return life
@@ -220,7 +193,7 @@ class Story:
             how = "stop"
         if hidden:
             self.host.show(hidden)
-        self._check()
+        self.check()
         return how
 
     def _arm(self, life: Life, turns: int, changes: int) -> None:
@@ -255,7 +228,7 @@ class Story:
                 await client.call()
                 if self.host.dead:
                     return
-                await asyncio.sleep(0.1 * self._timing.random() ** 4)
+                await asyncio.sleep(0.1 * self.timing.random() ** 4)
 
         self._callers = [asyncio.ensure_future(work(client)) for client in self.clients]
         others = [asyncio.ensure_future(self._misery()), asyncio.ensure_future(self._operate())]
@@ -281,7 +254,7 @@ class Story:
 
     async def _operate(self) -> None:
         while True:
-            await asyncio.sleep(0.1 * self._timing.random())
+            await asyncio.sleep(0.1 * self.timing.random())
             with contextlib.suppress(OSError):
                 await self.operator.act()
 
@@ -304,24 +277,24 @@ class Story:
         await self.life.stop(flush=True)
 
     async def _misery(self) -> None:
-        self.service.set_mood(self._weather.choice(["fine", "away", "away", "losing", "slow"]))
+        self.service.set_mood(self.weather.choice(["fine", "away", "away", "losing", "slow"]))
         while True:
-            await asyncio.sleep(0.2 * self._weather.random())
-            what = self._weather.choices(["mood", "stall", "full", "calm", "owner", "failing"], [6, 2, 2, 4, 2, 0.3])[0]
-            volume = self._weather.choice(self.host.volumes)
+            await asyncio.sleep(0.2 * self.weather.random())
+            what = self.weather.choices(["mood", "stall", "full", "calm", "owner", "failing"], [6, 2, 2, 4, 2, 0.3])[0]
+            volume = self.weather.choice(self.host.volumes)
             if what == "mood":
-                mood = self._weather.choice(list(MOODS))
+                mood = self.weather.choice(list(MOODS))
                 self.service.set_mood(mood)
                 self.log("misery", f"the bucket service is {mood}")
             elif what == "stall":
                 self.threads.stall(volume)
                 self.log("misery", f"the disk of {volume[-2:]} stalls")
-                await asyncio.sleep(5.0 * self._weather.random() ** 2)
+                await asyncio.sleep(5.0 * self.weather.random() ** 2)
                 self.threads.answered(volume)
                 self.log("misery", f"the disk of {volume[-2:]} answers")
             elif what == "owner":
                 for memory in self.service.memory.values():
-                    memory.place(THEIRS, self._weather.randbytes(self._weather.choice([400, 3_000, 40_000])))
+                    memory.place(THEIRS, self.weather.randbytes(self.weather.choice([400, 3_000, 40_000])))
                 self.log("misery", f"somebody else writes {THEIRS}")
             elif what == "full":
                 self.host.full.add(volume)
@@ -355,7 +328,7 @@ class Story:
                     caller.get_coro().throw(ConnectionResetError("the node is gone"))
                 except (StopIteration, ConnectionResetError):
                     pass
-        self._graves += [life, self._callers, list(asyncio.all_tasks(life.loop))]
+        self.graves += [life, self._callers, list(asyncio.all_tasks(life.loop))]
         self._callers = []
         self.service.end_life()
         self.threads.end_life()
@@ -365,7 +338,7 @@ class Story:
         if how == "machine":
             self.host.stop()
             self._remember_less()
-        self._check()
+        self.check()
 
     def _remember_less(self) -> None:
         """What was asked to be kept in memory alone may be what it once was."""
@@ -385,7 +358,7 @@ class Story:
                 life = self._make_room(life)
             life.run(self._audit(life, flush=how == "flush"))
             if how == "flush":
-                self._compare_backends()
+                self.compare_backends([*self.places, *self.sources])
             self._bury(how)
 
     def _make_room(self, life: Life) -> Life:
@@ -413,7 +386,7 @@ class Story:
                 await asyncio.sleep(10.0)
             else:
                 raise Found(f"{place[0]}/{place[1]} is not answered, though nothing is wrong any more")
-            self._check()
+            self.check()
             self._judge_place(place)
         for bucket in self.buckets:
             if wrong := await self.operator.check(
@@ -423,13 +396,13 @@ class Story:
         await self._read_theirs()
         await self._rests(life)
         await life.stop(flush=flush)
-        self._check()
+        self.check()
 
     async def _read_theirs(self) -> None:
         """What somebody else changes behind the node reads as it is, once the bucket's freshness has run out."""
         before = {bucket: await self._reads_theirs(bucket) for bucket in self.service.memory}
         for memory in self.service.memory.values():
-            memory.place(THEIRS, self._weather.randbytes(3_000))
+            memory.place(THEIRS, self.weather.randbytes(3_000))
         await asyncio.sleep(STALE_S)
         for bucket, body in before.items():
             if await self._reads_theirs(bucket) == body:
@@ -454,24 +427,3 @@ class Story:
         self.ever[place].update(self.board.tried[place])
         if wrong := self.judge.judge(place):
             raise Found("\n".join(wrong))
-
-    def _compare_backends(self) -> None:
-        for place in [*self.places, *self.sources]:
-            memory = self.service.memory.get(place[0])
-            if memory is None or place[0] == "own":
-                continue
-            found = memory._objects.get(place[1])
-            labels = {ABSENT} if found is None else set(self.board.labels_of(place, found[1], 0, len(found[1])))
-            if not labels & self.judge.content[place]:
-                raise Found(f"{place[0]}/{place[1]}: the backend has {labels}, clients {self.judge.content[place]}")
-
-    # --- what is wrong -----------------------------------------------------------------------------------------------
-    def _broke(self, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        # when Python notices that nobody asked for an error is chance
-        if not isinstance(error, Killed) and "never retrieved" not in str(context.get("message")):
-            self.problems.append(f"{context.get('message')}: {error!r}")
-
-    def _check(self) -> None:
-        if self.problems or self.board.wrong:
-            raise Found("\n".join([*self.problems, *self.board.wrong]))
