@@ -43,9 +43,10 @@ def train(place: str, end: str = "") -> list[str]:
                 print(told[-1], flush=True)
             if end == "step" and step == KILLED_AFTER:
                 os.kill(os.getpid(), signal.SIGKILL)
-            handle = checkpoints.maybe_save(step, state)
-            if end == "save" and step >= KILLED_SAVING and handle is not None:
+            if end == "save" and step == KILLED_SAVING:
+                checkpoints.save(step, state)
                 os.kill(os.getpid(), signal.SIGKILL)  # its bytes are on their way
+            checkpoints.maybe_save(step, state)
         checkpoints.save(STEPS, state, wait=True)
     return told
 

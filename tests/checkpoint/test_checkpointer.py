@@ -267,6 +267,9 @@ def test_sending_pauses_while_it_costs_training_until_somebody_waits(
         assert len(seen) == 2, "who waits is not kept waiting"
         checkpoints.save(2, state, wait=True)
         assert len(seen) == 2
+        small = checkpoints.save(3, {"w": torch.randn(1000)})
+        until(lambda: small.done, "what is sent in one piece counts without a pause")
+        assert len(seen) == 4
 
 
 @pytest.mark.parametrize("wait", [False, True])

@@ -15,13 +15,32 @@ import pytest
 from forebay.backends import errors
 from forebay.core.errors import ForebayError, Unavailable
 from forebay.core.messages import calls
+from forebay.node.engine.buckets import Served
+from forebay.node.engine.read.one_read import Ask
 from forebay.node.engine.write import writes
+from forebay.node.outcomes import from_node
 from tests.patience import PATIENCE_S
 
 from .conftest import MIB, Rig, pattern, until
 from .writing import flushed, names, put, written
 
 Rigged = Callable[..., None]
+
+
+def test_a_home_in_whose_place_another_node_stands_passes_on_what_a_node_asks(rigged: Rigged) -> None:
+    """A key of a local bucket was at a node that was not its home any more, and the home answered 404 to a third node:
+    it took the question for one about bytes that it had as the home of before."""
+
+    async def story(rig: Rig) -> None:
+        rig.engine.cold.is_of_another = lambda bucket, key, position: True
+        asked, served = Ask("remote", "key"), await rig.engine.buckets.get("remote")
+        assert not rig.engine.cold._asks_for_what_is_here(asked, served), "a client asks"
+        from_node.set(True)
+        assert rig.engine.cold._asks_for_what_is_here(asked, served)
+        in_place = Served(served.bucket, served.backend, of=served)
+        assert not rig.engine.cold._asks_for_what_is_here(asked, in_place)
+
+    rigged(story)
 
 
 def test_a_body_that_its_disk_does_not_sync_is_refused_as_a_disk_that_fails(

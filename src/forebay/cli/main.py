@@ -44,7 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "unpin": ("jobs", "Let pinned objects be evicted again."),
     "evict": ("jobs", "Drop objects from the cache."),
     "refresh": ("jobs", "Ask the backend whether cached objects are still current."),
-    "flush": ("flush", "Bring to the backends what only the node has."),
+    "flush": ("flush", "Bring to the backends what only nodes have."),
     "lost": ("lost", "List and give up lost objects."),
     "volume": ("volume", "Show, add and give up volumes."),
     "job": ("job", "List, watch and cancel jobs."),

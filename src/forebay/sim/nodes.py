@@ -289,7 +289,7 @@ class Nodes(World):
         self.hosts.current = node.host
         self.graves += [life, list(asyncio.all_tasks(life.loop))]
         told: list[Any] = list(self.agreed.told)
-        self.agreed.told[:] = [each for each in told if vars(each.__self__)["_loop"] is not life.loop]
+        self.agreed.told[:] = [each for each in told if getattr(each.__self__, "_loop", None) is not life.loop]
         node.threads.end_life()
         node.host.kill()
         life.loop.abandon()

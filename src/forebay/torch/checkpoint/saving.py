@@ -235,12 +235,14 @@ class Sending:
         self.handle._hurry.set()
 
     def _send_beside(self, layout: Layout, filled: Filled) -> None:
-        """Send a blob and, while nobody waits for the save, pause."""
+        """Send a blob and, while nobody waits for the save and more is to be sent, pause."""
         before, began_s = core_time(self._training), clock.monotonic_s()
         self._send_one(layout, filled)
-        hurry = self.handle._hurry
+        hurry, handle = self.handle._hurry, self.handle
         if not hurry.is_set():
-            hurry.wait(self._pace.sent(before, core_time(self._training), clock.monotonic_s() - began_s))
+            pause_s = self._pace.sent(before, core_time(self._training), clock.monotonic_s() - began_s)
+            if handle.sent_bytes < handle.size_bytes:  # the last blob has nothing behind it that a pause would spare
+                hurry.wait(pause_s)
 
     def _send_one(self, layout: Layout, filled: Filled) -> None:
         filled.ready()

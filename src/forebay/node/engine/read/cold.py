@@ -212,9 +212,11 @@ class ColdReads:
                 terms = terms.confirmed(answer.asked_s)
 
     def _asks_for_what_is_here(self, ask: Ask, served: Served) -> bool:
-        """Whether the home of these bytes asks this node, which was that before: asking back would be a loop."""
-        first = (ask.range.first or 0) if ask.range is not None else 0
-        return from_node.get() and served.bucket.write == "through" and self.is_of_another(ask.bucket, ask.key, first)
+        """Whether the home of these bytes asks this node, which was that before: asking back would be a loop. Not so
+        where another node stands in the backend's place: then this one is the home, and passes the question on."""
+        if not from_node.get() or served.of is not None or served.bucket.write != "through":
+            return False
+        return self.is_of_another(ask.bucket, ask.key, (ask.range.first or 0) if ask.range is not None else 0)
 
     async def _serve_what_is_here(self, read: Read, served: Served) -> None:
         """Nobody is asked. Who asks names the version, which the backend told it: no confirmation is needed."""
