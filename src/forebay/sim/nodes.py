@@ -262,7 +262,12 @@ class Nodes(World):
         try:
             await life.start()
         except ForebayError as error:
-            self.problems.append(f"{node.name} does not start: {error}")
+            if node.host.full:
+                self.log("world", f"{node.name} does not start: {type(error).__name__}")
+                node.host.dead = True  # its next turn is its end
+                life.loop.call_soon(lambda: None)
+            else:
+                self.problems.append(f"{node.name} does not start: {error}")
             return
         watch_evictions(life.engine, self.problems.append)
         paths = {volume.id: volume.path for volume in life.engine.store.usable()}
