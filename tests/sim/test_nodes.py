@@ -20,9 +20,10 @@ def test_these_seeds_find_nothing() -> None:
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr
 
 
-@pytest.mark.parametrize("seed", [25, 2015])
+@pytest.mark.parametrize("seed", [25, 2015, 2317])
 def test_what_a_story_found_stays_found(seed: int) -> None:
-    """25: 412 for an upload that its own first attempt had completed. 2015: 404 at a home that passes questions on."""
+    """25: 412 for an upload that its own first attempt had completed. 2015: 404 at a home that passes questions on.
+    2317: 404 for an upload of a node that this one had not heard of yet."""
     run = told("--nodes", "--seed", str(seed), "--seeds", "1")
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr
 

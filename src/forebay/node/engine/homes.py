@@ -171,9 +171,13 @@ class Homes:
         return self._peers.in_place(served, home)
 
     def upload_at(self, served: Served, upload_id: str) -> Served | None:
-        """The bucket with the node in its backend's place that has this upload; None if that is this one."""
+        """The bucket with the node in its backend's place that has this upload; None if that is this one, or nobody has
+        it. `Unavailable` if this node does not know the others yet."""
         node = upload_id[-len(self.node_id) :]
-        if node == self.node_id or not self._seat.knows(node):
+        if node == self.node_id:
+            return None
+        if not self._seat.knows(node):
+            self._agreed()
             return None
         return self.through(served, node)
 

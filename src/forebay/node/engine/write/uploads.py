@@ -284,7 +284,9 @@ class UploadBook:
     async def _elsewhere(self, bucket: str, upload_id: str) -> Served | None:
         """The bucket with the node in its backend's place that has the upload; None if that is this one."""
         homes = self._buckets.homes
-        return None if homes is None else homes.upload_at(await self._buckets.get(bucket), upload_id)
+        if homes is None or upload_id in self._open or upload_id in self._done:
+            return None
+        return homes.upload_at(await self._buckets.get(bucket), upload_id)
 
     def find(self, bucket: str, key: str, upload_id: str) -> Upload:
         """The open upload; `NotFound` (`NoSuchUpload`)."""
