@@ -13,7 +13,8 @@ from forebay.core.cluster.lease import LeaseHold
 from forebay.core.cluster.membership import Membership, Right, Write
 from forebay.core.cluster.mirror import Change, Entry, Mirror
 from forebay.core.cluster.records import MAP, Map
-from forebay.sim.plants import Patch, Plants
+from forebay.sim.doors import Patch
+from forebay.sim.plants import Plants
 
 
 def _fence() -> list[Patch]:

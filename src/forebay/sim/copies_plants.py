@@ -11,7 +11,8 @@ from forebay.core.cluster.membership import Membership
 from forebay.core.cluster.records import Map
 from forebay.core.cluster.replication import Copy, Kept, Name, Sent
 from forebay.sim.copies import Copies
-from forebay.sim.plants import Patch, Plants
+from forebay.sim.doors import Patch
+from forebay.sim.plants import Plants
 
 
 def _fence() -> list[Patch]:

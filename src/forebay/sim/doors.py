@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,27 @@ from forebay.core.errors import ForebayError, Unavailable
 from forebay.ports import chance, clock, threads
 from forebay.sim.loop import Killed, VirtualClock
 
+Patch = tuple[Any, str, Any]  # of a module or class: what is called so there, and what it shall be
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Each is in place as long as this lasts: how doors open, and how bugs are planted."""
+    patches = list(patches)
+    kept = [(where, name, vars(where)[name]) for where, name, _ in patches]
+    for where, name, replacement in patches:
+        setattr(where, name, replacement)
+    try:
+        yield
+    finally:
+        for where, name, original in kept:
+            setattr(where, name, original)
+
 
 @contextmanager
 def open_doors(virtual: VirtualClock, chances: chance.Seeded, pools: threads.Threads, ear: Listener) -> Iterator[None]:
     """Time, chance, threads and the log are the world's."""
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced: list[Patch] = [
         (clock.SystemClock, "wall_s", staticmethod(virtual.wall_s)),
         (clock.SystemClock, "monotonic_s", staticmethod(virtual.monotonic_s)),
         (clock.BoottimeClock, "monotonic_s", staticmethod(virtual.monotonic_s)),
@@ -31,16 +47,12 @@ def open_doors(virtual: VirtualClock, chances: chance.Seeded, pools: threads.Thr
         (threads, "system", pools),
         (asyncio, "run_coroutine_threadsafe", _refused),
     ]
-    kept = [(where, name, vars(where)[name]) for where, name, _ in replaced]
     logger = logging.getLogger()
     handlers, logger.handlers = logger.handlers, [ear]
-    for where, name, replacement in replaced:
-        setattr(where, name, replacement)
     try:
-        yield
+        with patched(replaced):
+            yield
     finally:
-        for where, name, original in kept:
-            setattr(where, name, original)
         logger.handlers = handlers
 
 

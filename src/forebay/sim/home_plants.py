@@ -12,7 +12,8 @@ from forebay.core.types import Bucket
 from forebay.node.engine.homes import Homes, Name
 from forebay.node.engine.peers import Peers
 from forebay.node.engine.seat import Home
-from forebay.sim.plants import Patch, Plants
+from forebay.sim.doors import Patch
+from forebay.sim.plants import Plants
 
 
 def _past() -> list[Patch]:

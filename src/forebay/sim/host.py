@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from forebay.node.store.disk import files, index, volume_threads
+from forebay.sim.doors import Patch, patched
 from forebay.sim.loop import Killed
 
 SECTOR_BYTES = 512
@@ -423,7 +424,7 @@ class Hosts:
 
             __hash__ = object.__hash__
 
-        replaced: list[tuple[Any, str, Any]] = [
+        replaced: list[Patch] = [
             *((os, name, self._passed(f"_{name}")) for name in _CALLS),
             (builtins, "open", self._passed("_open_file")),
             (io, "open", self._passed("_open_file")),
@@ -433,16 +434,12 @@ class Hosts:
             (sqlite3, "connect", self._passed("_connect")),
             (socket, "socket", Tracked),
         ]
-        kept = [(where, name, getattr(where, name)) for where, name, _ in replaced]
-        for where, name, replacement in replaced:
-            setattr(where, name, replacement)
-        try:
-            yield
-        finally:
-            self.current.dead = True
-            gc.collect()
-            for where, name, original in kept:
-                setattr(where, name, original)
+        with patched(replaced):
+            try:
+                yield
+            finally:
+                self.current.dead = True
+                gc.collect()
 
     def _passed(self, name: str) -> Callable[..., Any]:
         call = vars(Host)[name]

@@ -34,6 +34,7 @@ from forebay.core.errors import Unavailable
 from forebay.meta.seam import Entry, Heard, Lease
 from forebay.node.engine import engine
 from forebay.sim.agreed import Agreed, MemoryMeta
+from forebay.sim.doors import Patch, patched
 from forebay.sim.loop import Killed
 
 STORE = "etcd"  # the name of what nodes agree on, as an end of links
@@ -69,21 +70,17 @@ class Network:
     def installed(self, store: Callable[[], MemoryMeta]) -> Iterator[None]:
         """For as long as this lasts, connections of blocking code lie in this network, and nodes agree in `store`."""
         whole: Any = cloud.CloudReads
-        replaced: list[tuple[Any, str, Any]] = [
+        replaced: list[Patch] = [
             (socket, "create_connection", self._dial),
             (bodies, "ThreadPoolExecutor", lambda most, thread_name_prefix="": _Threads(most, self.delay_s)),
             (engine, "EtcdMeta", lambda addresses, name, access=None: store()),
         ]
-        kept = [(place, name, vars(place)[name]) for place, name, _ in replaced]
-        for place, name, replacement in replaced:
-            setattr(place, name, replacement)
         whole.by_wire = property(lambda reads: True, lambda reads, given: None)  # nothing goes through obstore
         try:
-            yield
+            with patched(replaced):
+                yield
         finally:
             del whole.by_wire
-            for place, name, original in kept:
-                setattr(place, name, original)
 
     def _dial(self, address: tuple[str, int], timeout: Any = None, source_address: Any = None) -> socket.socket:
         there, path = self._where(address[1])

@@ -25,8 +25,8 @@ from forebay.node.front.objects import fast_lane
 from forebay.node.store import whereabouts
 from forebay.node.store.disk import journal
 from forebay.node.store.writer import puts
+from forebay.sim.doors import Patch, patched
 
-Patch = tuple[Any, str, Any]
 Plants = dict[str, Callable[[], list[Patch]]]
 
 
@@ -295,12 +295,5 @@ PLANTS: Plants = {
 @contextmanager
 def planted(name: str | None, plants: Plants = PLANTS) -> Iterator[None]:
     """Run with this bug in place (None: as it is)."""
-    patches = plants[name]() if name else []
-    kept = [(where, what, vars(where)[what]) for where, what, _ in patches]
-    for where, what, replacement in patches:
-        setattr(where, what, replacement)
-    try:
+    with patched(plants[name]() if name else []):
         yield
-    finally:
-        for where, what, original in kept:
-            setattr(where, what, original)
