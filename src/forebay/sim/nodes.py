@@ -29,10 +29,12 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from forebay.backends.wrap.peers import Peers
 from forebay.core.errors import ForebayError
 from forebay.core.messages.node_state import ClusterState
-from forebay.core.types import LOCAL_URL, Bucket
+from forebay.core.types import FRESH_IMMUTABLE, LOCAL_URL, Bucket
 from forebay.node.settings import Settings
 from forebay.sim.agreed import Agreed
 from forebay.sim.bucket import MOODS
@@ -131,6 +133,9 @@ class Nodes(World):
         self.nodes = [Node(number, self.root, self) for number in range(3)]
         self.board = Board(self._tick)
         self.board.may_be_full = True
+        # In every other story what a node was told once is asked about again only if the node knows that it must be.
+        for_ever = {} if seed % 2 else {"freshness_s": FRESH_IMMUTABLE}
+        self.buckets = [replace(b, **for_ever) if b.write != "through" else b for b in BUCKETS]
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in BUCKETS for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in BUCKETS for key in SOURCES]
         self.judge = Judge(self.board, [*self.places, *self.sources])
@@ -273,7 +278,7 @@ class Nodes(World):
         paths = {volume.id: volume.path for volume in life.engine.store.usable()}
         node.threads.name_of = lambda disk: paths.get(disk, disk)
         known = {bucket.name for bucket in life.engine.buckets.all()}
-        for bucket in BUCKETS:
+        for bucket in self.buckets:
             while bucket.name not in known:
                 with contextlib.suppress(ForebayError):
                     await life.engine.buckets.put(bucket)

@@ -271,7 +271,7 @@ class Windows:
             if of_bucket == bucket and key.startswith(prefix) and after < key and (not upto or key <= upto)
         ]
         for key in written:
-            self._outdate((bucket, key))
+            self.forsake((bucket, key))
         return written
 
     def shown(self, name: Name, version: str) -> bool:
@@ -280,8 +280,18 @@ class Windows:
         held = self._open.get(name)
         if held is None or held[0] == version != "":
             return False
-        self._outdate(name)
+        self.forsake(name)
         return True
+
+    def forsake(self, name: Name) -> None:
+        """Others may change the key from now on, and tell nobody here: nothing counts that was confirmed or asked."""
+        if name in self._open:
+            self._open[name] = ("", 0.0)
+        self._overtake(name)
+
+    def asked(self) -> set[Name]:
+        """The keys about which a question is under way."""
+        return set(self._questions)
 
     def ask(self, name: Name) -> Question:
         """A question about the key begins. `answered` ends it."""
@@ -315,10 +325,6 @@ class Windows:
         if checked_s == IN_DOUBT and answers != self._doubted.get(name, 0):
             return MISSED
         return checked_s
-
-    def _outdate(self, name: Name) -> None:
-        self._open[name] = ("", 0.0)
-        self._overtake(name)
 
     def _overtake(self, name: Name) -> None:
         for question in self._questions.get(name, ()):

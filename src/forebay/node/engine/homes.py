@@ -325,6 +325,7 @@ class Homes:
         self._claimed.pop(name, None)
         self._kept.pop(name, None)
         self._cold.written(*name)
+        self._cold.confirmations.windows.forsake(name)
         self._store.unconfirm(*name, MISSED)
 
     # --- letting go of what is at home elsewhere ---------------------------------------------------------------------
@@ -354,9 +355,9 @@ class Homes:
         self._kept.clear()
         if any(agreed.holder(*name) != self.node_id for name in self._acting):
             return False
-        flights = self._cold.flights.keys() | self._cold.openings.under_way.keys()
+        asked = self._cold.openings.under_way.keys() | self._cold.confirmations.windows.asked()
         buckets = [bucket.name for bucket in self._buckets.all() if bucket.write != "through"]
-        for name in flights:
+        for name in self._cold.flights.keys() | asked:
             if name[0] in buckets and agreed.holder(*name) != self.node_id:
                 self._let_go(name)
         left = False

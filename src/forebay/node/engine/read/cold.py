@@ -177,7 +177,8 @@ class ColdReads:
         if self._asks_for_what_is_here(ask, served):
             await self._serve_what_is_here(read, served)
             return
-        terms = _terms(ask, served, self.clock.wall_s())
+        arrived_s = self.clock.wall_s()
+        terms = _terms(ask, served, arrived_s)
         while not read.closed:
             await self.suspicions.settled(name)
             found = self._found(name, terms)
@@ -208,8 +209,10 @@ class ColdReads:
             elif answer.flight is not None and not answer.flight.closed:
                 self._give(read, answer.flight)
                 return
-            else:
+            elif (now := await self._buckets.readable(*name)).same_place(served):
                 terms = terms.confirmed(answer.asked_s)
+            else:  # who was asked does not act on the key any more
+                served, terms = now, _terms(ask, now, arrived_s)
 
     def _asks_for_what_is_here(self, ask: Ask, served: Served) -> bool:
         """Whether the home of these bytes asks this node, which was that before: asking back would be a loop. Not so

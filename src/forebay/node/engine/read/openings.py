@@ -248,12 +248,14 @@ class Openings:
             windows.answered(name, question)
         self._tally.revalidations[_COUNTED[said]] += 1
         version = info.version if info is not None else ""
-        taken = take(said, held, terms, version=version, overtaken=question.overtaken)
+        # Another node in the backend's place claims the key from this one before it answers: that overtakes nothing.
+        overtaken = question.overtaken and served.of is None
+        taken = take(said, held, terms, version=version, overtaken=overtaken)
         if taken.drop:
             self.shown(name, version, by)
             self._cold.replaced(name, held.version)
         if taken.confirm:
-            self._confirm(name, held.version, asked_s)
+            self._confirm(served, name, held.version, asked_s)
         if taken.hush:
             self._hush(served, error)
         if taken.then is Then.CHANGED:
@@ -263,7 +265,9 @@ class Openings:
             raise error
         return taken.then, info
 
-    def _confirm(self, name: tuple[str, str], version: str, asked_s: float) -> None:
+    def _confirm(self, served: Served, name: tuple[str, str], version: str, asked_s: float) -> None:
+        if self.confirmations.heard(served, name, version, asked_s) == MISSED:
+            return
         self.confirmations.confirm(*name, version, asked_s)
         flight = self._cold.flights.get(name)
         if flight is not None and flight.info.version == version:
@@ -295,12 +299,13 @@ class Openings:
             if info.size_bytes <= limits.INLINE_BYTES_MAX:
                 return Answer(asked_s, inline=await self._read_inline(opening, fetch))
             run = whole_blocks(fetch)
-            landing = None if opening.overtaken else self._cold.landing(served, info, asked_s)
+            checked_s = self.confirmations.heard(served, name, info.version, asked_s)
+            landing = None if opening.overtaken else self._cold.landing(served, info, checked_s)
             if landing is None:
                 passing = Passing(fetch, Run(run.first, min(run.end, run.first + 2)))
                 self._cold.spawn(passing.expire())
                 return Answer(asked_s, passing=passing)
-            return Answer(asked_s, flight=self._cold.take_off(served, info, landing, asked_s, None, (fetch, run)))
+            return Answer(asked_s, flight=self._cold.take_off(served, info, landing, checked_s, None, (fetch, run)))
         except BaseException:
             await fetch.aclose()
             raise
@@ -326,7 +331,8 @@ class Openings:
         pinned = is_pinned(bucket, info.key)
         if opening.overtaken or not self._buckets.stands(opening.served):
             return make_record(info, asked_s, inline=body)
-        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, asked_s)
+        heard_s = self.confirmations.heard(opening.served, (bucket.name, info.key), info.version, asked_s)
+        checked_s = self.confirmations.kept_s(bucket.name, info.key, info.version, heard_s)
         try:
             record = self._cold.store.put_inline(bucket.name, info, body, checked_s=checked_s, pinned=pinned)
         except Unavailable:
@@ -340,8 +346,9 @@ class Openings:
 
 class Confirmations:
     """When the backend last confirmed what is here: the index and the machine's windows together. `flush_soon` is
-    called after changes to the store. Of a key on which another node acts nothing is recorded, since fronts go by it:
-    what that node confirmed is held in memory."""
+    called after changes to the store. What another node confirmed, which stood in the backend's place, counts only
+    while this node does not act on the key. Nobody tells this node what the other did before it let go of the key. So
+    that is held in memory, and neither a record nor a flight says it."""
 
     def __init__(self, store: Store, buckets: Buckets, flush_soon: Callable[[], None]) -> None:
         self.windows = Windows()
@@ -384,16 +391,20 @@ class Confirmations:
             return held._replace(checked_s=checked_s) if version == held.version else held
         return held._replace(checked_s=self.windows.checked_s(name, held.version, held.checked_s, answers))
 
+    def heard(self, served: Served, name: tuple[str, str], version: str, asked_s: float) -> float:
+        """The `checked_s` that a flight may have of a version that was confirmed when asked at `asked_s`: none if this
+        node does not act on the key, or did not then."""
+        if served.of is None:
+            return asked_s if self._buckets.is_here(*name) else MISSED
+        self._elsewhere.pop(name, None)
+        self._elsewhere[name] = version, asked_s
+        if len(self._elsewhere) > DOUBTS_MAX:
+            del self._elsewhere[next(iter(self._elsewhere))]
+        return MISSED
+
     def confirm(self, bucket: str, key: str, version: str, asked_s: float) -> None:
-        """The backend confirmed this version when asked at `asked_s`."""
-        if not self.windows.may_record((bucket, key), version, asked_s):
-            return
-        if not self._buckets.is_here(bucket, key):
-            self._elsewhere.pop((bucket, key), None)
-            self._elsewhere[bucket, key] = version, asked_s
-            if len(self._elsewhere) > DOUBTS_MAX:
-                del self._elsewhere[next(iter(self._elsewhere))]
-        else:
+        """The backend confirmed this version when this node, which acts on the key, asked at `asked_s`."""
+        if self.windows.may_record((bucket, key), version, asked_s):
             self._store.confirm([(bucket, key, version, asked_s)])
             self._flush_soon()
 
