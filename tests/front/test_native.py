@@ -18,6 +18,7 @@ from forebay.core.access import Grant, Identity, encode_identities
 from forebay.core.derived import KeepAnswer
 from forebay.core.errors import NotFound
 from forebay.core.formats.listing import ListingState
+from forebay.core.formats.manifest import FORMAT, Manifest, Warm, WarmObjects
 from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import calls
 from forebay.core.messages.batch import BatchCall, Item
@@ -35,6 +36,7 @@ UPLOAD = calls.UploadState("b", "k", "u1", 1.0)
 PART = calls.PartState(1, 3, "e", 1.0)
 COMPLETED = calls.UploadCompleted(calls.Written("e-1", "v", 3, 1.0))
 HINTS = HintsState("j1", "b", "", "of all", 0, 1, 0)
+MANIFEST = Manifest(FORMAT, "training", "1", 0.0, [], [Bucket("b", "memory://")], {}, [Warm("b", "k", 1, 2)])
 ANSWERS: dict[str, Any] = {
     "bucket_put": lambda call: call.bucket,
     "bucket_delete": calls.Nothing(),
@@ -65,7 +67,10 @@ ANSWERS: dict[str, Any] = {
     "map": NodeMap(1, [MapNode("n1", "http://x")]),
     "wish": ClusterNode("n1", "http://x", "draining", "draining", 0.5, 1, "gives its keys away"),
     "metrics": Snapshot({"forebay_connections_open": 3.0}),
-    **dict.fromkeys(("prefetch", "refresh", "flush", "pin", "unpin", "evict"), JOB),
+    "warm": WarmObjects([Warm("b", "k", 1, 2, ((0, 1),))]),
+    **dict.fromkeys(("manifest", "manifest_put"), MANIFEST),
+    "stop": calls.Nothing(),
+    **dict.fromkeys(("prefetch", "refresh", "flush", "pin", "unpin", "evict", "rewarm"), JOB),
 }
 
 
@@ -87,6 +92,8 @@ def body_for(route: Any) -> Any:
         return calls.VolumeNamed("v1")
     if route.body is calls.WishCall:
         return calls.WishCall("n1", "draining")
+    if route.body is calls.ManifestCall:
+        return calls.ManifestCall("b", "k", MANIFEST)
     if route.body is calls.CopyCall:
         return calls.CopyCall("b", "k", "b", "k")
     if route.body is Completion:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forebay.cli import show
+from forebay.cli import show, zero
 from forebay.cli.options import AsJson, Debug, Url, open_client
 from forebay.cli.outcome import Interrupted, verb
 from forebay.core.errors import Invalid
@@ -25,7 +25,14 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def drain(
     node: Annotated[
         str, typer.Argument(metavar="NODE", help="Its id, the beginning of it, or its address: `forebay status`.")
-    ],
+    ] = "",
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All nodes, which then stop: the cluster goes to zero.")
+    ] = False,
+    manifest: Annotated[
+        str | None,
+        typer.Option("--manifest", metavar="ADDRESS", help="With --all: the object that says what was warm."),
+    ] = None,
     maintenance: Annotated[
         bool, typer.Option("--maintenance", help="It gives its keys away and keeps what it owes: it comes back.")
     ] = False,
@@ -44,13 +51,23 @@ def drain(
     It takes nothing new, and brings to the backends what only it has. Then it is gone, and may be stopped: nothing is
     lost with it. Any node of the cluster can be asked. Ctrl-C stops waiting, not the node.
 
-    With --json a ClusterNode (docs/protocol.md).
+    With --all the whole cluster goes: what only nodes have reaches the backends, --manifest says what was cached and
+    how buckets were kept, and the nodes stop. `forebay rewarm` begins a new cluster from it.
+
+    With --json a ClusterNode, with --all the Manifest, or with --undo a list of ClusterNode (docs/protocol.md).
     """
     wishes: dict[Wish, bool] = {"maintenance": maintenance, "active": undo, "gone": give_up, "forgotten": forget}
     chosen: list[Wish] = [wish for wish, given in wishes.items() if given]
     if len(chosen) > 1:
         raise Invalid("--maintenance, --undo, --give-up and --forget exclude each other: give one of them, or none")
     wish: Wish = chosen[0] if chosen else "draining"
+    if everyone:
+        if node or wish not in ("draining", "active") or bool(manifest) != (wish == "draining"):
+            raise Invalid("--all takes no NODE, but --undo, or --manifest s3://BUCKET/KEY: where to say what was warm")
+        zero.take_back(url, as_json=as_json) if wish == "active" else zero.drain(url, manifest or "", as_json=as_json)
+        return
+    if not node or manifest:
+        raise Invalid("name the NODE to drain; --manifest goes with --all")
     with open_client(url) as client:
         state = client.wish(node, wish)
         if wait and wish in ("draining", "maintenance", "active"):

@@ -53,8 +53,10 @@ def flush(
         return found
 
     with open_client(url) as client:
-        at = [jobs.Node("", client)] if here else jobs.nodes(client)
-        code = jobs.on_nodes(at, "flush", names, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, as_json=as_json)
+        with jobs.nodes(client, here=here) as at:
+            code = jobs.on_nodes(
+                at, "flush", names, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, as_json=as_json
+            )
     if not dirty and not code and not as_json:
         print("nothing is dirty: the backends have all that was written")
     return code

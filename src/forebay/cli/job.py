@@ -40,16 +40,17 @@ def ls(url: Url = None, as_json: AsJson = False, debug: Debug = False) -> None:
     found: list[JobState] = []
     at: dict[str, str] = {}
     with open_client(url) as client:
-        for node in jobs.nodes(client):
-            try:
-                theirs = node.client.jobs()
-            except Unavailable as error:
-                if not node.label:
-                    raise
-                show.note(f"forebay: {node.label}{one_line(error.message)}")
-                continue
-            found += theirs
-            at |= dict.fromkeys((state.job for state in theirs), node.client.url if node.label else "")
+        with jobs.nodes(client) as everywhere:
+            for node in everywhere:
+                try:
+                    theirs = node.client.jobs()
+                except Unavailable as error:
+                    if not node.label:
+                        raise
+                    show.note(f"forebay: {node.label}{one_line(error.message)}")
+                    continue
+                found += theirs
+                at |= dict.fromkeys((state.job for state in theirs), node.client.url if node.label else "")
     found.sort(key=lambda state: state.started_s, reverse=True)
     if as_json:
         show.document(found)
@@ -104,16 +105,18 @@ def cancel(name: Name, url: Url = None, as_json: AsJson = False, debug: Debug = 
 @contextmanager
 def _at(client: Client, name: str) -> Iterator[Client]:
     """The node of the cluster that knows the job; the one that was asked, if none does."""
-    for node in jobs.nodes(client):
-        try:
-            node.client.job(name)
-        except (NotFound, Unavailable):
-            if not node.label:
-                raise
-        else:
-            yield node.client
-            return
-    yield client
+    with jobs.nodes(client) as everywhere:
+        yield next((node.client for node in everywhere if _knows(node, name)), client)
+
+
+def _knows(node: jobs.Node, name: str) -> bool:
+    try:
+        node.client.job(name)
+    except (NotFound, Unavailable):
+        if not node.label:
+            raise
+        return False
+    return True
 
 
 def _tell(state: JobState, *, as_json: bool) -> None:

@@ -1,6 +1,7 @@
-"""`forebay prefetch`, `pin`, `unpin`, `evict`, `refresh`: start a job in the node and watch it.
+"""`forebay prefetch`, `pin`, `unpin`, `evict`, `refresh`: start a job in each node and watch it.
 
-Theory. The job runs in the node, so Ctrl-C ends only the watching, and says so. The exit code is 0 if all units went
+Theory. A job runs in its node, so Ctrl-C ends only the watching, and says so. All nodes of a cluster work at once, each
+on what it has, or on its share of what is to be fetched. The exit code is 0 if all units went
 well, 9 if some failed, and 1 if the job as a whole failed. `forebay flush` uses the same functions.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -50,13 +52,12 @@ DONE = {
     "evict": "evicted",
     "refresh": "checked",
     "flush": "flushed",
+    "rewarm": "rewarmed by",
 }
 
 
-MOVING = ("prefetch", "flush")  # their bytes move; those of the others are counted only
+MOVING = ("prefetch", "flush", "rewarm")  # their bytes move; those of the others are counted only
 
-
-EVERYWHERE = ("evict", "refresh", "flush")  # what they work on, each node has of its own
 
 Here = Annotated[bool, typer.Option("--here", help="Only at the node that is asked, not at all of its cluster.")]
 Job = tuple[str, str, tuple[str, ...]]
@@ -139,20 +140,20 @@ def run(
     here: bool = False,
 ) -> int:
     """Start the jobs, one after the other, and watch each; the exit code. `source`: the file that names the objects.
-    `here`: only at the node that is asked, also where a verb is of all nodes."""
+    `here`: only at the node that is asked."""
     if bool(texts) == (source is not None):
         raise Invalid("name what to work on: ADDRESSes, or a list of them with --from FILE")
     if source is not None:
         texts, exact = listed(source), True
     with open_client(url) as client:
-        at = [Node("", client)] if here or verb not in EVERYWHERE else nodes(client)
-        return on_nodes(
-            at, verb, lambda _: texts, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, as_json=as_json
-        )
+        with nodes(client, here=here) as at:
+            return on_nodes(
+                at, verb, lambda _: texts, exact=exact, dry_run=dry_run, wait=wait, quiet=quiet, as_json=as_json
+            )
 
 
 def on_nodes(
-    at: Iterable[Node],
+    at: Sequence[Node],
     verb: JobVerb,
     texts: Callable[[Client], list[str]],
     *,
@@ -162,36 +163,59 @@ def on_nodes(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Start the jobs at one node after the other; the exit code. A node that cannot be asked is told of at the end, and
-    hinders no other."""
-    code = 0
-    everyone: list[JobState] = []
-    missed: list[str] = []
-    for node in at:
-        ended: list[JobState] = []
-        try:
-            todo = plan(node.client, verb, texts(node.client), exact=exact)
-            for job in todo:
-                bucket, prefix, keys = job
-                state = node.client.start_job(verb, bucket, prefix, keys, dry_run=dry_run)
-                if wait:
-                    state = watch(node.client, state, quiet=quiet or as_json)
-                ended.append(state)
-                code = max(code, code_of(state))
-                if not as_json and not _is_beside(job, todo, ended):
-                    print(f"{node.label}{sentence(state, keys=keys, dry_run=dry_run)}")
-                if not as_json:
-                    _complain(state)
-        except (Unavailable, NotFound) as error:
-            if not node.label:
-                raise
-            missed.append(f"{node.label}{error.message}")
-        everyone += ended
+    """Start the jobs, one after the other, each at all nodes at once; the exit code. A node that cannot be asked is
+    told of at the end, and hinders no other."""
+    watched = [_AtNode(node) for node in at]
+    for each in watched:
+        with _missing(each):
+            each.todo = plan(each.node.client, verb, texts(each.node.client), exact=exact)
+    for number in range(max(len(each.todo) for each in watched)):
+        now = [each for each in watched if number < len(each.todo) and not each.missed]
+        for each in now:
+            bucket, prefix, keys = each.todo[number]
+            with _missing(each):
+                share = len(watched) > 1
+                state = each.node.client.start_job(verb, bucket, prefix, keys, dry_run=dry_run, share=share)
+                each.states.append(state)
+        if wait:
+            _watch_all([each for each in now if not each.missed], quiet=quiet or as_json)
+        for each in now:
+            if not as_json and not each.missed:
+                each.tell(dry_run=dry_run)
     if as_json:
-        show.document(everyone)
+        show.document([state for each in watched for state in each.states])
+    missed = [each.missed for each in watched if each.missed]
     for text in missed:
         show.note(f"forebay: {one_line(text)}")
-    return max(code, EXIT_PARTIAL if missed else 0)
+    codes = [code_of(state) for each in watched for state in each.states if not each.missed]
+    return max([*codes, EXIT_PARTIAL if missed else 0])
+
+
+class _AtNode:
+    """The jobs of one node: those that are to be, how those that were begun are, and why it cannot be asked."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.missed = node, ""
+        self.todo: list[Job] = []
+        self.states: list[JobState] = []
+
+    def tell(self, *, dry_run: bool) -> None:
+        """Say how the last job ended."""
+        job, state = self.todo[len(self.states) - 1], self.states[-1]
+        if not _is_beside(job, self.todo, self.states):
+            print(f"{self.node.label}{sentence(state, keys=job[2], dry_run=dry_run)}")
+        _complain(state)
+
+
+@contextmanager
+def _missing(each: _AtNode) -> Iterator[None]:
+    """Note it if one of several nodes cannot be asked."""
+    try:
+        yield
+    except (Unavailable, NotFound) as error:
+        if not each.node.label:
+            raise
+        each.missed = f"{each.node.label}{error.message}"
 
 
 class Node(NamedTuple):
@@ -201,22 +225,24 @@ class Node(NamedTuple):
     client: Client
 
 
-def nodes(client: Client) -> Iterator[Node]:
-    """The nodes of the cluster, first the one that `client` asks. The client of another is closed when the next is
-    asked for. Those that are gone have nothing."""
-    own = client.status()
-    if own.cluster is not None:
+@contextmanager
+def nodes(client: Client, *, here: bool = False) -> Iterator[list[Node]]:
+    """The nodes of the cluster, first the one that `client` asks; that alone with `here`. Those that are gone have
+    nothing."""
+    own = None if here else client.status()
+    if own is None:
+        found = {}
+    elif own.cluster is not None:
         found = {each.node_id: each.address for each in own.cluster.nodes if each.state != "gone"}
     else:
         found = {each.node_id: each.endpoint for each in client.node_map().nodes}
-    others = {node: where for node, where in found.items() if node != own.node_id}
-    yield Node(_label(own.node_id, client.url) if others else "", client)
-    for node, where in others.items():
-        with client.at(where) as other:
-            yield Node(_label(node, where), other)
+    others = {node: where for node, where in found.items() if own is None or node != own.node_id}
+    with ExitStack() as clients:
+        first = Node(label(own.node_id, client.url) if own is not None and others else "", client)
+        yield [first, *(Node(label(node, at), clients.enter_context(client.at(at))) for node, at in others.items())]
 
 
-def _label(node: str, where: str) -> str:
+def label(node: str, where: str) -> str:
     return f"node {node} at {where}: "
 
 
@@ -233,21 +259,41 @@ def _is_beside(job: Job, todo: list[Job], ended: list[JobState]) -> bool:
 
 def watch(client: Client, state: JobState, *, quiet: bool = False) -> JobState:
     """Look at the job until it has ended; its last state. `Interrupted` on Ctrl-C, and the job goes on."""
-    pause_s = LOOK_FIRST_S
+    each = _AtNode(Node("", client))
+    each.states.append(state)
+    _watch_all([each], quiet=quiet)
+    return each.states[-1]
+
+
+def _watch_all(at: list[_AtNode], *, quiet: bool) -> None:
+    """Look at the last job of each node until all have ended, or `missed`."""
+    if not at:
+        return
+    pause_s, state = LOOK_FIRST_S, at[0].states[-1]
     try:
         what = f"{state.verb} {state.bucket}/{one_line(state.prefix)}"
         with Progress(what, quiet=quiet, has_rate=state.verb in MOVING) as progress:
-            while state.state == "running":
-                progress.at(state.bytes_done, state.bytes_total)
+            while running := [each for each in at if each.states[-1].state == "running" and not each.missed]:
+                states = [each.states[-1] for each in at]
+                totals = [state.bytes_total for state in states if state.bytes_total is not None]
+                known = sum(totals) if len(totals) == len(states) else None
+                progress.at(sum(state.bytes_done for state in states), known)
                 time.sleep(pause_s)
                 pause_s = min(LOOK_S, pause_s * 1.5)
-                state = client.job(state.job)
-            return state
+                for each in running:
+                    with _missing(each):
+                        each.states[-1] = _looked_at(each.node.client, each.states[-1])
     except KeyboardInterrupt:
+        job = next((each.states[-1].job for each in at if each.states[-1].state == "running"), state.job)
         raise Interrupted(
-            f"stopped watching; job {state.job} goes on in the node: `forebay job watch {state.job}` watches it again, "
-            f"`forebay job cancel {state.job}` stops it"
+            f"stopped watching; job {job} goes on in the node: `forebay job watch {job}` watches it again, "
+            f"`forebay job cancel {job}` stops it"
         ) from None
+
+
+def _looked_at(client: Client, state: JobState) -> JobState:
+    try:
+        return client.job(state.job)
     except Unavailable as error:
         raise Unavailable(
             f"lost sight of job {state.job} ({error.message}): when the node is back, `forebay job show {state.job}` "
@@ -305,7 +351,7 @@ def _app(name: JobVerb, first_line: str) -> typer.Typer:
 
     @app.command(
         name,
-        help=f"{first_line}\n\nRuns as a job in the node: Ctrl-C stops watching, not the job. With --json a list of "
+        help=f"{first_line}\n\nRuns as a job in each node: Ctrl-C stops watching, not the job. With --json a list of "
         "JobState (docs/protocol.md).",
     )
     @verb

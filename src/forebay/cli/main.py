@@ -50,6 +50,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "job": ("job", "List, watch and cancel jobs."),
     "key": ("key", "Make keys for clients of a node."),
     "drain": ("drain", "Have a node of the cluster give its keys away and go."),
+    "rewarm": ("rewarm", "Fetch what a former cluster had cached."),
     "status": ("status", "Show the node, its volumes and its buckets."),
     "logs": ("logs", "Print the log of the node on this machine."),
     "config": ("config", "Save nodes by name."),

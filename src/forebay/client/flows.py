@@ -31,6 +31,7 @@ from forebay.core.errors import (
     Precondition,
     Unavailable,
 )
+from forebay.core.formats.manifest import Manifest, WarmObjects
 from forebay.core.messages.calls import (
     CachedPage,
     CopyCall,
@@ -38,6 +39,8 @@ from forebay.core.messages.calls import (
     JobState,
     JobVerb,
     LostCall,
+    ManifestCall,
+    Nothing,
     ObjectState,
     VolumeNamed,
     WishCall,
@@ -290,9 +293,11 @@ def bucket_check(name: str) -> Flow[None]:
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
-def start_job(verb: JobVerb, bucket: str, prefix: str, keys: Iterable[str], dry_run: bool) -> Flow[JobState]:
+def start_job(
+    verb: JobVerb, bucket: str, prefix: str, keys: Iterable[str], dry_run: bool, share: bool = False
+) -> Flow[JobState]:
     """Start a job and return its first state."""
-    call = JobCall(bucket, prefix, list(keys), dry_run)
+    call = JobCall(bucket, prefix, list(keys), dry_run, share=share)
     state: JobState = yield from ask_json(_post(f"/-/v1/{verb}", call), f"{verb} {bucket}/{prefix}", JobState)
     return state
 
@@ -323,6 +328,27 @@ def wish(node: str, word: Wish) -> Flow[ClusterNode]:
     call = _post("/-/v1/cluster/wish", WishCall(node, word))
     state: ClusterNode = yield from ask_json(call, f"node {node}", ClusterNode)
     return state
+
+
+def warm() -> Flow[WarmObjects]:
+    found: WarmObjects = yield from ask_json(Request("GET", "/-/v1/cluster/warm"), "what is cached", WarmObjects)
+    return found
+
+
+def manifest(bucket: str, key: str) -> Flow[Manifest]:
+    target = encode_path("-/v1/manifests", bucket, key)
+    found: Manifest = yield from ask_json(Request("GET", target), f"{bucket}/{key}", Manifest)
+    return found
+
+
+def manifest_put(call: ManifestCall) -> Flow[Manifest]:
+    request = _post("/-/v1/cluster/manifest", call)
+    written: Manifest = yield from ask_json(request, f"{call.bucket}/{call.key}", Manifest)
+    return written
+
+
+def stop() -> Flow[None]:
+    yield from ask_json(Request("POST", "/-/v1/cluster/stop"), "the node", Nothing)
 
 
 def volume_add(path: str) -> Flow[VolumeState]:

@@ -41,9 +41,10 @@ from forebay.client.upload import Data, PutOptions, put_data
 from forebay.core import limits
 from forebay.core.errors import Bug, Closed, Invalid, Precondition, Unavailable
 from forebay.core.formats.listing import Listing
+from forebay.core.formats.manifest import Manifest, WarmObjects
 from forebay.core.formats.members import MemberIndex
 from forebay.core.messages.batch import Wanted
-from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ObjectState, Written
+from forebay.core.messages.calls import CachedPage, CopyCall, JobState, JobVerb, ManifestCall, ObjectState, Written
 from forebay.core.messages.http1 import Endpoint, Request, Response
 from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
@@ -569,12 +570,20 @@ class Client:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
     def start_job(
-        self, verb: JobVerb, bucket: str, prefix: str = "", keys: tuple[str, ...] = (), *, dry_run: bool = False
+        self,
+        verb: JobVerb,
+        bucket: str,
+        prefix: str = "",
+        keys: tuple[str, ...] = (),
+        *,
+        dry_run: bool = False,
+        share: bool = False,
     ) -> JobState:
-        """Start a job on all under `prefix`, or on exactly `keys`; it runs on in the node, whoever watches."""
+        """Start a job on all under `prefix`, or on exactly `keys`; it runs on in the node, whoever watches. With
+        `share` it fetches only what is at home at this node of a cluster: ask all of them."""
         if prefix and keys:
             raise Invalid("a job takes a prefix or keys, not both")
-        return self.run(flows.start_job(verb, bucket, prefix, keys, dry_run))
+        return self.run(flows.start_job(verb, bucket, prefix, keys, dry_run, share))
 
     def job(self, name: str) -> JobState:
         """How far a job is."""
@@ -596,6 +605,23 @@ class Client:
     def wish(self, node: str, word: Wish) -> ClusterNode:
         """Say what a node of the cluster shall be: named by its id, the beginning of its id, or its address."""
         return self.run(flows.wish(node, word))
+
+    def warm(self) -> WarmObjects:
+        """What this node has cached of buckets that have a backend, what was used last first."""
+        return self.run(flows.warm())
+
+    def manifest(self, bucket: str, key: str) -> Manifest:
+        """What a cluster that went to zero left in a bucket. `Invalid` for an object that is none."""
+        return self.run(flows.manifest(bucket, key))
+
+    def manifest_put(self, bucket: str, key: str, manifest: Manifest, *, joined: bool = False) -> Manifest:
+        """Write what a cluster leaves, as it is written: `Exists` while a node is not gone, or where another object is.
+        `joined`: with what the manifest there says of nodes that have stopped since. May be called again."""
+        return self.run(flows.manifest_put(ManifestCall(bucket, key, manifest, joined)))
+
+    def stop_node(self) -> None:
+        """End the node. `Exists` if it is not gone from its cluster: what it alone has would not be served any more."""
+        self.run(flows.stop())
 
     def lost(self, bucket: str, prefix: str = "") -> Iterator[LostObject]:
         """Objects that were acknowledged, that no backend has, and whose bytes are gone."""

@@ -92,6 +92,8 @@ TOUCHES_MAX = 4096  # hits a front may hold before it must report them to the en
 # --- cluster state ---------------------------------------------------------------------------------------------------
 META_CHANGES_MAX = 128  # changes and conditions of one transaction: etcd's default (--max-txn-ops)
 META_ANSWER_BYTES_MAX = 64 * MIB  # of one answer or event: the state is kilobytes; etcd's own limit on a request is 1.5
+MANIFEST_BYTES_MAX = 4 * MIB  # what a cluster leaves in a bucket: one request; names of some 50,000 objects
+WARM_OBJECTS_MAX = 50_000  # of them: large objects, or shards, of hundreds of terabytes
 META_PATIENCE_S = 5.0  # how long a call may take: etcd elects a leader in 1 to 2 s by default
 
 # --- backend ---------------------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ assert PASS_AHEAD_BYTES_MAX < PASS_BYTES_MAX
 assert FETCHES_PER_READ_MAX <= FETCHES_AHEAD_MAX < FETCHES_MAX
 assert PART_BYTES_MIN <= FLUSH_PART_BYTES <= MULTIPART_BYTES_MIN <= PUT_BYTES_MAX
 assert BATCH_BODY_BYTES_MAX < FRAME_BYTES_MAX
+assert 2 * MANIFEST_BYTES_MAX <= FRAME_BYTES_MAX
 assert DOOR_FILES_MAX < CLIENT_FILES_OPEN_MAX <= FRONT_FILES_OPEN_MAX
 assert DOOR_FILES_MAX * (KEY_BYTES_MAX + BUCKET_NAME_BYTES_MAX + 16) < DOOR_ASK_BYTES_MAX
 assert DOOR_FILES_MAX * 2 * INLINE_BYTES_MAX <= DOOR_ANSWER_BYTES_MAX

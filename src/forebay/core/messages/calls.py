@@ -17,10 +17,16 @@ import msgspec
 
 from forebay.core import limits
 from forebay.core.derived import KeepAnswer, KeepCall
-from forebay.core.errors import Invalid, NotFound
+from forebay.core.errors import Invalid
 from forebay.core.formats.listing import ListingCall, ListingPartCall, ListingState
+from forebay.core.formats.manifest import Manifest, WarmObjects
 from forebay.core.formats.members import AppendCall
 from forebay.core.machines.hints import HintsAtCall, HintsCall, HintsNamed, HintsState
+from forebay.core.messages.jobs import JobCall as JobCall
+from forebay.core.messages.jobs import JobNamed as JobNamed
+from forebay.core.messages.jobs import JobState as JobState
+from forebay.core.messages.jobs import JobVerb as JobVerb
+from forebay.core.messages.jobs import no_such_job as no_such_job
 from forebay.core.messages.node_state import ClusterNode, NodeMap, NodeState, Wish
 from forebay.core.metrics import Snapshot
 from forebay.core.types import Bucket, CorsRule, Headers, ListEntry, ListPage
@@ -344,20 +350,6 @@ class Uploads(msgspec.Struct, frozen=True):
     more: bool
 
 
-JobVerb = Literal["prefetch", "pin", "unpin", "evict", "refresh", "flush"]
-
-
-class JobCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which objects of `bucket` to work on: all under `prefix`, or exactly `keys` when given (then `prefix` is "").
-    `identity` is who asks, as the front knows it; "" on a node without identities."""
-
-    bucket: str
-    prefix: str = ""
-    keys: list[str] = []
-    dry_run: bool = False
-    identity: str = ""
-
-
 class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Lost objects of `bucket`: all under `prefix` and after `start_after`, or exactly `keys` when given."""
 
@@ -365,34 +357,6 @@ class LostCall(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix: str = ""
     keys: list[str] = []
     start_after: str = ""
-
-
-class JobNamed(msgspec.Struct, frozen=True):
-    job: str
-
-
-def no_such_job(job: str) -> NotFound:
-    """A job that never existed, was forgotten, or is somebody else's."""
-    return NotFound(f"there is no job {job!r}: `forebay job ls` lists those that are known")
-
-
-class JobState(msgspec.Struct, frozen=True):
-    """A job's progress. A total is None until the plan is complete; `errors` holds the first few, for people."""
-
-    job: str
-    verb: str
-    bucket: str
-    prefix: str = ""
-    state: Literal["running", "done", "failed", "cancelled"] = "running"
-    units_done: int = 0
-    units_failed: int = 0
-    units_total: int | None = None
-    bytes_done: int = 0
-    bytes_total: int | None = None
-    started_s: float = 0.0
-    ended_s: float | None = None
-    errors: list[str] = []
-    identity: str = ""  # who began it
 
 
 class VolumeNamed(msgspec.Struct, frozen=True):
@@ -406,6 +370,16 @@ class WishCall(msgspec.Struct, frozen=True):
 
     node: str
     wish: Wish
+
+
+class ManifestCall(msgspec.Struct, frozen=True):
+    """Write what a cluster leaves as an object. `joined`: with what the manifest there says of nodes that have stopped
+    since."""
+
+    bucket: str
+    key: str
+    manifest: Manifest
+    joined: bool = False
 
 
 VERBS: dict[str, tuple[Any, Any]] = {
@@ -429,6 +403,7 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "unpin": (JobCall, JobState),
     "evict": (JobCall, JobState),
     "refresh": (JobCall, JobState),
+    "rewarm": (JobCall, JobState),
     "flush": (JobCall, JobState),  # done when all that was dirty when it began is in the backend
     "prestage": (ObjectNamed, Nothing),  # fetch it in the background
     "put": (PutCall, Written),
@@ -458,6 +433,10 @@ VERBS: dict[str, tuple[Any, Any]] = {
     "owed": (ListCall, list[tuple[str, ListEntry | None]]),  # what the node has that no backend has; None: a delete
     "map": (Nothing, NodeMap),
     "wish": (WishCall, ClusterNode),
+    "warm": (Nothing, WarmObjects),
+    "manifest": (ObjectNamed, Manifest),
+    "manifest_put": (ManifestCall, Manifest),  # once no node of the cluster owes anything; as it is written
+    "stop": (Nothing, Nothing),  # of a node that is gone; it ends after its answer
     "metrics": (Nothing, Snapshot),  # engine and all fronts, merged
     "issuer_keys": (IssuerNamed, Nothing),  # answered when its keys are as of seconds ago; they come with a Welcome
 }

@@ -43,6 +43,7 @@ from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.leaving import Leaving
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask
@@ -102,6 +103,7 @@ class Engine(Protocol):
     issuers: Issuers
     seat: Seat | None
     homes: Homes | None
+    leaving: Leaving
 
     def flush(self) -> None: ...
 
@@ -139,6 +141,10 @@ class Verbs:
             "owed": self._owed,
             "map": self._map,
             "wish": self._wish,
+            "warm": engine.leaving.warm,
+            "manifest": engine.leaving.manifest,
+            "manifest_put": engine.leaving.write,
+            "stop": engine.leaving.stop,
             "metrics": self._metrics,
             "issuer_keys": engine.issuers.refresh,
             "prestage": engine.prestaging.ask,

@@ -32,7 +32,7 @@ from forebay.backends.seam import Backend
 from forebay.backends.stack import open_backend
 from forebay.backends.wrap.counting import BackendCounters
 from forebay.core.cluster.records import NodeRecord
-from forebay.core.errors import ForebayError, Invalid
+from forebay.core.errors import ForebayError, Invalid, Unavailable
 from forebay.core.machines.hints import Hints
 from forebay.core.machines.pulse import interval_s
 from forebay.core.machines.stall import LOOK_S
@@ -57,8 +57,10 @@ from forebay.node.engine.homes import Homes
 from forebay.node.engine.identities import IdentitiesFile
 from forebay.node.engine.issuers import Issuers
 from forebay.node.engine.jobs.hints import Hinting
+from forebay.node.engine.jobs.rewarm import IsHome
 from forebay.node.engine.jobs.runner import Jobs
 from forebay.node.engine.jobs.work import JobWork
+from forebay.node.engine.leaving import Leaving
 from forebay.node.engine.peers import Peers, identity_of_peers, read_secret
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
@@ -95,6 +97,7 @@ FLUSH_S = 0.003  # changes within it share one index transaction
 HOUSEKEEP_S = 5.0
 WORKERS = 32  # threads for blocking work: few are used, but a stalled disk must not take all
 FILES_NEEDED = 1024
+MAP_LOOKS, MAP_S = 300, 60.0  # for the cluster's map, by whoever shares work with other nodes
 
 
 def _make_volume_dir(volume: Path) -> None:
@@ -357,6 +360,7 @@ class Engine:
             self.flusher,
             flush=self.flush,
             flush_soon=self.flush_soon,
+            is_home=self._is_home,
         )
         self.prestaging = Prestaging(self.buckets, self.cold, self.tally, self.clock)
         self.store.on_lost = self._lost
@@ -366,6 +370,7 @@ class Engine:
         paths = [str(path) for path in self.settings.volume_dirs]
         self.volumes = Volumes(self.store, self.known, self.flusher, paths)
         self.issuers = Issuers(self._meta, self.clock, self._chance, lambda: self.fronts.greet_again())
+        self.leaving = Leaving(lambda: self.seat, self.store, self.buckets, self.cold.written)
         self.verbs = Verbs(self)
         self.fronts: Fronts = Fronts(
             self.cold,
@@ -420,6 +425,26 @@ class Engine:
             flush=self.flush,
             is_whole=lambda: self.catching_up.is_done,
         )
+
+    async def _is_home(self) -> IsHome:
+        """Which node brings in what. `Unavailable` if this one does not learn the cluster's map in time."""
+        seat = self.seat
+        if seat is None:
+            return lambda bucket, key, stripe: True
+        for _ in range(MAP_LOOKS):
+            agreed = seat.agreed
+            if agreed is not None and agreed.active and agreed.owners:
+                break
+            await asyncio.sleep(MAP_S / MAP_LOOKS)
+        else:
+            raise Unavailable(f"this node does not know the cluster's map ({seat.trouble or 'not yet'}): try again")
+
+        def is_home(bucket: Bucket, key: str, stripe: int) -> bool:
+            back = bucket.write != "through"
+            home = agreed.holder(bucket.name, key) if back else agreed.home(bucket.name, key, stripe)
+            return home == self.node_id
+
+        return is_home
 
     def _owes_bytes(self) -> int:
         """How much would be lost with this node's disks; at least 1 if anything."""

@@ -97,6 +97,11 @@ def beat(loop: asyncio.AbstractEventLoop, interval_s: float, fd: int = 0) -> Non
     loop.call_later(interval_s, beat, loop, interval_s, fd)
 
 
+def stop_node() -> None:
+    """Have the supervisor stop the node, as an operator would."""
+    os.kill(os.getppid(), signal.SIGTERM)  # it lives: this process would have ended with it
+
+
 def on_hangup(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
     """Call `act` at each SIGHUP, also for one that came before now."""
     loop.add_signal_handler(signal.SIGHUP, act)

@@ -58,7 +58,13 @@ async def run_until_stopped(
         child.beat(loop, interval_s(settings.hung_after_s))
         if after_start is not None:
             after_start()
-        ends = [asyncio.create_task(each.wait()) for each in (stopping, engine.starts_again)]
+
+        async def leave() -> None:
+            await engine.leaving.leaves.wait()
+            child.stop_node()
+            await stopping.wait()
+
+        ends = [asyncio.create_task(end) for end in (stopping.wait(), engine.starts_again.wait(), leave())]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for each in ends:
             each.cancel()

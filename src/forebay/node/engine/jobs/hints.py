@@ -48,7 +48,7 @@ from forebay.core.messages.calls import Nothing
 from forebay.core.record import present_blocks
 from forebay.core.types import RangeSpec
 from forebay.node.engine.counts import Tally
-from forebay.node.engine.jobs.work import prefetched
+from forebay.node.engine.jobs.prefetch import prefetched
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.listings import Listings
 from forebay.node.engine.read.one_read import Ask

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from forebay.core.errors import Busy, ForebayError
+from forebay.core.formats.manifest import Span
 from forebay.core.messages.calls import JobCall, JobState, JobVerb, no_such_job
 from forebay.meta.seam import MetaStore
 from forebay.ports.chance import Chance
@@ -38,10 +39,11 @@ PREFIX = "jobs/"
 
 
 class JobUnit(NamedTuple):
-    """One object to work on."""
+    """One object to work on, or `spans` of it, of `size_bytes` together."""
 
     key: str
     size_bytes: int
+    spans: tuple[Span, ...] = ()
 
 
 class _Kept(msgspec.Struct):

@@ -2,15 +2,15 @@
 
 Theory. `prefetch` plans from the backend's listing, since it is about objects that are not here. `pin` plans from the
 index and then the listing, so that objects that are here are pinned even if the backend does not answer. The others
-plan from the index, since they concern only what is here. A prefetch reads like any reader, through the same flights,
-but has no client: it takes landed bytes at once. It never passes bytes through memory: if no disk takes them,
-prefetching is pointless.
+plan from the index, since they concern only what is here. How bytes come is in `prefetch.py`.
 
 `flush` plans from what is owed when it begins, and ignores later writes. It only asks and waits: the flusher sends, and
 tries again if that can help.
 
 Pinning by prefix is a setting of the bucket, so it also holds for later objects; the job marks the objects that are
 here and fetches the rest. `evict` leaves pinned objects: two contradictory orders must not cost a second fetch.
+
+Where all nodes of a cluster are asked (`share`), each fetches what is at home there (`rewarm.py`).
 
 Invariant. Every action may be done twice.
 """
@@ -23,67 +23,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 import msgspec
 
 from forebay.core import limits
-from forebay.core.errors import ErrorOnWire, ForebayError, NotFound, Unavailable, from_wire
+from forebay.core.errors import ForebayError, Invalid, NotFound
 from forebay.core.messages.calls import JobCall, JobVerb
-from forebay.core.record import Record, State, cached_bytes, present_blocks
-from forebay.core.types import check_key
+from forebay.core.record import State, cached_bytes, present_blocks
+from forebay.core.types import Bucket, check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
 from forebay.node.engine.derived import names_in
 from forebay.node.engine.evictions import Room
 from forebay.node.engine.flush.flusher import ASKED_AT_ONCE, Flusher
+from forebay.node.engine.jobs.rewarm import IsHome, Rewarm, fetch_spans, share_of
 from forebay.node.engine.jobs.runner import JobUnit, Moved, Work
 from forebay.node.engine.read.cold import ColdReads
-from forebay.node.engine.read.one_read import Ask, Read
+from forebay.node.engine.read.one_read import Ask
 from forebay.node.store.reader import StoreReader
 from forebay.node.store.writer.volumes import missing, object_lost
 
 SCAN_LIMIT = 1000
-
-
-class Prefetch:
-    """A reader without a client."""
-
-    def __init__(self, moved: Moved) -> None:
-        self.read: Read | None = None
-        self._moved = moved
-        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def opened(self, record: Record, start: int, end: int, hit: bool, body: bytes | None) -> None:
-        self._size_bytes = 0 if hit else end - start
-        self._start, self._whole_bytes = start, end - start
-        self._moved(0, self._whole_bytes)
-
-    def landed(self, start: int, end: int, path: str, offset: int, body: bytes | None) -> None:
-        if path.startswith("/proc/"):
-            self._end(Unavailable("no disk takes bytes now: make room (`forebay status`), then prefetch again"))
-        elif self.read is not None:
-            self.read.took(end)
-            self._moved(end - self._start, self._whole_bytes)
-
-    def finished(self) -> None:
-        if not self.done.done():
-            self.done.set_result(self._size_bytes)
-
-    def failed(self, error: ErrorOnWire) -> None:
-        self._end(from_wire(error))
-
-    def withdrawn(self) -> None:
-        self._end(Unavailable("the fetched bytes do not match their checksums: prefetch again"))
-
-    def _end(self, error: ForebayError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
-async def prefetched(cold: ColdReads, ask: Ask, moved: Moved = lambda done, of: None) -> int:
-    """Fetch what `ask` names; return how many bytes were not here before. Raises if that fails."""
-    out = Prefetch(moved)
-    out.read = cold.open(ask, out)
-    try:
-        return await out.done
-    finally:
-        out.read.close()
 
 
 class JobWork:
@@ -100,7 +56,10 @@ class JobWork:
         *,
         flush: Callable[[], None],
         flush_soon: Callable[[], None],
+        is_home: Callable[[], Awaitable[IsHome]],
     ) -> None:
+        self._is_home = is_home
+        self._rewarm = Rewarm(buckets, cold, is_home)
         self._buckets = buckets
         self._cold = cold
         self._room = room
@@ -117,9 +76,12 @@ class JobWork:
             check_key(key)
         if verb == "prefetch":
             return Work(
-                lambda: self._listed(call),
-                lambda unit, moved: prefetched(self._cold, Ask(call.bucket, unit.key), moved),
+                lambda: self._listed(call), lambda unit, moved: fetch_spans(self._cold, call.bucket, unit, moved)
             )
+        if verb == "rewarm":
+            if len(call.keys) != 1:
+                raise Invalid("a rewarm goes by one manifest: name it as the one key")
+            return Work(lambda: self._rewarm.plan(call), self._rewarm.action)
         if verb == "flush":
             return self._flush_owed(call)
         if verb in ("pin", "unpin") and not call.dry_run:
@@ -165,15 +127,18 @@ class JobWork:
 
     async def _listed(self, call: JobCall) -> AsyncIterator[JobUnit]:
         """What the backend has; each page is asked with the settings that the bucket has then (a newer key, say)."""
-        after = ""
+        after, is_home = "", await self._is_home() if call.share else None
         for key in call.keys:
-            backend = (await self._buckets.get(call.bucket)).backend
-            yield JobUnit(key, (await backend.head(key)).size_bytes if call.dry_run else 0)
+            served = await self._buckets.get(call.bucket)
+            size_bytes = (await served.backend.head(key)).size_bytes if call.dry_run or call.share else 0
+            for unit in _here(served.bucket, JobUnit(key, size_bytes), is_home):
+                yield unit
         while not call.keys:
-            backend = (await self._buckets.get(call.bucket)).backend
-            page = await backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
+            served = await self._buckets.get(call.bucket)
+            page = await served.backend.list_page(call.prefix, "", after, limits.LIST_KEYS_MAX)
             for entry in page.entries:
-                yield JobUnit(entry.key, entry.size_bytes)
+                for unit in _here(served.bucket, JobUnit(entry.key, entry.size_bytes), is_home):
+                    yield unit
             after = page.next_after
             if not after:
                 return
@@ -184,7 +149,7 @@ class JobWork:
             yield unit
         async for unit in self._listed(call):
             record = self._cold.store.lookup(call.bucket, unit.key)
-            if record is None or not record.complete:
+            if record is None or not all(record.has(*span) for span in unit.spans or ((0, record.size_bytes),)):
                 yield unit
 
     async def _evicting(self, call: JobCall) -> AsyncIterator[JobUnit]:
@@ -226,7 +191,7 @@ class JobWork:
     async def _fetch_and_pin(self, bucket: str, unit: JobUnit, moved: Moved) -> int:
         record, fetched_bytes = self._cold.store.lookup(bucket, unit.key), 0
         if record is None or not record.complete:
-            fetched_bytes = await prefetched(self._cold, Ask(bucket, unit.key), moved)
+            fetched_bytes = await fetch_spans(self._cold, bucket, unit, moved)
         return max(fetched_bytes, await self._pin(bucket, unit, True))
 
     async def _evict_unpinned(self, bucket: str, unit: JobUnit) -> int:
@@ -279,3 +244,11 @@ class JobWork:
             after = before | set(names) if pinned else before - set(names)
             if after != before:
                 await self._buckets.put(msgspec.structs.replace(bucket, pinned=tuple(sorted(after))))
+
+
+def _here(bucket: Bucket, unit: JobUnit, is_home: IsHome | None) -> list[JobUnit]:
+    """What of the object is to be fetched here: all, or this node's share of it, if it has one."""
+    if is_home is None:
+        return [unit]
+    spans = share_of(bucket, unit.key, [(0, unit.size_bytes)], is_home)
+    return [JobUnit(unit.key, sum(end - start for start, end in spans), spans)] if spans else []

@@ -29,7 +29,7 @@ from forebay.core.messages.calls import Nothing, ObjectNamed
 from forebay.core.types import check_key
 from forebay.node.engine.buckets import Buckets
 from forebay.node.engine.counts import Tally
-from forebay.node.engine.jobs.work import prefetched
+from forebay.node.engine.jobs.prefetch import prefetched
 from forebay.node.engine.read.cold import ColdReads
 from forebay.node.engine.read.one_read import Ask
 from forebay.ports.clock import Clock

@@ -68,6 +68,7 @@ _BODY_BYTES_MAX = {
     HintsCall: HINTS_BYTES_MAX,
     BatchCall: limits.BATCH_BODY_BYTES_MAX,
     Completion: limits.COMPLETION_BODY_BYTES_MAX,
+    calls.ManifestCall: 2 * limits.MANIFEST_BYTES_MAX,
 }
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -361,9 +362,12 @@ class Native:
         elif route.body is calls.VolumeNamed:
             self._auth.require(self._auth.bearer(request), "admin")
             arguments = decode_body(request, calls.VolumeNamed)
-        elif route.body is calls.WishCall:
+        elif route.body in (calls.WishCall, calls.ManifestCall):
             self._auth.require(self._auth.bearer(request), "admin")
-            arguments = decode_body(request, calls.WishCall)
+            arguments = decode_body(request, route.body)
+        elif route.name == "manifest":
+            self._auth.require(self._auth.bearer(request), "admin")
+            arguments = calls.ObjectNamed(taken["bucket"], check_key(taken["key"]))
         elif route.body is calls.JobCall:
             arguments = self._job_call(request, route)
             status = 202
@@ -376,6 +380,8 @@ class Native:
         identity = self._auth.bearer(request)
         if call.keys and call.prefix:
             raise Invalid("both keys and a prefix are given: give one of them")
+        if route.name == "rewarm":
+            self._auth.require(identity, "admin")  # a manifest names objects of any bucket
         for name in call.keys or [call.prefix]:
             self._auth.require(identity, route.may, call.bucket, name)
         for key in call.keys:

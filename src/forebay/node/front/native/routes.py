@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from forebay.core.access import Verb
 from forebay.core.errors import Invalid, NotFound
 from forebay.core.formats.listing import MEDIA_TYPE as LISTING
+from forebay.core.formats.manifest import Manifest, WarmObjects
 from forebay.core.machines.hints import HintsCall, HintsState
 from forebay.core.messages import batch, calls
 from forebay.core.messages.doorwire import DoorAt
@@ -203,6 +204,7 @@ ROUTES: tuple[Route, ...] = (
     _job("pin", "Fetch objects and never evict them.", "admin"),
     _job("unpin", "Let objects be evicted again.", "admin"),
     _job("evict", "Drop cached objects.", "admin"),
+    _job("rewarm", "Fetch what the manifest of a former cluster names, which is the one key.", "admin"),
     Route(
         "jobs", "GET", "/-/v1/jobs", "The caller's jobs, and those of buckets they administer; newest first.",
         answer=list[calls.JobState],
@@ -244,6 +246,19 @@ ROUTES: tuple[Route, ...] = (
         "wish", "POST", "/-/v1/cluster/wish", "Have a node drained, maintained, taken back, given up or forgotten.",
         "admin", body=calls.WishCall, answer=ClusterNode,
     ),
+    Route(
+        "warm", "GET", "/-/v1/cluster/warm", "What this node has cached, what was used last first.", "admin",
+        answer=WarmObjects,
+    ),
+    Route(
+        "manifest", "GET", "/-/v1/manifests/{bucket}/{key}", "What a cluster left in a bucket.", "admin",
+        answer=Manifest,
+    ),
+    Route(
+        "manifest_put", "POST", "/-/v1/cluster/manifest", "Write what a cluster leaves, once all its nodes are gone.",
+        "admin", body=calls.ManifestCall, answer=Manifest,
+    ),
+    Route("stop", "POST", "/-/v1/cluster/stop", "End this node, if it is gone.", "admin", answer=calls.Nothing),
     Route("map", "GET", "/-/v1/map", "The nodes of the cluster and their weights.", answer=NodeMap),
 )  # fmt: skip
 
