@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -10,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.client.shared import SharedMemory
 from forebay.client.sync import Client
 from forebay.core import checkpoint as form
 from forebay.core.errors import Unavailable
+from forebay.core.s3rules.signedbody import UNSIGNED
+from forebay.core.types import LOCAL_URL, Bucket
+from forebay.node.front.http.bodies import Incoming, Wanted
 from forebay.torch import Checkpointer
 from forebay.torch.checkpoint.ranks import Share
 from forebay.torch.checkpoint.staging import Arena, lay_out, stage
@@ -72,6 +80,73 @@ def test_without_such_memory_they_are_sent(node: NodeProcess, monkeypatch: pytes
         found = state(0.0)
         assert checkpoints.restore(found) is not None
         assert found["w"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("size_bytes", [32 * MIB, 20 * MIB + 1, 17 * MIB - 4095])
+def test_what_is_handed_over_goes_to_the_disk_and_not_to_the_page_cache(node: NodeProcess, size_bytes: int):
+    body = os.urandom(size_bytes)
+    memory = SharedMemory(size_bytes)
+    memory.view(size_bytes)[:] = body
+    sums = [
+        int(form.piece_digest(body[at : at + form.PIECE_BYTES]), 16) for at in range(0, size_bytes, form.PIECE_BYTES)
+    ]
+    volumes = node.dir / "node" / "volumes"
+    with Client(node.endpoint) as client:
+        client.bucket_put(Bucket("here", LOCAL_URL, write="local"))  # no flush reads it
+        client.put_shared("here", "body", memory, size_bytes, sums)
+        (file,) = [path for path in volumes.rglob("data/*/*/*") if path.stat().st_size == size_bytes]
+        assert cached_bytes(file) <= MIB, "the last bytes may be: they are no whole page"
+        assert client.get("here", "body") == body
+        client.delete("here", "body")
+
+
+def cached_bytes(file: Path) -> int:
+    """How much of a file is in the page cache."""
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as pages:
+        size_bytes = len(pages)
+        found = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), found) == 0
+        return sum(page & 1 for page in found) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("refusal", ["no_flag", "no_write"])
+def test_a_filesystem_that_takes_nothing_past_its_cache_gets_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+):
+    """The node in a process of ours, so that the filesystem's refusals can be told."""
+    set_flags, pwrite = fcntl.fcntl, os.pwrite
+    direct: set[int] = set()
+
+    def refuses_the_flag(fd: int, command: int, value: Any = 0) -> Any:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            if refusal == "no_flag":
+                raise OSError(errno.EINVAL, "no direct I/O here")
+            direct.add(fd)
+        elif command == fcntl.F_SETFL:
+            direct.discard(fd)
+        return set_flags(fd, command, value)
+
+    def refuses_writes(fd: int, data: Any, at: int) -> int:
+        if fd in direct:
+            raise OSError(errno.EINVAL, "pages are larger here")
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuses_the_flag)
+    monkeypatch.setattr(os, "pwrite", refuses_writes)
+    body = os.urandom(17 * MIB + 5)
+    source = os.memfd_create("body")
+    os.write(source, body)
+    volume = tmp_path / "tmp"
+    volume.mkdir()
+    incoming = Incoming(Wanted(payload=UNSIGNED), len(body), place=lambda: str(volume / "1"))
+    incoming.synced_soon = True
+    for at in range(0, len(body), 8 * MIB):
+        incoming.take_from(source, at, min(8 * MIB, len(body) - at))
+    incoming.finish()
+    os.close(source)
+    assert Path(incoming.result.path).read_bytes() == body
+    assert not direct
 
 
 def test_bytes_that_change_on_the_way_never_count(node: NodeProcess, monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ XATTR = "user.forebay"
 SIDECAR_SUFFIX = ".head"
 MAGIC = b"FBH1"
 _PREFIX = struct.Struct("<4sIQ")
-_PAGE = 4096
+PAGE_BYTES = 4096
 _NO_XATTR = (errno.ENOTSUP, errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EPERM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,6 +49,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _libc.syncfs.argtypes = (ctypes.c_int,)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _SYNC_FILE_RANGE_WRITE = 0x02
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 _PUNCH_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
@@ -116,7 +117,7 @@ def _header_bytes(data: bytes | bytearray) -> int:
 
 
 def sums_offset_in_sidecar(header_bytes: int) -> int:
-    return -(-header_bytes // _PAGE) * _PAGE
+    return -(-header_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Header:
@@ -330,6 +331,17 @@ def begin_writeback(fd: int, start: int = 0, size: int = 0) -> None:
     _libc.sync_file_range(
         fd, start, size, _SYNC_FILE_RANGE_WRITE
     )  # only advice: a failure here shows in the later fsync
+
+
+def past_cache(fd: int, on: bool = True) -> bool:
+    """Have what is written to this file go to the disk itself, or through the page cache again; whether the filesystem
+    can. Past the cache, memory, offset and size of a write must be multiples of PAGE_BYTES."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+    except OSError:
+        return False
+    return _DIRECT != 0
 
 
 def block_range(size_bytes: int, block_bytes: int, block: int) -> tuple[int, int]:
