@@ -26,8 +26,8 @@ cannot make another look dead, because the store counts, and is asked in the sam
 
 *Holders.* With the owners change the holders of what only nodes have (`records.py`), but not for a node that is
 missing. Who held before goes to `past`, until each said that it has `Released` what is at home elsewhere, or is gone.
-While PAST_MAX changes wait for that, the holders stay as they are. A node that comes in holds once it said that it
-brings nothing; one that does not say so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
+A node with local objects may never say so. So of more than PAST_MAX changes the oldest two become one, all of whose
+nodes are asked about every key. A node that comes in holds once it said that it brings nothing; one that does not say so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
 *Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
 is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
@@ -355,7 +355,7 @@ class Membership:
         past = tuple(each for each in map.past if not self._is_over(map, each))
         covered = map.held if all(self._covered(node) >= map.held for node in map.holders) else map.covered
         known = msgspec.structs.replace(map, covered=covered)
-        holders = self._holders(now_s, known, owners, reasons) if len(past) < PAST_MAX else map.holders
+        holders = self._holders(now_s, known, owners, reasons)
         held, deposed = map.held, tuple(node for node in map.deposed if node in self.nodes and node not in holders)
         if holders == map.holders and (lost := self._taken_over(now_s, known)):
             holders = {node: weight for node, weight in holders.items() if node != lost}
@@ -364,7 +364,7 @@ class Membership:
         elif holders != map.holders:
             came = sorted(holders.keys() - map.holders.keys())
             newcomers = tuple(node for node in came if self._released(node) < map.epoch)
-            past, held = (*past, Past(map.epoch + 1, map.holders, newcomers)), map.epoch + 1
+            past, held = _bounded((*past, Past(map.epoch + 1, map.holders, newcomers))), map.epoch + 1
         elif not reasons:
             changed = msgspec.structs.replace(known, past=past, deposed=deposed)
             return self._changed({MAP: changed}) if changed != map else None
@@ -447,6 +447,16 @@ class Membership:
 def wanted(record: bytes, wanted: Wanted) -> bytes:
     """The entry of a node as it stands in the store, of which its operator now wants this."""
     return encoded(msgspec.structs.replace(msgspec.json.decode(record, type=NodeRecord), wanted=wanted))
+
+
+def _bounded(past: tuple[Past, ...]) -> tuple[Past, ...]:
+    """At most PAST_MAX changes. Rejected: no further change meanwhile (a cluster whose nodes were all drained and taken
+    back several times, with local objects, was left without holders for ever)."""
+    while len(past) > PAST_MAX:
+        first, second, *rest = past
+        nodes = {*first.holders, *first.newcomers, *second.holders, *second.newcomers}
+        past = (Past(second.epoch, {}, tuple(sorted(nodes))), *rest)
+    return past
 
 
 def _keep(known: dict[str, T], node: str, value: T | None) -> None:
