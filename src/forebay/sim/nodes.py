@@ -133,8 +133,10 @@ class Nodes(World):
         self.nodes = [Node(number, self.root, self) for number in range(3)]
         self.board = Board(self._tick)
         self.board.may_be_full = True
-        # In every other story what a node was told once is asked about again only if the node knows that it must be.
+        # In every other story what a node was told once is asked about again only if the node knows that it must be,
+        # and each misfortune is up to eight times as frequent as usual, or as rare: some have little but drains.
         for_ever = {} if seed % 2 else {"freshness_s": FRESH_IMMUTABLE}
+        self._spread = 1.0 if seed % 2 else 8.0
         self.buckets = [replace(b, **for_ever) if b.write != "through" else b for b in BUCKETS]
         self.places: list[Place] = [(bucket.name, f"k{number}") for bucket in BUCKETS for number in range(KEYS)]
         self.sources: list[Place] = [(bucket.name, key) for bucket in BUCKETS for key in SOURCES]
@@ -397,9 +399,11 @@ class Nodes(World):
             (self._drain, 1.5),
             (self._join, 0.7),
         ]
+        kinds = Random(self.seed)
+        weights = [weight * self._spread ** kinds.uniform(-1, 1) for _, weight in acts]
         while left[0] > 0 and not self.is_wrong:
             await asyncio.sleep(6.0 * self.weather.random() ** 2)
-            act = self.weather.choices([each for each, _ in acts], [weight for _, weight in acts])[0]
+            act = self.weather.choices([each for each, _ in acts], weights)[0]
             await act(self.weather.choice(self.nodes))
 
     async def _kill(self, node: Node) -> None:

@@ -27,7 +27,8 @@ cannot make another look dead, because the store counts, and is asked in the sam
 *Holders.* With the owners change the holders of what only nodes have (`records.py`), but not for a node that is
 missing. Who held before goes to `past`, until each said that it has `Released` what is at home elsewhere, or is gone.
 A node with local objects may never say so. So of more than PAST_MAX changes the oldest two become one, all of whose
-nodes are asked about every key. A node that comes in holds once it said that it brings nothing; one that does not say so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
+nodes are asked about every key. A node that comes in holds once it said that it brings nothing; one that does not say
+so within HOLDS_AFTER_S goes to `past` with that, and is asked about every key.
 
 *Taking over.* A holder that is missing for MISSING_AFTER_S is taken over while `covered` is `held`: what it alone had
 is on the next in order of each key, who is the home by the next map. One at a time: then all must be covered again. It
