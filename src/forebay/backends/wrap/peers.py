@@ -10,7 +10,8 @@ A large object lies in stripes (`core/placement.py`), and each stripe's home is 
 several of them is read from one after another, all of one version.
 
 A peer in trouble is no error. Whatever it answers but the bytes, and if all together do not answer within PATIENCE_S,
-the backend is asked; a body that breaks goes on there (`Retrying`, above this layer). This layer counts what it asks
+the backend is asked; a body that breaks, or of which nothing comes for PATIENCE_S, goes on there (`Retrying`, above
+this layer). This layer counts what it asks
 the backend, since only it knows what is asked there.
 
 Rejected: the home's word about the version (two freshness times would add up); asking the home for small objects
@@ -29,13 +30,13 @@ from typing import Any, NamedTuple, Protocol
 from forebay.backends import errors
 from forebay.backends.seam import Backend, Fetch
 from forebay.backends.wrap.counting import BackendCounters, Counting
-from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition
+from forebay.core.errors import ForebayError, Invalid, NotFound, Precondition, Unavailable
 from forebay.core.limits import STRIPE_BYTES
 from forebay.core.ranges import end_of_stripe
 from forebay.core.types import ObjectInfo, RangeSpec
 from forebay.ports.clock import Clock
 
-PATIENCE_S = 5.0  # until a peer begins to answer: a home may have to ask the backend first
+PATIENCE_S = 5.0  # until a peer begins to answer, or goes on: a home may have to ask the backend first
 INFOS_MAX = 512  # objects that are being read
 
 
@@ -70,7 +71,12 @@ class PeerFetch:
 
     async def __anext__(self) -> Any:
         try:
-            chunk = await self._chunks.__anext__()
+            async with asyncio.timeout(PATIENCE_S):
+                chunk = await self._chunks.__anext__()
+        except TimeoutError:
+            error = Unavailable(f"node {self._node} stopped in the middle of {self.info.key}: try again")
+            self._peers.failed(self._node, error)
+            raise error from None
         except ForebayError as error:
             self._peers.failed(self._node, error)
             raise
